@@ -1,0 +1,150 @@
+"""What goes into the core and what comes out: plain data, numpy columns where there is one entry per sequence.
+
+Called by the scheduler service, the in-process tests and the simulator. No clock and no I/O here or anywhere
+in this package: time is an argument, in nanoseconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+EMPTY: Int32 = np.zeros(0, np.int32)
+
+
+class Finish(enum.IntEnum):
+    """Why a sequence ended; the numbers are those of protos/queue.proto."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+@dataclass(slots=True)
+class NewRequest:
+    """One request as the service hands it over. It has len(prompts) * n sequences (choices)."""
+
+    id: str
+    prompts: list[Int32]
+    max_tokens: int
+    stop_ids: Int32 = field(default_factory=lambda: EMPTY)   # at most MAX_STOP_IDS
+    n: int = 1
+    min_tokens: int = 0
+    priority: int = 2                 # 0 realtime, 1 high, 2 normal, 3 low
+    tenant: str = ""
+    gateway: str = ""
+    arrived_ns: int = 0
+    ttft_slo_ns: int = 0              # 0: none; relative to arrival
+    tbt_slo_ns: int = 0
+    deadline_ns: int = 0              # absolute; 0: none
+    salt: bytes = b""
+    payload: Any = None               # opaque; comes back in Enter (the service keeps sampling here)
+    outputs: list[Int32] | None = None    # per choice, tokens already produced (after a restart)
+    finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
+
+
+MAX_STOP_IDS = 16
+
+
+@dataclass(slots=True)
+class Enter:
+    """A sequence that takes a slot in this step, new or again."""
+
+    slot: int
+    request: NewRequest
+    choice: int
+    tokens: Int32                     # all that are known: prompt and outputs
+    prompt_tokens: int
+    computed: int                     # tokens whose KV lies in `blocks` already
+    blocks: Int32
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One iteration for one replica; the wire form is worker.proto's Step, field by field."""
+
+    id: int
+    replica: int
+    free_slots: Int32
+    swap_out_gpu: Int32
+    swap_out_host: Int32
+    swap_in_host: Int32
+    swap_in_gpu: Int32
+    enters: list[Enter]
+    append_slots: Int32
+    append_blocks: Int32
+    chunk_slots: Int32
+    chunk_starts: Int32
+    chunk_lengths: Int32
+    samples: npt.NDArray[np.bool_]    # [chunks] does the chunk sample a token?
+    microbatch: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A worker's answer; the wire form is worker.proto's Result."""
+
+    id: int
+    replica: int
+    slots: Int32
+    tokens: Int32
+    logprobs: Float32 | None = None
+    swap_out_acks: Int32 = field(default_factory=lambda: EMPTY)
+    swap_in_acks: Int32 = field(default_factory=lambda: EMPTY)
+    errors: list[tuple[int, str, str]] = field(default_factory=list)  # slot, code, message
+    error: str = ""
+    step_ns: int = 0
+
+
+@dataclass(slots=True)
+class FinishedRequest:
+    """A request all of whose sequences have ended; its record is written once."""
+
+    request: NewRequest
+    outputs: list[Int32]              # per choice
+    finish: list[Finish]              # per choice
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one call of apply, cancel, stop or plan made known. Rows are sorted by gateway.
+
+    Row i: sequence (requests[i].id, choices[i]) got counts[i] tokens (0 or 1 after a step) from index first[i] on.
+    """
+
+    requests: list[NewRequest] = field(default_factory=list)
+    gateways: list[str] = field(default_factory=list)      # one per row; equal ones stand together
+    choices: Int32 = field(default_factory=lambda: EMPTY)
+    first: Int32 = field(default_factory=lambda: EMPTY)
+    counts: Int32 = field(default_factory=lambda: EMPTY)
+    tokens: Int32 = field(default_factory=lambda: EMPTY)   # rows one after another
+    logprobs: Float32 | None = None                        # as tokens
+    finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    errors: dict[int, str] = field(default_factory=dict)   # row -> message
+    checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)  # id, choice, first index, tokens
+    started: list[str] = field(default_factory=list)       # requests that got their first slot
+    ended: list[FinishedRequest] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Limits:
+    """One replica's size, from the worker's Describe."""
+
+    slots: int
+    blocks: int
+    block_size: int
+    max_model_len: int
+    max_step_tokens: int
+    host_blocks: int = 0

@@ -1,0 +1,36 @@
+"""Packed little-endian columns, as protos/ carries them.
+
+A column is a bytes field; reading it makes no copy, so the array is read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+EMPTY: Int32 = np.zeros(0, np.int32)
+
+
+def pack(values: npt.NDArray[np.generic] | Sequence[int]) -> bytes:
+    """int32 little-endian bytes of one column."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def unpack(column: bytes) -> Int32:
+    """[n] int32, read-only. Raises ValueError when the length is no multiple of 4."""
+    return np.frombuffer(column, dtype="<i4")
+
+
+def pack_float(values: npt.NDArray[np.generic] | Sequence[float]) -> bytes:
+    """float32 little-endian bytes of one column."""
+    return np.ascontiguousarray(values, dtype="<f4").tobytes()
+
+
+def unpack_float(column: bytes) -> Float32:
+    """[n] float32, read-only."""
+    return np.frombuffer(column, dtype="<f4")

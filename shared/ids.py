@@ -1,0 +1,27 @@
+"""Identifiers: unguessable where a client can present them, unique where only services see them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+
+def request_id(endpoint: str) -> str:
+    """`cmpl-...` or `chatcmpl-...`, 120 random bits: whoever knows it may not guess another."""
+    return f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{secrets.token_hex(15)}"
+
+
+def process_id(role: str) -> str:
+    """Unique to this start of this process: role, host, pid and a nonce."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def identity() -> str:
+    """New at each start of a worker; a scheduler that sees another one knows that KV is gone."""
+    return secrets.token_hex(8)
+
+
+def seed() -> int:
+    """A sampling seed for a request that named none."""
+    return secrets.randbits(63)

@@ -1,0 +1,95 @@
+"""Every Redis key of Orcinus, by name.
+
+All keys of one model carry the literal hash tag `{model}`, so that they share one Cluster slot.
+`docs/redis.md` says who writes each key and how long it lives; PROTOCOL, section 1 is its source.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+CLASSES = ("realtime", "high", "normal", "low")
+GROUP = "schedulers"
+
+_UNSAFE = re.compile(r"[^a-z0-9._-]+")
+
+
+def model_tag(name: str) -> str:
+    """The served model name restricted to [a-z0-9._-], as it stands inside the braces.
+
+    >>> model_tag("Demo Model/")
+    'demo-model'
+    """
+    tag = _UNSAFE.sub("-", name.lower()).strip("-")
+    if not tag:
+        raise ValueError(f"model name {name!r} has no character of [a-z0-9._-]; set --served-model-name")
+    return tag
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one served model."""
+
+    model: str
+
+    @property
+    def prefix(self) -> str:
+        return f"orcinus:{{{self.model}}}:"
+
+    def requests(self, class_name: str) -> str:
+        return f"{self.prefix}requests:{class_name}"
+
+    def request_streams(self) -> list[str]:
+        """The request streams, most urgent class first."""
+        return [self.requests(name) for name in CLASSES]
+
+    def req(self, request_id: str) -> str:
+        return f"{self.prefix}req:{request_id}"
+
+    def prompt(self, request_id: str) -> str:
+        return f"{self.prefix}prompt:{request_id}"
+
+    def out(self, request_id: str, choice: int) -> str:
+        return f"{self.prefix}out:{request_id}:{choice}"
+
+    def tokens(self, gateway: str) -> str:
+        return f"{self.prefix}tokens:{gateway}"
+
+    def control(self, shard: str) -> str:
+        return f"{self.prefix}control:{shard}"
+
+    def lease(self, shard: str) -> str:
+        return f"{self.prefix}lease:{shard}"
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.prefix}epoch"
+
+    @property
+    def queue(self) -> str:
+        """Hash: tokens and requests that wait for their first step, all classes together and each."""
+        return f"{self.prefix}queue"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.prefix}worker:{worker_id}"
+
+    def alive(self, role: str, member: str) -> str:
+        return f"{self.prefix}alive:{role}:{member}"
+
+    def bucket(self, key_id: str) -> str:
+        return f"{self.prefix}bucket:{key_id}"
+
+    def stats(self, shard: str) -> str:
+        return f"{self.prefix}stats:{shard}"
+
+    def stats_history(self, shard: str) -> str:
+        return f"{self.prefix}stats:{shard}:history"
+
+    @property
+    def events(self) -> str:
+        return f"{self.prefix}events"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.prefix}dead"

@@ -1,0 +1,36 @@
+"""Logging: one line an event on stderr, readable by people, or JSON where programs read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import orjson
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname,
+            "logger": record.name,
+            "text": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return orjson.dumps(line).decode()
+
+
+def setup(service: str, level: str = "info", as_json: bool = False) -> logging.Logger:
+    """Configures the root logger once and returns the service's own. Prompts and keys are never logged."""
+    handler = logging.StreamHandler(sys.stderr)
+    if as_json:
+        handler.setFormatter(_Json())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("asyncio", "grpc", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(f"orcinus.{service}")

@@ -1,0 +1,139 @@
+"""One settings class per service. No environment variable is read anywhere else.
+
+A value comes from, first wins: the command line (`orcinus worker --device cpu`), the environment
+(`ORCINUS_DEVICE`), the default here. `orcinus config` prints the effective values, secrets hidden.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.errors import ConfigurationError
+from shared.keys import Keys, model_tag
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_MODEL = ROOT / "assets" / "demo-model"
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and loopback addresses."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class CommonSettings(BaseSettings):
+    """What every service needs to know."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
+
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// address of Redis")
+    redis_password: SecretStr | None = Field(None, description="password, when the URL carries none")
+    model: Path = Field(DEMO_MODEL, description="Hugging Face model directory")
+    served_model_name: str = Field("", description="the id in /v1/models; default: the directory's name")
+    shard: str = Field("shard-0", pattern=r"^[a-z0-9._-]+$", description="scheduler shard")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = False
+
+    @model_validator(mode="after")
+    def _name(self) -> CommonSettings:
+        if not self.served_model_name:
+            self.served_model_name = model_tag(self.model.resolve().name)
+        elif model_tag(self.served_model_name) != self.served_model_name:
+            raise ValueError(
+                f"served model name {self.served_model_name!r} may hold only [a-z0-9._-]; "
+                f"try {model_tag(self.served_model_name)!r}"
+            )
+        return self
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.served_model_name)
+
+
+class GatewaySettings(CommonSettings):
+    """The HTTP front."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; beyond loopback a key is required")
+    port: int = Field(8000, ge=1, le=65535)
+    ops_host: str = Field("127.0.0.1", description="address of /metrics and /stats")
+    ops_port: int = Field(0, ge=0, le=65535, description="0: PORT + 1")
+    api_key: SecretStr | None = Field(None, description="key that every client must present")
+    api_key_file: Path | None = Field(None, description="file with one key a line")
+    max_body_bytes: int = Field(4 << 20, ge=1024)
+    max_queued_tokens: int = Field(2_000_000, ge=1, description="prompt tokens that may wait; more gets 429")
+    requests_per_minute: int = Field(0, ge=0, description="per key; 0: unlimited")
+    tokens_per_minute: int = Field(0, ge=0, description="per key, prompt and output together; 0: unlimited")
+    concurrent_requests: int = Field(0, ge=0, description="per key; 0: unlimited")
+    max_choices: int = Field(128, ge=1, description="sequences of one request (prompts x n)")
+    client_buffer_events: int = Field(1024, ge=16, description="events kept for a slow client before it is cut")
+    keepalive_s: float = Field(10.0, gt=0, description="SSE comment while nothing else is sent")
+    progress_timeout_s: float = Field(30.0, gt=0, description="/health/progress fails after this without a step")
+    drain_s: float = Field(55.0, ge=0, description="time that running streams get at SIGTERM")
+
+    @model_validator(mode="after")
+    def _ports(self) -> GatewaySettings:
+        if self.ops_port == 0:
+            self.ops_port = self.port + 1
+        return self
+
+    def api_keys(self) -> list[str]:
+        """The accepted keys; empty: none is asked for, which only loopback may do.
+
+        Raises ConfigurationError when the gateway would listen beyond loopback without a key.
+        """
+        keys = [self.api_key.get_secret_value()] if self.api_key else []
+        if self.api_key_file:
+            try:
+                keys += [line.strip() for line in self.api_key_file.read_text().splitlines() if line.strip()]
+            except OSError as error:
+                raise ConfigurationError(f"cannot read the key file {self.api_key_file}: {error}") from error
+        if not keys:
+            for host in (self.host, self.ops_host):
+                if not is_loopback(host):
+                    raise ConfigurationError(
+                        f"listening on {host} needs a key: set ORCINUS_API_KEY or ORCINUS_API_KEY_FILE, "
+                        "or listen on 127.0.0.1"
+                    )
+        return keys
+
+
+class SchedulerSettings(CommonSettings):
+    """The loop that decides."""
+
+    policy: str = Field("orcinus", description="a preset: orcinus, orca, sarathi")
+    step_tokens: int = Field(0, ge=0, description="token budget of an iteration; 0: the policy's default")
+    max_seqs: int = Field(0, ge=0, description="running sequences at most; 0: the worker's slots")
+    microbatches: int = Field(1, ge=1, le=16, description="disjoint sets of sequences in flight")
+    lookahead: int = Field(1, ge=0, le=4, description="unanswered steps a sequence may have when it is planned again")
+    claim_window: int = Field(0, ge=0, description="requests held at most; 0: 4 x slots")
+    lease_ms: int = Field(2000, ge=200)
+    stats_ms: int = Field(1000, ge=100)
+    watchdog_s: float = Field(10.0, gt=0, description="a step unanswered for longer means that the worker is lost")
+
+
+class WorkerSettings(CommonSettings):
+    """One engine."""
+
+    worker_id: str = Field("worker-0", pattern=r"^[a-z0-9._-]+$")
+    listen: str = Field("127.0.0.1:0", description="gRPC address; port 0 picks one")
+    advertise: str = Field("", description="address that schedulers dial; default: what is listened on")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    block_size: int = Field(16, ge=1, le=256)
+    max_seqs: int = Field(256, ge=1, le=8192)
+    max_input_tokens: int = Field(0, ge=0, description="0: as much as the context allows")
+    max_output_tokens: int = Field(0, ge=0, description="0: as much as the context allows")
+    max_step_tokens: int = Field(2048, ge=1, description="tokens of one step at most")
+    kv_memory_fraction: float = Field(0.2, gt=0, lt=1, description="share of free memory for KV blocks")
+    kv_blocks: int = Field(0, ge=0, description="0: from kv_memory_fraction")
+    threads: int = Field(0, ge=0, description="compute threads; 0: every core")
+    step_log: Path | None = Field(None, description="appends one JSON line a step; for debugging")
