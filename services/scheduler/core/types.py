@@ -36,19 +36,19 @@ class NewRequest:
     id: str
     prompts: list[Int32]
     max_tokens: int
-    stop_ids: Int32 = field(default_factory=lambda: EMPTY)   # at most MAX_STOP_IDS
+    stop_ids: Int32 = field(default_factory=lambda: EMPTY)  # at most MAX_STOP_IDS
     n: int = 1
     min_tokens: int = 0
-    priority: int = 2                 # 0 realtime, 1 high, 2 normal, 3 low
+    priority: int = 2  # 0 realtime, 1 high, 2 normal, 3 low
     tenant: str = ""
     gateway: str = ""
     arrived_ns: int = 0
-    ttft_slo_ns: int = 0              # 0: none; relative to arrival
+    ttft_slo_ns: int = 0  # 0: none; relative to arrival
     tbt_slo_ns: int = 0
-    deadline_ns: int = 0              # absolute; 0: none
+    deadline_ns: int = 0  # absolute; 0: none
     salt: bytes = b""
-    payload: Any = None               # opaque; comes back in Enter (the service keeps sampling here)
-    outputs: list[Int32] | None = None    # per choice, tokens already produced (after a restart)
+    payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
+    outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
     finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
 
 
@@ -62,9 +62,9 @@ class Enter:
     slot: int
     request: NewRequest
     choice: int
-    tokens: Int32                     # all that are known: prompt and outputs
+    tokens: Int32  # all that are known: prompt and outputs
     prompt_tokens: int
-    computed: int                     # tokens whose KV lies in `blocks` already
+    computed: int  # tokens whose KV lies in `blocks` already
     blocks: Int32
 
 
@@ -85,7 +85,7 @@ class StepPlan:
     chunk_slots: Int32
     chunk_starts: Int32
     chunk_lengths: Int32
-    samples: npt.NDArray[np.bool_]    # [chunks] does the chunk sample a token?
+    samples: npt.NDArray[np.bool_]  # [chunks] does the chunk sample a token?
     microbatch: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
@@ -112,8 +112,8 @@ class FinishedRequest:
     """A request all of whose sequences have ended; its record is written once."""
 
     request: NewRequest
-    outputs: list[Int32]              # per choice
-    finish: list[Finish]              # per choice
+    outputs: list[Int32]  # per choice
+    finish: list[Finish]  # per choice
     error: str = ""
 
 
@@ -125,16 +125,16 @@ class Outcome:
     """
 
     requests: list[NewRequest] = field(default_factory=list)
-    gateways: list[str] = field(default_factory=list)      # one per row; equal ones stand together
+    gateways: list[str] = field(default_factory=list)  # one per row; equal ones stand together
     choices: Int32 = field(default_factory=lambda: EMPTY)
     first: Int32 = field(default_factory=lambda: EMPTY)
     counts: Int32 = field(default_factory=lambda: EMPTY)
-    tokens: Int32 = field(default_factory=lambda: EMPTY)   # rows one after another
-    logprobs: Float32 | None = None                        # as tokens
+    tokens: Int32 = field(default_factory=lambda: EMPTY)  # rows one after another
+    logprobs: Float32 | None = None  # as tokens
     finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    errors: dict[int, str] = field(default_factory=dict)   # row -> message
+    errors: dict[int, str] = field(default_factory=dict)  # row -> message
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)  # id, choice, first index, tokens
-    started: list[str] = field(default_factory=list)       # requests that got their first slot
+    started: list[str] = field(default_factory=list)  # requests that got their first slot
     ended: list[FinishedRequest] = field(default_factory=list)
 
 

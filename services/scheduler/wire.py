@@ -1,0 +1,78 @@
+"""Between the core's plans and worker.proto: packing a step, reading a result. Pure; no socket.
+
+The service, the in-process tests and the benches use these two functions, so a plan crosses the wire one way only.
+"""
+
+from __future__ import annotations
+
+from protos import queue_pb2, worker_pb2
+from services.scheduler.core.types import Enter, StepPlan, StepResult
+from shared.columns import pack, unpack, unpack_float
+
+
+def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
+    """The worker's sampling of one choice. Choice i uses seed + i, so that the n answers differ."""
+    s = request.sampling
+    return worker_pb2.Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        seed=(s.seed + choice) & 0xFFFFFFFFFFFFFFFF,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repetition_penalty=s.repetition_penalty,
+        logprobs=s.logprobs,
+        bias_ids=s.bias_ids,
+        bias_values=s.bias_values,
+        banned_ids=s.banned_ids,
+        stop_ids=request.stop_token_ids,
+        min_tokens=request.min_tokens,
+        mask_key=s.mask_key,
+    )
+
+
+def _enter(enter: Enter) -> worker_pb2.Enter:
+    return worker_pb2.Enter(
+        slot=enter.slot,
+        tokens=pack(enter.tokens),
+        prompt_tokens=enter.prompt_tokens,
+        computed=enter.computed,
+        blocks=pack(enter.blocks),
+        sampling=sampling_of(enter.request.payload, enter.choice),
+    )
+
+
+def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
+    """The Step message of one plan. `request.payload` of entering sequences is their queue_pb2.Request."""
+    return worker_pb2.Step(
+        epoch=epoch,
+        id=plan.id,
+        free_slots=pack(plan.free_slots),
+        swap_out_gpu=pack(plan.swap_out_gpu),
+        swap_out_host=pack(plan.swap_out_host),
+        swap_in_host=pack(plan.swap_in_host),
+        swap_in_gpu=pack(plan.swap_in_gpu),
+        enters=[_enter(enter) for enter in plan.enters],
+        append_slots=pack(plan.append_slots),
+        append_blocks=pack(plan.append_blocks),
+        chunk_slots=pack(plan.chunk_slots),
+        chunk_starts=pack(plan.chunk_starts),
+        chunk_lengths=pack(plan.chunk_lengths),
+    )
+
+
+def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
+    """The core's view of a Result. Raises ValueError when a column has a wrong length."""
+    return StepResult(
+        id=result.id,
+        replica=replica,
+        slots=unpack(result.slots),
+        tokens=unpack(result.tokens),
+        logprobs=unpack_float(result.logprobs) if result.logprobs else None,
+        swap_out_acks=unpack(result.swap_out_acks),
+        swap_in_acks=unpack(result.swap_in_acks),
+        errors=[(error.slot, error.code, error.message) for error in result.errors],
+        error=result.error,
+        step_ns=result.timings.total_ns,
+    )

@@ -1,0 +1,66 @@
+-- Fenced: everything one iteration makes known, in one script.
+-- KEYS: lease, queue
+-- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, ms that token streams keep, then four
+--       sections, each a count and its rows:
+--       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens), started (id),
+--       ended (id, stream, entry, finish of each choice, prompt tokens, output tokens, choices, error, drop)
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
+local prefix, group, live, kept = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local at = 6
+local function arg()
+  at = at + 1
+  return ARGV[at]
+end
+
+local function leave_queue(record, tokens, class)
+  redis.call('HINCRBY', KEYS[2], 'tokens', -tokens)
+  redis.call('HINCRBY', KEYS[2], 'requests', -1)
+  redis.call('HINCRBY', KEYS[2], 'tokens:' .. class, -tokens)
+end
+
+for _ = 1, tonumber(arg()) do
+  local key = prefix .. 'tokens:' .. arg()
+  redis.call('XADD', key, 'MINID', '~', math.max(0, now - tonumber(ARGV[6])), '*', 'b', arg())
+  redis.call('PEXPIRE', key, kept)
+end
+
+for _ = 1, tonumber(arg()) do
+  local id = arg()
+  local key = prefix .. 'out:' .. id .. ':' .. arg()
+  redis.call('SETRANGE', key, arg(), arg())
+  redis.call('PEXPIRE', key, live)
+  redis.call('PEXPIRE', prefix .. 'req:' .. id, live)
+end
+
+for _ = 1, tonumber(arg()) do
+  local key = prefix .. 'req:' .. arg()
+  local record = redis.call('HMGET', key, 'started_ms', 'tokens', 'class')
+  if record[2] and not record[1] then
+    redis.call('HSET', key, 'state', 'running', 'started_ms', now)
+    leave_queue(key, tonumber(record[2]), record[3])
+  end
+end
+
+for _ = 1, tonumber(arg()) do
+  local id, stream, entry, finish = arg(), arg(), arg(), arg()
+  local prompt, output, choices, failure, drop = tonumber(arg()), tonumber(arg()), tonumber(arg()), arg(), arg()
+  local key = prefix .. 'req:' .. id
+  local record = redis.call('HMGET', key, 'state', 'started_ms', 'tokens', 'class', 'bucket', 'cost')
+  redis.call('XACK', stream, group, entry)
+  redis.call('XDEL', stream, entry)
+  redis.call('DEL', prefix .. 'prompt:' .. id)
+  if record[1] and record[1] ~= 'finished' then
+    if not record[2] then leave_queue(key, tonumber(record[3]), record[4]) end
+    if record[5] and redis.call('EXISTS', record[5]) == 1 then
+      redis.call('HINCRBY', record[5], 'running', -1)
+      redis.call('HINCRBYFLOAT', record[5], 'tokens', math.max(0, tonumber(record[6]) - prompt - output))
+    end
+    redis.call('HSET', key, 'state', 'finished', 'finish', finish, 'prompt_tokens', prompt, 'output_tokens', output,
+      'error', failure, 'ended_ms', now)
+    redis.call('PEXPIRE', key, kept)
+    for choice = 0, choices - 1 do redis.call('PEXPIRE', prefix .. 'out:' .. id .. ':' .. choice, kept) end
+  end
+end
+return now

@@ -1,0 +1,15 @@
+-- Fenced: hands requests that never started back to the queue, for any shard.
+-- KEYS: lease   ARGV: epoch, group, then (req key, stream, entry, request) per request
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
+local returned = 0
+for i = 3, #ARGV, 4 do
+  redis.call('XACK', ARGV[i + 1], ARGV[2], ARGV[i + 2])
+  redis.call('XDEL', ARGV[i + 1], ARGV[i + 2])
+  if redis.call('HGET', ARGV[i], 'state') == 'claimed' then
+    local entry = redis.call('XADD', ARGV[i + 1], '*', 'r', ARGV[i + 3])
+    redis.call('HSET', ARGV[i], 'state', 'queued', 'entry', entry)
+    redis.call('HDEL', ARGV[i], 'shard', 'epoch')
+    returned = returned + 1
+  end
+end
+return returned

@@ -1,0 +1,129 @@
+"""Connections to Redis and the scripts that services run there.
+
+Every service connects through `connect`: explicit time-outs, no hidden retries (a retried XADD is a second XADD),
+a small pool. Scripts run by EVALSHA; a Redis that forgot them gets them again and the call is repeated once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.errors import LeaseLostError
+from shared.settings import CommonSettings
+
+BLOCK_MS = 1000
+"""How long a blocking read waits; well under the socket time-out, at most 2 s (PROTOCOL, section 1)."""
+
+LIVE_TTL_MS = 24 * 3600 * 1000
+"""Records of requests that are queued or running."""
+
+KEPT_TTL_MS = 300 * 1000
+"""Records of finished requests, for clients that come back."""
+
+STREAM_KEEP_MS = 30 * 1000
+"""What the token streams hold; older tokens are in `out`."""
+
+PROMPT_APART_BYTES = 64 * 1024
+"""Prompts above this lie in a key of their own."""
+
+Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
+Value = bytes | str | int | float
+T = TypeVar("T")
+
+
+def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: float = 5.0) -> Redis:
+    """A client with a bounded pool. Nothing is dialled yet. Replies are bytes."""
+    password = settings.redis_password.get_secret_value() if settings.redis_password else None
+    extra: dict[str, Any] = {"password": password} if password else {}
+    pool = BlockingConnectionPool.from_url(
+        settings.redis_url,
+        max_connections=connections,
+        timeout=socket_timeout_s,
+        socket_timeout=socket_timeout_s,
+        socket_connect_timeout=2.0,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+        **extra,
+    )
+    return Redis(connection_pool=pool)
+
+
+def backoff_s(attempt: int, most_s: float = 2.0) -> float:
+    """Exponential with full jitter: 0.05 s, 0.1 s, ... times a random number in [0.5, 1]."""
+    return float(min(most_s, 0.05 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
+
+
+async def persist(
+    what: str, action: Callable[[], Awaitable[T]], log: logging.Logger, stopping: Callable[[], bool] = lambda: False
+) -> T:
+    """Repeats an idempotent action until Redis answers, saying once what is waited for.
+
+    Raises asyncio.CancelledError when `stopping` turns true between two tries.
+    """
+    attempt = 0
+    while True:
+        try:
+            result = await action()
+        except Unreachable as error:
+            if attempt == 0:
+                log.warning("waiting for Redis to %s: %s", what, error)
+            if stopping():
+                raise asyncio.CancelledError from error
+            await asyncio.sleep(backoff_s(attempt))
+            attempt += 1
+            continue
+        if attempt:
+            log.info("Redis is back: %s", what)
+        return result
+
+
+class Script:
+    """One Lua file. Calling it runs it by EVALSHA."""
+
+    def __init__(self, client: Redis, name: str) -> None:
+        self.name = name
+        self._client = client
+        self._source = (Path(__file__).parent / "lua" / f"{name}.lua").read_bytes()
+        self._sha = hashlib.sha1(self._source).hexdigest()  # noqa: S324 - Redis names scripts so
+
+    async def __call__(self, keys: Sequence[str], args: Sequence[Value]) -> Any:
+        """Runs the script. Raises LeaseLostError when the script refused an old epoch."""
+        try:
+            try:
+                return await self._run(keys, args)
+            except NoScriptError:
+                await self._client.script_load(cast(Any, self._source))
+                return await self._run(keys, args)
+        except ResponseError as error:
+            if "FENCED" in str(error):
+                raise LeaseLostError(str(error)) from error
+            raise
+
+    def _run(self, keys: Sequence[str], args: Sequence[Value]) -> Awaitable[Any]:
+        return self._client.evalsha(self._sha, len(keys), *keys, *args)
+
+
+class Scripts:
+    """Every script of Orcinus over one client; `shared/lua/NAME.lua` says what each takes and returns."""
+
+    def __init__(self, client: Redis) -> None:
+        self.enqueue = Script(client, "enqueue")
+        self.claim = Script(client, "claim")
+        self.publish = Script(client, "publish")
+        self.release = Script(client, "release")
+        self.control = Script(client, "control")
+        self.lease = Script(client, "lease")
+        self.take_worker = Script(client, "take_worker")
