@@ -137,3 +137,16 @@ class WorkerSettings(CommonSettings):
     kv_blocks: int = Field(0, ge=0, description="0: from kv_memory_fraction")
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")
     step_log: Path | None = Field(None, description="appends one JSON line a step; for debugging")
+
+
+class LauncherSettings(BaseSettings):
+    """`orcinus up`: what only the launcher knows. Everything else it takes goes to the services."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
+
+    run_dir: Path = Field(ROOT / ".run", description="state of a local stack: lock, processes.json, logs, Redis data")
+    tp: int = Field(1, ge=1, description="tensor parallel ranks of a replica")
+    pp: int = Field(1, ge=1, description="pipeline stages of a replica")
+    replicas: int = Field(1, ge=1, description="copies of the model")
+    stop_s: float = Field(10.0, gt=0, description="time that each service gets to stop before it is killed")
+    redis_memory_mb: int = Field(0, ge=0, description="bound of a Redis we start; 0: min(1024, 10 % of the memory)")

@@ -2,8 +2,9 @@
 -- KEYS: lease, queue
 -- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, ms that token streams keep, then four
 --       sections, each a count and its rows:
---       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens), started (id),
---       ended (id, stream, entry, finish of each choice, prompt tokens, output tokens, choices, error, drop)
+--       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0),
+--       started (id),
+--       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error)
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local prefix, group, live, kept = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local time = redis.call('TIME')
@@ -27,11 +28,19 @@ for _ = 1, tonumber(arg()) do
 end
 
 for _ = 1, tonumber(arg()) do
-  local id = arg()
-  local key = prefix .. 'out:' .. id .. ':' .. arg()
-  redis.call('SETRANGE', key, arg(), arg())
-  redis.call('PEXPIRE', key, live)
-  redis.call('PEXPIRE', prefix .. 'req:' .. id, live)
+  local id, choice, offset, tokens, finish = arg(), arg(), arg(), arg(), arg()
+  local record = prefix .. 'req:' .. id
+  -- A request that has ended keeps its short life, and one whose record expired is not brought back.
+  local state = redis.call('HGET', record, 'state')
+  if state and state ~= 'finished' then
+    local key = prefix .. 'out:' .. id .. ':' .. choice
+    if #tokens > 0 then
+      redis.call('SETRANGE', key, offset, tokens)
+      redis.call('PEXPIRE', key, live)
+    end
+    if finish ~= '0' then redis.call('HSET', record, 'finish:' .. choice, finish) end
+    redis.call('PEXPIRE', record, live)
+  end
 end
 
 for _ = 1, tonumber(arg()) do
@@ -45,9 +54,20 @@ end
 
 for _ = 1, tonumber(arg()) do
   local id, stream, entry, finish = arg(), arg(), arg(), arg()
-  local prompt, output, choices, failure, drop = tonumber(arg()), tonumber(arg()), tonumber(arg()), arg(), arg()
+  local prompt, lengths, failure = tonumber(arg()), arg(), arg()
   local key = prefix .. 'req:' .. id
   local record = redis.call('HMGET', key, 'state', 'started_ms', 'tokens', 'class', 'bucket', 'cost')
+  local output, choice = 0, 0
+  for length in string.gmatch(lengths, '%d+') do
+    output = output + tonumber(length)
+    -- A stop string ends a sequence before its last tokens: the record keeps what counts.
+    local out = prefix .. 'out:' .. id .. ':' .. choice
+    if redis.call('STRLEN', out) > 4 * length then
+      redis.call('SET', out, length == '0' and '' or redis.call('GETRANGE', out, 0, 4 * length - 1))
+    end
+    redis.call('PEXPIRE', out, kept)
+    choice = choice + 1
+  end
   redis.call('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
@@ -58,9 +78,8 @@ for _ = 1, tonumber(arg()) do
       redis.call('HINCRBYFLOAT', record[5], 'tokens', math.max(0, tonumber(record[6]) - prompt - output))
     end
     redis.call('HSET', key, 'state', 'finished', 'finish', finish, 'prompt_tokens', prompt, 'output_tokens', output,
-      'error', failure, 'ended_ms', now)
+      'lengths', lengths, 'error', failure, 'ended_ms', now)
     redis.call('PEXPIRE', key, kept)
-    for choice = 0, choices - 1 do redis.call('PEXPIRE', prefix .. 'out:' .. id .. ':' .. choice, kept) end
   end
 end
 return now

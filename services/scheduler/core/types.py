@@ -131,6 +131,8 @@ class Outcome:
     counts: Int32 = field(default_factory=lambda: EMPTY)
     tokens: Int32 = field(default_factory=lambda: EMPTY)  # rows one after another
     logprobs: Float32 | None = None  # as tokens
+    # Per row: since the sequence's previous token (since arrival where first = 0); -1 in a row without a token.
+    waits_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     errors: dict[int, str] = field(default_factory=dict)  # row -> message
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)  # id, choice, first index, tokens

@@ -1,0 +1,209 @@
+"""From the request streams into the core: claiming, decoding, and rebuilding after a restart.
+
+A claimed request stays pending in its stream until it ends; the consumer is named after the shard, so the next
+scheduler of the shard finds the same pending list and goes on from the records.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from protos import queue_pb2
+from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
+from shared.columns import unpack
+from shared.keys import CLASSES, GROUP, Keys
+from shared.redis_client import BLOCK_MS, Scripts
+
+log = logging.getLogger("orcinus.scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a claimed request lies: what is acknowledged and deleted at its end."""
+
+    stream: str
+    id: str
+    request: queue_pb2.Request
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """One request that this shard now owns."""
+
+    entry: Entry
+    request: NewRequest
+    cancelled: bool
+    error: str = ""
+
+
+class Clock:
+    """Redis's wall clock on this process's monotonic one, so that arrivals are comparable between services."""
+
+    def __init__(self) -> None:
+        self._offset_ms = 0.0
+
+    async def sync(self, redis: Redis) -> None:
+        seconds, micros = await redis.time()
+        self._offset_ms = seconds * 1e3 + micros / 1e3 - time.monotonic_ns() / 1e6
+
+    def monotonic_ns(self, redis_ms: float) -> int:
+        return int((redis_ms - self._offset_ms) * 1e6)
+
+
+def decode(entry: Entry, prompts: queue_pb2.Prompts, clock: Clock) -> NewRequest:
+    """The core's form of a request. Raises ValueError for one that a gateway should never have sent."""
+    wire = entry.request
+    arrays = [unpack(tokens) for tokens in prompts.tokens]
+    stop_ids = unpack(wire.stop_token_ids)
+    if not arrays or any(array.size == 0 for array in arrays):
+        raise ValueError("a prompt has no tokens")
+    if wire.n < 1 or wire.max_tokens < 1:
+        raise ValueError(f"n is {wire.n} and max_tokens {wire.max_tokens}; both must be at least 1")
+    if stop_ids.size > MAX_STOP_IDS:
+        raise ValueError(f"{stop_ids.size} stop token ids; at most {MAX_STOP_IDS}")
+    arrived_ms = int(entry.id.split("-")[0])
+    return NewRequest(
+        id=wire.id,
+        prompts=arrays,
+        n=wire.n,
+        max_tokens=wire.max_tokens,
+        min_tokens=wire.min_tokens,
+        stop_ids=stop_ids,
+        priority=getattr(wire, "class"),
+        tenant=wire.tenant,
+        gateway=wire.gateway,
+        arrived_ns=clock.monotonic_ns(arrived_ms),
+        ttft_slo_ns=wire.ttft_slo_ms * 1_000_000,
+        tbt_slo_ns=wire.tbt_slo_ms * 1_000_000,
+        deadline_ns=clock.monotonic_ns(arrived_ms + wire.deadline_ms) if wire.deadline_ms else 0,
+        salt=wire.cache_salt,
+        payload=wire,
+    )
+
+
+class Intake:
+    """Claims requests for one shard. `read` blocks on its own connection; the rest is quick."""
+
+    def __init__(
+        self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease_key: str, clock: Clock
+    ) -> None:
+        self._reader = reader
+        self._redis = redis
+        self._scripts = scripts
+        self._keys = keys
+        self._shard = shard
+        self._lease_key = lease_key
+        self._clock = clock
+
+    async def prepare(self) -> None:
+        """Creates the consumer group on every class's stream, once for all shards."""
+        for stream in self._keys.request_streams():
+            try:
+                await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    async def read(self, room: int, epoch: int) -> list[Claimed]:
+        """New requests, at most `room` (at least one a class). Waits up to BLOCK_MS for the first."""
+        try:
+            found = await self._reader.xreadgroup(
+                GROUP,
+                self._shard,
+                {stream: ">" for stream in self._keys.request_streams()},
+                count=max(1, room // len(CLASSES)),
+                block=BLOCK_MS,
+            )
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.prepare()  # Redis came back empty
+            return []
+        return await self._claim(found, epoch)
+
+    async def pending(self, epoch: int, add: Callable[[list[Claimed]], Awaitable[None]]) -> int:
+        """Everything this shard had claimed before it restarted, oldest first, with the tokens of the records."""
+        total = 0
+        for stream in self._keys.request_streams():
+            last = "0"
+            while True:
+                found = await self._redis.xreadgroup(GROUP, self._shard, {stream: last}, count=64)
+                entries = found[0][1] if found else []
+                if not entries:
+                    break
+                last = entries[-1][0].decode()
+                for item in (claimed := await self._claim(found, epoch)):
+                    await self._restore(item.request)
+                await add(claimed)
+                total += len(claimed)
+        return total
+
+    async def _claim(self, found: Any, epoch: int) -> list[Claimed]:
+        entries: list[Entry] = []
+        for stream, rows in found:
+            for entry_id, fields in rows:
+                if not fields:  # deleted while pending
+                    await self._redis.xack(stream, GROUP, entry_id)
+                    continue
+                try:
+                    wire = queue_pb2.Request.FromString(fields[b"r"])
+                except (DecodeError, KeyError):
+                    log.error("entry %s of %s is no request and was dropped", entry_id, stream)
+                    await self._drop(stream.decode(), entry_id.decode())
+                    continue
+                entries.append(Entry(stream.decode(), entry_id.decode(), wire))
+        if not entries:
+            return []
+        verdicts = await self._scripts.claim(
+            [self._lease_key], [epoch, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
+        )
+        claimed = []
+        for entry, verdict in zip(entries, verdicts, strict=True):
+            if verdict >= 2:
+                await self._drop(entry.stream, entry.id)
+                continue
+            claimed.append(await self._open(entry, cancelled=verdict == 1))
+        return claimed
+
+    async def _drop(self, stream: str, entry_id: str) -> None:
+        await self._redis.xack(stream, GROUP, entry_id)
+        await self._redis.xdel(stream, entry_id)
+
+    async def _open(self, entry: Entry, cancelled: bool) -> Claimed:
+        prompts = entry.request.prompts
+        error = ""
+        if entry.request.prompts_apart:
+            stored = await self._redis.get(self._keys.prompt(entry.request.id))
+            prompts = queue_pb2.Prompts.FromString(stored) if stored else queue_pb2.Prompts()
+        try:
+            return Claimed(entry, decode(entry, prompts, self._clock), cancelled)
+        except ValueError as bad:
+            error = f"the request cannot be served: {bad}"
+            placeholder = NewRequest(
+                id=entry.request.id, prompts=[EMPTY], max_tokens=1, gateway=entry.request.gateway, payload=entry.request
+            )
+            return Claimed(entry, placeholder, cancelled, error)
+
+    async def _restore(self, request: NewRequest) -> None:
+        """Outputs and ended choices of a request that ran before."""
+        choices = len(request.prompts) * request.n
+        stored = await self._redis.mget([self._keys.out(request.id, choice) for choice in range(choices)])
+        ended = await self._redis.hmget(self._keys.req(request.id), [f"finish:{choice}" for choice in range(choices)])
+        request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
+        request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in ended]
+
+
+def _tokens(stored: bytes | None) -> Int32:
+    """[n] int32 of an `out` record; a last token that was cut by a crash is dropped."""
+    if not stored:
+        return EMPTY
+    return np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")

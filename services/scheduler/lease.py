@@ -1,0 +1,68 @@
+"""The shard's lease: one scheduler at a time may write for a shard, and its epoch says which.
+
+The service waits in `acquire` until the shard is free, then `keep` renews. When `keep` returns, the shard is lost and
+nothing may be written any more; the scripts refuse it anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shared.keys import Keys
+from shared.redis_client import Scripts, Unreachable, persist
+
+log = logging.getLogger("orcinus.scheduler")
+
+
+class Lease:
+    """The right to schedule one shard, for `lease_ms` at a time."""
+
+    def __init__(self, scripts: Scripts, keys: Keys, shard: str, lease_ms: int) -> None:
+        self._script = scripts.lease
+        self._keys = [keys.lease(shard), keys.epoch]
+        self._shard = shard
+        self._lease_ms = lease_ms
+        self.epoch = 0
+
+    @property
+    def key(self) -> str:
+        return self._keys[0]
+
+    async def acquire(self, stopping: Callable[[], bool]) -> int:
+        """Waits for the shard and returns the new epoch. Raises CancelledError when stopping turns true."""
+        waited = False
+        while not stopping():
+            epoch = await persist("take the shard's lease", self._try, log, stopping)
+            if epoch:
+                self.epoch = epoch
+                log.info("shard %s taken, epoch %d", self._shard, epoch)
+                return epoch
+            if not waited:
+                log.info("waiting for shard %s: another scheduler holds it", self._shard)
+                waited = True
+            await asyncio.sleep(self._lease_ms / 8000)
+        raise asyncio.CancelledError
+
+    async def _try(self) -> int:
+        return int(await self._script(self._keys, ["acquire", self._lease_ms]))
+
+    async def keep(self) -> None:
+        """Renews four times per lease until the lease is another's. Redis out of reach is no loss by itself:
+        the scripts fence every write, and a lease that ran out with nobody to take it is taken again."""
+        while True:
+            await asyncio.sleep(self._lease_ms / 4000)
+            try:
+                if int(await self._script(self._keys, ["renew", self._lease_ms, self.epoch])) != 1:
+                    log.warning("shard %s is lost: epoch %d is no longer the holder's", self._shard, self.epoch)
+                    return
+            except Unreachable as error:
+                log.warning("the lease of shard %s was not renewed: %s", self._shard, error)
+
+    async def release(self) -> None:
+        """Lets a standby take the shard at once."""
+        try:
+            await self._script(self._keys, ["release", self._lease_ms, self.epoch])
+        except Unreachable as error:
+            log.warning("the lease of shard %s was not released: %s", self._shard, error)

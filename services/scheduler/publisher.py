@@ -1,0 +1,169 @@
+"""What the core made known, on its way into Redis: one fenced script per iteration.
+
+`Publisher.put` never waits; the loop asks `full` before it plans on. A call that failed is repeated: tokens carry
+their indices, checkpoints and ends are idempotent, so a repetition is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from protos import queue_pb2
+from services.scheduler.core.types import FinishedRequest, Outcome
+from services.scheduler.intake import Entry
+from shared.columns import pack, pack_float
+from shared.keys import GROUP, Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, Value, persist
+
+log = logging.getLogger("orcinus.scheduler")
+
+MOST_WAITING = 64
+"""Outcomes that may wait for Redis before planning pauses."""
+
+MOST_AT_ONCE = 16
+"""Outcomes that go into one script call when Redis fell behind."""
+
+FLUSH_S = 5.0
+"""What a clean stop waits for Redis."""
+
+
+def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
+    """(gateway, TokenBatch) of one outcome; its rows are sorted by gateway."""
+    rows = len(outcome.requests)
+    if rows == 0:
+        return []
+    names = outcome.gateways
+    if names[0] == names[-1]:
+        cuts = [0, rows]
+    else:
+        cuts = [0, *(row for row in range(1, rows) if names[row] != names[row - 1]), rows]
+    ends = np.concatenate([[0], np.cumsum(outcome.counts)])
+    result = []
+    for begin, end in itertools.pairwise(cuts):
+        span = slice(int(ends[begin]), int(ends[end]))
+        batch = queue_pb2.TokenBatch(
+            epoch=epoch,
+            step=step,
+            requests=[request.id for request in outcome.requests[begin:end]],
+            choices=pack(outcome.choices[begin:end]),
+            first=pack(outcome.first[begin:end]),
+            counts=pack(outcome.counts[begin:end]),
+            tokens=pack(outcome.tokens[span]),
+            finish=np.ascontiguousarray(outcome.finish[begin:end], dtype=np.uint8).tobytes(),
+            logprobs=pack_float(outcome.logprobs[span]) if outcome.logprobs is not None else b"",
+            errors={row - begin: text for row, text in outcome.errors.items() if begin <= row < end},
+        )
+        result.append((names[begin], batch.SerializeToString()))
+    return result
+
+
+def _finishes(outcome: Outcome) -> dict[tuple[str, int], int]:
+    ended = np.flatnonzero(outcome.finish)
+    return {(outcome.requests[row].id, int(outcome.choices[row])): int(outcome.finish[row]) for row in ended}
+
+
+def arguments(
+    outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, forget: Callable[[str], Entry | None]
+) -> list[Value]:
+    """ARGV of publish.lua for some outcomes, in order. `forget` gives up the stream entry of an ended request."""
+    entries: list[Value] = []
+    checkpoints: list[Value] = []
+    started: list[Value] = []
+    ended: list[Value] = []
+    counts = [0, 0, 0, 0]
+    for step, outcome in outcomes:
+        for gateway, payload in batches(outcome, epoch, step):
+            entries += [gateway, payload]
+            counts[0] += 1
+        finishes = _finishes(outcome)
+        for request_id, choice, first, tokens in outcome.checkpoints:
+            checkpoints += [request_id, choice, 4 * first, pack(tokens), finishes.pop((request_id, choice), 0)]
+            counts[1] += 1
+        for (request_id, choice), finish in finishes.items():
+            checkpoints += [request_id, choice, 0, b"", finish]
+            counts[1] += 1
+        started += outcome.started
+        counts[2] += len(outcome.started)
+        for finished in outcome.ended:
+            entry = forget(finished.request.id)
+            if entry is not None:
+                ended += _end(finished, entry)
+                counts[3] += 1
+    head: list[Value] = [epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+    return [*head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended]
+
+
+def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:
+    request = finished.request
+    return [
+        request.id,
+        entry.stream,
+        entry.id,
+        ",".join(str(int(finish)) for finish in finished.finish),
+        sum(prompt.size for prompt in request.prompts),
+        ",".join(str(output.size) for output in finished.outputs),
+        finished.error,
+    ]
+
+
+class Publisher:
+    """Writes outcomes in order. Raises LeaseLostError out of `run` when the shard is another's."""
+
+    def __init__(self, scripts: Scripts, keys: Keys, lease_key: str, forget: Callable[[str], Entry | None]) -> None:
+        self._scripts = scripts
+        self._keys = keys
+        self._lease_key = lease_key
+        self._forget = forget
+        self._waiting: deque[tuple[int, Outcome]] = deque()
+        self._more = asyncio.Event()
+        self._written = asyncio.Event()
+        self._stopping = False
+        self._busy = False
+        self.epoch = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self._waiting) >= MOST_WAITING
+
+    def put(self, outcome: Outcome | None, step: int = 0) -> None:
+        """Queues what has something to say."""
+        if outcome is None:
+            return
+        if outcome.requests or outcome.checkpoints or outcome.started or outcome.ended:
+            self._waiting.append((step, outcome))
+            self._more.set()
+
+    async def run(self, room: asyncio.Event) -> None:
+        """Writes until cancelled. Sets `room` after each call, so that a paused loop goes on."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while self._waiting:
+                taken = [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
+                args = arguments(taken, self.epoch, self._keys.prefix, self._forget)
+                self._busy = True
+                await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
+                self._busy = False
+                room.set()
+            self._written.set()
+
+    async def _write(self, args: list[Value]) -> None:
+        await self._scripts.publish([self._lease_key, self._keys.queue], args)
+
+    async def flush(self) -> None:
+        """Waits until everything that was put is written, at most a few seconds."""
+        self._stopping = True
+        if not self._waiting and not self._busy:
+            return
+        self._written.clear()
+        self._more.set()
+        try:
+            await asyncio.wait_for(self._written.wait(), FLUSH_S)
+        except TimeoutError:
+            log.warning("%d outcomes were not written; the next scheduler computes them again", len(self._waiting))

@@ -1,0 +1,80 @@
+"""What the scheduler tells about itself: stats, heartbeat, events, dead requests. Losing one of them harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+
+from shared.keys import Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unreachable
+
+log = logging.getLogger("orcinus.scheduler")
+
+HISTORY_ROWS = 3600
+EVENTS_ROWS = 10_000
+DEAD_ROWS = 1_000
+HEARTBEAT_MS = 5_000
+
+
+class Reports:
+    """Writes to Redis beside the hot path; each stream is bounded and each key has a TTL."""
+
+    def __init__(self, redis: Redis, keys: Keys, shard: str, scheduler_id: str) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._shard = shard
+        self._alive = keys.alive("scheduler", scheduler_id)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.last_step = 0
+
+    async def heartbeat(self) -> None:
+        """Until cancelled: this process lives, and this is the last step it applied."""
+        while True:
+            try:
+                await self._redis.set(self._alive, self.last_step, px=HEARTBEAT_MS)
+            except Unreachable as error:
+                log.warning("no heartbeat: %s", error)
+            await asyncio.sleep(HEARTBEAT_MS / 5000)
+
+    async def forget(self) -> None:
+        """Takes the heartbeat back at a clean stop."""
+        try:
+            await self._redis.delete(self._alive)
+        except Unreachable as error:
+            log.warning("the heartbeat was not taken back: %s", error)
+
+    async def stats(self, fields: Mapping[str, float | int | str]) -> None:
+        """Rewrites `stats:{shard}` and appends the same fields to its history."""
+        key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hset(key, mapping=dict(fields))
+        pipe.pexpire(key, KEPT_TTL_MS)
+        pipe.xadd(history, dict(fields), maxlen=HISTORY_ROWS, approximate=True)
+        pipe.pexpire(history, LIVE_TTL_MS)
+        await pipe.execute()
+
+    def event(self, kind: str, text: str, **ids: str) -> None:
+        """Appends to `events` in the background."""
+        self._later(self._append(self._keys.events, EVENTS_ROWS, {"kind": kind, "text": text, **ids}))
+
+    def dead(self, request_id: str, text: str) -> None:
+        """Records a request that kept failing."""
+        self.event("dead", text, request=request_id)
+        self._later(self._append(self._keys.dead, DEAD_ROWS, {"request": request_id, "text": text}))
+
+    async def _append(self, key: str, rows: int, fields: dict[str, str]) -> None:
+        row = {"time_ms": str(int(time.time() * 1000)), "shard": self._shard, **fields}
+        try:
+            await self._redis.xadd(key, row, maxlen=rows)
+        except Unreachable as error:
+            log.warning("%s was not recorded: %s", fields, error)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

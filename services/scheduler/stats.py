@@ -1,0 +1,125 @@
+"""What dashboards read (PROTOCOL, section 5): counters of the core, percentiles of the last minute, once a second.
+
+`Window` and `Stats` are pure; the service calls `snapshot` and writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.types import Outcome
+from shared.keys import CLASSES
+
+VERSION = 1
+WINDOW_NS = 60_000_000_000
+WINDOW_SAMPLES = 1 << 15
+
+
+class Window:
+    """The samples of the last minute, at most 32,768 of them: a ring of (time, value)."""
+
+    def __init__(self, samples: int = WINDOW_SAMPLES) -> None:
+        self._at = np.zeros(samples, np.int64)
+        self._values = np.zeros(samples, np.float64)
+        self._next = 0
+        self._held = 0
+
+    def add(self, values: npt.NDArray[Any], now_ns: int) -> None:
+        """Appends values; the oldest are overwritten."""
+        values = values[-self._at.size :]
+        rows = np.arange(self._next, self._next + values.size) % self._at.size
+        self._at[rows] = now_ns
+        self._values[rows] = values
+        self._next = int((self._next + values.size) % self._at.size)
+        self._held = min(self._at.size, self._held + values.size)
+
+    def percentiles(self, now_ns: int, *points: float) -> list[float]:
+        """Percentiles of the last minute; zeros when there was nothing."""
+        recent = self._values[: self._held][self._at[: self._held] > now_ns - WINDOW_NS]
+        return [float(value) for value in np.percentile(recent, points)] if recent.size else [0.0] * len(points)
+
+
+class Stats:
+    """Collects what iterations show."""
+
+    def __init__(self, started_ns: int) -> None:
+        self._ttft_ms = Window()
+        self._tbt_ms = Window()
+        self._violations = [0] * len(CLASSES)
+        self._since_ns = started_ns
+        self._tokens = self._prefill = 0
+        self._tokens_total = 0
+        self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
+        self._step_tokens = self._step_decode = self._step_prefill = 0
+
+    def outcome(self, outcome: Outcome, now_ns: int) -> None:
+        """Waits and SLO violations of one outcome's rows."""
+        if not outcome.waits_ns.size:
+            return
+        has = outcome.waits_ns >= 0
+        starts = has & (outcome.first == 0)
+        self._ttft_ms.add(outcome.waits_ns[starts] / 1e6, now_ns)
+        self._tbt_ms.add(outcome.waits_ns[has & ~starts] / 1e6, now_ns)
+        produced = int(outcome.counts.sum())
+        self._tokens += produced
+        self._tokens_total += produced
+        for row in np.flatnonzero(starts):  # once in a request's life
+            request = outcome.requests[row]
+            if request.ttft_slo_ns and outcome.waits_ns[row] > request.ttft_slo_ns:
+                self._violations[request.priority] += 1
+
+    def step(self, decode: int, prefill: int) -> None:
+        """One iteration was sent."""
+        self._step_tokens, self._step_decode, self._step_prefill = decode + prefill, decode, prefill
+        self._prefill += prefill
+
+    def result(self, step_ns: int, idle_ns: int) -> None:
+        """One iteration was answered."""
+        self._step_ns += step_ns
+        self._idle_ns += idle_ns
+        self._steps += 1
+
+    def scheduled(self, spent_ns: int) -> None:
+        """Time of the scheduler's own in plan or apply."""
+        self._schedule_ns += spent_ns
+
+    def snapshot(
+        self, core: dict[str, Any], now_ns: int, time_ms: int, epoch: int, policy: str, workers: int
+    ) -> dict[str, float | int | str]:
+        """Every field of `stats:{shard}`; starts the next second."""
+        seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
+        steps = max(1, self._steps)
+        prefill_rate = self._prefill / seconds
+        ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
+        tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
+        queued = int(core.get("queued_tokens", 0))
+        fields: dict[str, float | int | str] = {
+            **core,
+            "v": VERSION,
+            "time_ms": time_ms,
+            "epoch": epoch,
+            "policy": policy,
+            "workers": workers,
+            "step_tokens": self._step_tokens,
+            "step_decode": self._step_decode,
+            "step_prefill": self._step_prefill,
+            "step_ms": round(self._step_ns / steps / 1e6, 3),
+            "schedule_us": round(self._schedule_ns / steps / 1e3, 1),
+            "device_idle_pct": round(100 * self._idle_ns / max(1, self._idle_ns + self._step_ns), 2),
+            "tokens_total": self._tokens_total,
+            "tok_s": round(self._tokens / seconds, 1),
+            "ttft_ms_p50": round(ttft[0], 3),
+            "ttft_ms_p99": round(ttft[1], 3),
+            "tbt_ms_p50": round(tbt[0], 3),
+            "tbt_ms_p99": round(tbt[1], 3),
+            "prefill_tok_s": round(prefill_rate, 1),
+            "predicted_ttft_ms": round(1e3 * queued / prefill_rate, 1) if prefill_rate else 0,
+            **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
+        }
+        self._since_ns = now_ns
+        self._tokens = self._prefill = 0
+        self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
+        return fields

@@ -1,0 +1,119 @@
+"""The scheduler's end of one replica: finding the worker, saying hello, sending steps, receiving results.
+
+One link is one Run. When it breaks for any reason it is closed for good and the service makes another; the core has
+then forgotten every step of the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+from redis.asyncio import Redis
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.scheduler.core.types import Limits
+from shared.errors import ProtocolError
+from shared.keys import Keys
+from shared.redis_client import Scripts
+
+log = logging.getLogger("orcinus.scheduler")
+
+MESSAGE_BYTES = 64 << 20
+OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+DESCRIBE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A worker's record in Redis."""
+
+    id: str
+    address: str
+    identity: str
+
+
+async def find_worker(
+    redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease_key: str, epoch: int
+) -> Registration | None:
+    """A ready worker that this shard could take, or None. The compare-and-set makes it ours."""
+    prefix = keys.worker("")
+    async for key in redis.scan_iter(match=f"{prefix}*", count=1000):
+        record = {name.decode(): value.decode() for name, value in (await redis.hgetall(key)).items()}
+        if record.get("ready") != "1" or not record.get("address"):
+            continue
+        if await scripts.take_worker([lease_key, key.decode()], [epoch, shard, keys.prefix]):
+            return Registration(key.decode().removeprefix(prefix), record["address"], record.get("identity", ""))
+    return None
+
+
+class WorkerLink:
+    """A Run with one worker. `open` or raise; then `send` and iterate `results` until it ends."""
+
+    def __init__(self, worker: Registration, epoch: int, shard: str) -> None:
+        self.worker = worker
+        self._epoch = epoch
+        self._shard = shard
+        self._channel = grpc.aio.insecure_channel(worker.address, options=OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
+        self.info = worker_pb2.WorkerInfo()
+
+    async def open(self) -> Limits:
+        """Describes and says hello. Raises grpc.aio.AioRpcError when the worker is not there."""
+        self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
+        self._call = self._stub.Run()
+        await self._call.write(worker_pb2.Step(epoch=self._epoch, hello=worker_pb2.Hello(shard=self._shard)))
+        info = self.info
+        return Limits(
+            slots=info.max_seqs,
+            blocks=info.gpu_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            max_step_tokens=info.max_step_tokens,
+            host_blocks=info.host_blocks,
+        )
+
+    async def send(self, step: worker_pb2.Step) -> None:
+        if self._call is None:
+            raise ProtocolError("a step was sent before hello")
+        self._sent.append((step.id, time.monotonic_ns()))
+        await self._call.write(step)
+
+    async def results(self) -> AsyncIterator[worker_pb2.Result]:
+        """Results in the order of the steps, until the stream ends. Raises AioRpcError or ProtocolError."""
+        if self._call is None:
+            raise ProtocolError("results were read before hello")
+        async for result in self._call:
+            if not self._sent or result.epoch != self._epoch or result.id != self._sent[0][0]:
+                raise ProtocolError(
+                    f"worker {self.worker.id} answered step {result.id} of epoch {result.epoch}; "
+                    f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self._epoch}"
+                )
+            self._sent.popleft()
+            yield result
+
+    def waited_s(self) -> float:
+        """How long the oldest unanswered step has been out; 0 when none is."""
+        return (time.monotonic_ns() - self._sent[0][1]) / 1e9 if self._sent else 0.0
+
+    async def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
+            await self._channel.close(grace=None)
