@@ -1,0 +1,323 @@
+"""The load generator: `orcinus bench serve`. Open loop (Poisson, gamma, trace) or closed loop, streaming.
+
+Times count from when a request was due, so a slow server cannot slow its own load down (no coordinated omission).
+When this program itself used more than 80 % of a core, its rates are not a server's figures and are not printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import load_arrivals, load_client, load_report
+from bench.load_arrivals import Arrival
+from bench.load_client import Target
+from bench.stats import Record, summarise
+
+CLIENT_CPU_LIMIT = 0.80
+LATE_LIMIT_MS = 10.0
+RATES = ("throughput_tok_s", "output_tok_s", "request_rps", "goodput_rps")
+REFUSALS = ("http_429", "http_503")
+
+
+class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
+    """The command cannot be carried out as given; its message says what to change. Exit code 2."""
+
+
+def length_range(text: str) -> tuple[int, int]:
+    """`64` or `16:128` as (low, high). Raises argparse.ArgumentTypeError."""
+    low, _, high = text.partition(":")
+    try:
+        bounds = (int(low), int(high or low))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens or LOW:HIGH") from None
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: needs 1 <= LOW <= HIGH")
+    return bounds
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must not be negative")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    build = argparse.ArgumentParser(
+        prog="orcinus bench serve", description="Measures an OpenAI-compatible server with streaming completions."
+    )
+    add = build.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="base URL of the server (default: %(default)s)")
+    add("--model", default="", help="model id (default: the only one in /v1/models)")
+    add("--rate", type=positive, help="open loop: requests a second, Poisson unless --burstiness is given")
+    add("--burstiness", type=positive, default=1.0, help="gamma shape of the intervals; 1: Poisson, below 1: bursts")
+    add("--concurrency", type=count, help="closed loop: so many requests at a time, the next when one ends")
+    add("--trace", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens and perhaps arrived_at")
+    add("--rate-scale", type=positive, default=1.0, help="divides the trace's arrival times")
+    add("--clip-tokens", type=count, default=0, help="cut requests to so many tokens of prompt and output together")
+    add("--requests", type=count, default=0, help="how many (default: 100, or the whole trace)")
+    add("--prompt-tokens", type=length_range, default=(128, 128), help="P or LOW:HIGH (default: 128)")
+    add("--output-tokens", type=length_range, default=(64, 64), help="O or LOW:HIGH (default: 64)")
+    add("--warmup", type=count, default=4, help="requests sent first and not counted (default: %(default)s)")
+    add("--text", action="store_true", help="send prompts as text, for servers that take no token ids")
+    add("--vocab-size", type=count, default=2048, help="token ids of prompts are below it (default: %(default)s)")
+    add("--first-id", type=count, default=256, help="smallest token id of prompts (default: %(default)s)")
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=count, default=1)
+    add("--timeout", type=positive, default=600.0, help="seconds that one request may take (default: %(default)s)")
+    add("--api-key", default="")
+    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    add("--output", type=Path, help="writes the JSON object to a file too")
+    add("--records", type=Path, help="writes one JSON line a request: times of every event")
+    add("--plot", type=Path, help="writes a PNG: TTFT, TBT and throughput over time")
+    return build
+
+
+def schedule(options: argparse.Namespace) -> tuple[list[Arrival], int]:
+    """The requests of the run and how many of them were cut. Raises WrongUse."""
+    open_loop = options.concurrency is None
+    if options.rate is not None and not open_loop:
+        raise WrongUse("--rate (open loop) and --concurrency (closed loop) exclude each other")
+    if options.concurrency == 0:
+        raise WrongUse("--concurrency must be at least 1")
+    if not options.text and not options.first_id < options.vocab_size:
+        raise WrongUse(f"--first-id {options.first_id} must be below --vocab-size {options.vocab_size}")
+    rate = options.rate or 0.0
+    if options.trace is not None:
+        try:
+            trace = load_arrivals.read_trace(options.trace)
+            # A closed loop takes the trace's lengths only, so that any rate will do.
+            arrivals = load_arrivals.from_trace(
+                trace,
+                options.requests,
+                rate if open_loop else 1.0,
+                options.rate_scale,
+                options.burstiness,
+                options.seed,
+            )
+        except (OSError, ValueError) as error:
+            raise WrongUse(str(error)) from error
+    else:
+        if open_loop and not rate:
+            raise WrongUse("give --rate R (open loop), --concurrency C (closed loop) or --trace FILE")
+        total = options.requests or 100
+        times = load_arrivals.gamma_times(total, rate or 1.0, options.burstiness, options.seed)
+        prompts = load_arrivals.lengths(total, options.prompt_tokens, options.seed, 0)
+        outputs = load_arrivals.lengths(total, options.output_tokens, options.seed, 1)
+        arrivals = [Arrival(float(t), int(p), int(o)) for t, p, o in zip(times, prompts, outputs, strict=True)]
+    return load_arrivals.clip(arrivals, options.clip_tokens) if options.clip_tokens else (arrivals, 0)
+
+
+async def open_loop(
+    session: aiohttp.ClientSession, target: Target, arrivals: Sequence[Arrival], progress: Progress
+) -> list[Record]:
+    """Sends every request when it is due, whatever the server does."""
+    records: list[Record] = []
+    bar = progress.add_task("open loop", total=len(arrivals))
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for index, arrival in enumerate(arrivals):
+            payload = load_client.body(target, index, arrival.prompt_tokens, arrival.output_tokens)
+            record = Record(index, arrival.prompt_tokens, arrival.output_tokens, started + arrival.at_s)
+            records.append(record)
+            # Also when late: the streams that run must be read between two sends.
+            await asyncio.sleep(max(0.0, record.scheduled_s - time.perf_counter()))
+            task = group.create_task(load_client.send(session, target, record, payload))
+            task.add_done_callback(lambda _: progress.advance(bar))
+    return records
+
+
+async def closed_loop(
+    session: aiohttp.ClientSession, target: Target, arrivals: Sequence[Arrival], concurrency: int, progress: Progress
+) -> list[Record]:
+    """Keeps `concurrency` requests under way; a request is due when its place becomes free."""
+    records: list[Record] = []
+    bar = progress.add_task(f"closed loop, {concurrency}", total=len(arrivals))
+    waiting = iter(enumerate(arrivals))
+
+    async def user() -> None:
+        for index, arrival in waiting:
+            payload = load_client.body(target, index, arrival.prompt_tokens, arrival.output_tokens)
+            record = Record(index, arrival.prompt_tokens, arrival.output_tokens, time.perf_counter())
+            records.append(record)
+            await load_client.send(session, target, record, payload)
+            progress.advance(bar)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(arrivals))):
+            group.create_task(user())
+    return records
+
+
+@asynccontextmanager
+async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.ClientSession, Target]]:
+    """A session and a target that were found to answer and to serve the model. Raises WrongUse."""
+    headers = {"Content-Type": "application/json"}
+    if options.api_key:
+        headers["Authorization"] = f"Bearer {options.api_key}"
+    url = options.url.rstrip("/").removesuffix("/v1")
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+        try:
+            async with asyncio.timeout(10), session.get(f"{url}/v1/models") as reply:
+                if reply.status in (401, 403):
+                    raise WrongUse(f"{url} wants a key ({reply.status}): give --api-key")
+                if reply.status != 200:
+                    raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
+                names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise WrongUse(f"no server at {url}: {error or type(error).__name__}") from error
+        except (KeyError, TypeError) as error:
+            raise WrongUse(f"{url}/v1/models did not answer a list of models") from error
+        model = options.model or (names[0] if len(names) == 1 else "")
+        if model not in names:
+            raise WrongUse(f"the server does not serve {model!r}; give --model, one of: {', '.join(names)}")
+        yield (
+            session,
+            Target(
+                url,
+                model,
+                options.text,
+                options.first_id,
+                options.vocab_size,
+                options.temperature,
+                options.seed,
+                options.timeout,
+            ),
+        )
+
+
+async def measure(
+    options: argparse.Namespace, arrivals: list[Arrival], progress: Progress
+) -> tuple[dict[str, Any], list[Record]]:
+    """Warm-up, then the run. Returns the figures and the records. Raises WrongUse."""
+    async with connected(options) as (session, target):
+        # Another seed, so that the warm-up leaves no prefix of the measured prompts in the server's cache.
+        warm = Target(**{**asdict(target), "seed": target.seed + 1_000_003})
+        if options.warmup:
+            lead = [arrivals[i % len(arrivals)] for i in range(options.warmup)]
+            await closed_loop(session, warm, lead, min(4, options.warmup), progress)
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        if options.concurrency is None:
+            records = await open_loop(session, target, arrivals, progress)
+        else:
+            records = await closed_loop(session, target, arrivals, options.concurrency, progress)
+        cpu = (time.process_time() - cpu_s) / max(time.perf_counter() - wall_s, 1e-9)
+    figures = {
+        "url": target.url,
+        "model": target.model,
+        "loop": "open" if options.concurrency is None else "closed",
+        "rate": options.rate,
+        "concurrency": options.concurrency,
+        "burstiness": options.burstiness,
+        "trace": options.trace.name if options.trace else None,
+        "rate_scale": options.rate_scale,
+        "warmup": options.warmup,
+        "seed": options.seed,
+        **summarise(records),
+        "client_cpu": round(cpu, 3),
+    }
+    return figures, records
+
+
+def judge(result: dict[str, Any]) -> int:
+    """Adds `warnings`, takes back rates that are the client's and not the server's, and gives the exit code.
+
+    1 when nothing finished, a request failed otherwise than by a refusal (429, 503), or the client was the limit.
+    """
+    warnings: list[str] = []
+    code = 0
+    if result["client_cpu"] > CLIENT_CPU_LIMIT:
+        warnings.append(
+            f"the load generator used {result['client_cpu']:.0%} of a core: it was the limit, "
+            "so no rate is given as the server's"
+        )
+        result.update(dict.fromkeys(RATES))
+        code = 1
+    late = result["late_ms"]["p99"]
+    if late is not None and late > LATE_LIMIT_MS:
+        warnings.append(f"1 % of the requests were sent {late:.0f} ms late or later: the machine of the client is busy")
+    if result["short"]:
+        warnings.append(f"{result['short']} requests ended with fewer tokens than asked for")
+    failed = {kind: number for kind, number in result["errors"].items() if kind not in REFUSALS}
+    if failed or not result["finished"]:
+        code = 1
+    result["warnings"] = warnings
+    return code
+
+
+def write_files(options: argparse.Namespace, result: dict[str, Any], records: list[Record]) -> None:
+    if options.output:
+        options.output.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
+    if options.records:
+        with options.records.open("wb") as file:
+            file.writelines(orjson.dumps(asdict(record)) + b"\n" for record in records)
+    if options.plot:
+        from bench import plots  # matplotlib takes a second to import and is not needed otherwise
+
+        plots.draw(records, options.plot, f"{result['model']}: {result['loop']} loop")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command. 0: measured; 1: failures, or the client was the limit; 2: wrong use."""
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        arrivals, cut = schedule(options)
+        about = load_report.provenance(argv)
+        with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
+            result, records = uvloop.run(measure(options, arrivals, progress))
+        result = {"bench": "serve", **result, "clipped": cut, **about}
+        code = judge(result)
+        write_files(options, result, records)
+    except (WrongUse, OSError) as error:
+        print(f"orcinus bench serve: {error}", file=sys.stderr)
+        return 2
+    for warning in result["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    for kind, detail in first_details(records):
+        print(f"failed: {kind}: {detail}", file=sys.stderr)
+    if options.json:
+        print(orjson.dumps(result).decode())
+    else:
+        load_report.print_table(result, Console())
+    return code
+
+
+def first_details(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """One example of every kind of failure, for the person at the terminal."""
+    seen: Counter[str] = Counter()
+    examples = []
+    for record in records:
+        if record.error and not seen[record.error]:
+            examples.append((record.error, record.detail))
+        seen[record.error] += 1
+    return examples

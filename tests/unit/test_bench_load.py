@@ -1,0 +1,299 @@
+"""The load generator against a real HTTP server on loopback that streams scripted events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from bench import load
+from bench.load_client import SseLines
+
+
+class ScriptedServer:
+    """An OpenAI-shaped server in a thread of its own. `script` decides what each completion does."""
+
+    def __init__(self) -> None:
+        self.script = "stream"
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self._hold = 0
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stop: asyncio.Event | None = None
+        self._release: asyncio.Event | None = None
+        self.url = ""
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+        self._thread.start()
+        if not self._ready.wait(20):
+            raise RuntimeError("the scripted server did not start")
+
+    def hold_until(self, requests: int) -> None:
+        """Answers nobody before so many requests are there at once."""
+        self._hold = requests
+
+    async def _serve(self) -> None:
+        self._stop, self._release = asyncio.Event(), asyncio.Event()
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/completions", self._completions)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    def close(self) -> None:
+        assert self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        self._loop.close()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self.script == "locked" and request.headers.get("Authorization") != "Bearer secret":
+            return web.json_response({"error": {"message": "no key"}}, status=401)
+        return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization"))
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            if self._hold:
+                assert self._release is not None
+                if self._at_once >= self._hold:
+                    self._release.set()
+                await asyncio.wait_for(self._release.wait(), 20)
+            return await self._answer(request, body)
+        finally:
+            self._at_once -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        script = self.script
+        if script == "some_429" and len(self.bodies) % 2 == 0:
+            script = "429"
+        if script == "429":
+            return web.json_response({"error": {"message": "busy"}}, status=429, headers={"Retry-After": "1"})
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        total, sent = body["max_tokens"], 0
+        with_ids = body.get("return_token_ids", False)
+        while sent < total:
+            size = min(2 if with_ids else 1, total - sent)
+            choice: dict[str, Any] = {"index": 0, "text": "ab" * size, "finish_reason": None}
+            if with_ids:
+                choice["token_ids"] = list(range(sent, sent + size))
+            sent += size
+            await reply.write(b": keepalive\n\ndata: " + json.dumps({"choices": [choice]}).encode() + b"\r\n\r\n")
+            if script == "cut" and sent >= 2:
+                assert request.transport is not None
+                request.transport.close()
+                return reply
+            if script == "quiet_end" and sent >= 2:
+                return reply
+            if script == "error_event" and sent >= 2:
+                await reply.write(b'data: {"error": {"message": "worker lost", "code": "worker"}}\n\ndata: [DONE]\n\n')
+                return reply
+        last = {"index": 0, "text": "", "finish_reason": "cancelled" if script == "cancelled" else "length"}
+        usage = {"prompt_tokens": 7, "completion_tokens": total + (3 if script == "merged" else 0)}
+        tail = f"data: {json.dumps({'choices': [last]})}\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        await reply.write(tail.encode() + b"data: [DONE]\n\n")
+        return reply
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    scripted = ScriptedServer()
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture(autouse=True)
+def an_idle_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted server answers at once, so the client is always the limit here; tests of that rule set their own."""
+    monkeypatch.setattr(load, "CLIENT_CPU_LIMIT", 1e9)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    code = load.main([*argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_an_open_loop_counts_every_token_and_leaves_the_warm_up_out(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, result = run(
+        capsys, "--url", server.url, "--model", "scripted", "--rate", "200", "--requests", "10", "--warmup", "3",
+        "--prompt-tokens", "5", "--output-tokens", "7", "--seed", "4",
+    )  # fmt: skip
+    assert code == 0
+    assert (result["requests"], result["finished"], result["errors"]) == (10, 10, {})
+    assert len(server.bodies) == 13
+    assert result["output_tokens"] == 70
+    assert result["prompt_tokens"] == 70  # the server's usage says 7 each
+    assert result["finish_reasons"] == {"length": 10}
+    assert all(len(body["prompt"]) == 5 and body["ignore_eos"] and body["stream"] for body in server.bodies)
+    assert {"p50", "p90", "p99"} <= result["tbt_ms"].keys()
+    assert result["ttft_ms"]["p50"] > 0
+    assert result["seed"] == 4
+    assert result["warmup"] == 3
+    assert result["command"].startswith("orcinus bench serve --url")
+
+
+def test_prompts_depend_on_the_seed_alone(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = []
+    for seed in ("1", "1", "2"):
+        server.bodies.clear()
+        run(capsys, "--url", server.url, "--concurrency", "1", "--requests", "3", "--warmup", "0", "--seed", seed)
+        prompts.append([body["prompt"] for body in server.bodies])
+    assert prompts[0] == prompts[1]
+    assert prompts[0] != prompts[2]
+
+
+def test_a_closed_loop_keeps_exactly_its_concurrency_under_way(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.hold_until(4)
+    code, result = run(capsys, "--url", server.url, "--concurrency", "4", "--requests", "12", "--warmup", "0")
+    assert code == 0
+    assert result["finished"] == 12
+    assert server.most_at_once == 4
+
+
+def test_text_mode_sends_words_and_takes_the_servers_token_count(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = "merged"
+    code, result = run(
+        capsys, "--url", server.url, "--concurrency", "1", "--requests", "2", "--warmup", "0", "--text",
+        "--prompt-tokens", "6", "--output-tokens", "4",
+    )  # fmt: skip
+    assert code == 0
+    assert all(len(body["prompt"].split()) == 6 for body in server.bodies)
+    assert result["output_tokens"] == 14  # four events each, seven tokens by the usage
+
+
+def test_refused_requests_are_recorded_as_429_and_are_no_failure_of_the_run(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = "some_429"
+    code, result = run(capsys, "--url", server.url, "--rate", "100", "--requests", "8", "--warmup", "0")
+    assert code == 0
+    assert result["finished"] == 4
+    assert result["errors"] == {"http_429": 4}
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [("cut", "cut"), ("quiet_end", "cut"), ("error_event", "stream_error"), ("cancelled", "finish_cancelled")],
+)
+def test_a_stream_that_does_not_end_as_it_should_is_a_failure(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], script: str, kind: str
+) -> None:
+    server.script = script
+    code, result = run(capsys, "--url", server.url, "--concurrency", "2", "--requests", "4", "--warmup", "0")
+    assert code == 1
+    assert result["finished"] == 0
+    assert result["errors"] == {kind: 4}
+
+
+def test_no_rate_is_given_as_the_servers_when_the_client_was_the_limit(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "CLIENT_CPU_LIMIT", 0.0)
+    code, result = run(capsys, "--url", server.url, "--concurrency", "2", "--requests", "6", "--warmup", "0")
+    assert code == 1
+    assert all(result[name] is None for name in load.RATES)
+    assert "it was the limit" in result["warnings"][0]
+    assert result["ttft_ms"]["p50"] is not None
+
+
+def test_the_key_is_sent_and_does_not_stand_in_the_result(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = "locked"
+    assert load.main(["--url", server.url, "--concurrency", "1", "--json"]) == 2
+    assert "--api-key" in capsys.readouterr().err
+    code, result = run(
+        capsys, "--url", server.url, "--concurrency", "1", "--requests", "1", "--warmup", "0", "--api-key", "secret"
+    )
+    assert code == 0
+    assert server.keys == ["Bearer secret"]
+    assert "secret" not in json.dumps(result)
+
+
+def test_files_hold_the_result_one_record_a_request_and_a_picture(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, result = run(
+        capsys, "--url", server.url, "--concurrency", "2", "--requests", "5", "--output-tokens", "6", "--warmup", "0",
+        "--output", str(tmp_path / "r.json"), "--records", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "r.png"),
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [record["event_tokens"] for record in records] == [[2, 2, 2]] * 5
+    assert all(
+        record["scheduled_s"] <= record["sent_s"] <= record["event_s"][0] <= record["end_s"] for record in records
+    )
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_gives_each_request_its_lengths(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,11,3\n0.01,900,2\n0.02,12,1\n")
+    code, result = run(capsys, "--url", server.url, "--trace", str(trace), "--warmup", "0", "--clip-tokens", "100")
+    assert code == 0
+    assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.bodies) == [(11, 3), (12, 1), (98, 2)]
+    assert result["clipped"] == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--requests", "5"],
+        ["--rate", "1", "--concurrency", "1"],
+        ["--concurrency", "0"],
+        ["--rate", "0"],
+        ["--rate", "1", "--prompt-tokens", "9:3"],
+        ["--rate", "1", "--first-id", "50", "--vocab-size", "50"],
+        ["--trace", "no-such-file.csv"],
+        ["--concurrency", "1", "--url", "http://127.0.0.1:1"],
+        ["--no-such-option"],
+    ],
+)
+def test_wrong_use_is_exit_code_2_with_a_message_and_an_empty_stdout(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load.main([*argv, "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "bench serve" in shown.err
+
+
+def test_an_unknown_model_is_wrong_use_and_names_those_that_are_served(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load.main(["--url", server.url, "--model", "other", "--concurrency", "1"]) == 2
+    assert "scripted" in capsys.readouterr().err
+
+
+def test_sse_payloads_come_out_whole_wherever_the_network_cuts_them() -> None:
+    stream = b': hi\n\nid: 3\ndata: {"a": 1}\r\n\r\ndata:{"b": "\xc3\xa9"}\n\ndata: [DONE]\n\n'
+    for cut in range(len(stream) + 1):
+        lines = SseLines()
+        assert lines.feed(stream[:cut]) + lines.feed(stream[cut:]) == [b'{"a": 1}', b'{"b": "\xc3\xa9"}', b"[DONE]"]

@@ -1,0 +1,109 @@
+"""The figures of a load run against timelines worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench.stats import Record, percentiles_ms, summarise
+
+
+def finished(scheduled: float, events: list[float], tokens: list[int], end: float, prompt: int = 10) -> Record:
+    return Record(
+        index=0,
+        prompt_tokens=prompt,
+        asked_tokens=sum(tokens),
+        scheduled_s=scheduled,
+        sent_s=scheduled + 0.001,
+        end_s=end,
+        event_s=events,
+        event_tokens=tokens,
+        finish="length",
+    )
+
+
+def test_latencies_of_one_request_are_those_worked_out_by_hand() -> None:
+    # Due at 100 s; 1 token at 100.5, 2 at 100.6, 1 at 100.9; stream over at 101.0.
+    record = finished(100.0, [100.5, 100.6, 100.9], [1, 2, 1], 101.0)
+    figures = summarise([record])
+    assert figures["ttft_ms"]["p50"] == pytest.approx(500)
+    assert sorted(record.gaps_s()) == pytest.approx([0.0, 0.1, 0.3])  # the two tokens of one event are 0 apart
+    assert figures["tbt_ms"]["p50"] == pytest.approx(100)
+    assert figures["tpot_ms"]["p50"] == pytest.approx(400 / 3, abs=1e-3)
+    assert figures["e2e_ms"]["p50"] == pytest.approx(1000)
+    assert figures["normalized_latency_ms"]["p50"] == pytest.approx(250)
+    assert figures["late_ms"]["p99"] == pytest.approx(1)
+    assert figures["output_tok_s"] == pytest.approx(4.0)
+    assert figures["throughput_tok_s"] == pytest.approx(14.0)
+
+
+def test_time_to_first_token_counts_from_the_due_time_not_from_the_late_sending() -> None:
+    record = finished(10.0, [12.0], [1], 12.0)
+    record.sent_s = 11.9
+    assert summarise([record])["ttft_ms"]["p50"] == pytest.approx(2000)
+    assert summarise([record])["late_ms"]["p50"] == pytest.approx(1900)
+
+
+def test_rates_divide_by_the_time_from_the_first_due_request_to_the_last_end() -> None:
+    figures = summarise([finished(0.0, [1.0], [1], 1.0), finished(4.0, [9.0], [1], 10.0)])
+    assert figures["wall_s"] == 10.0
+    assert figures["output_tok_s"] == pytest.approx(0.2)
+    assert figures["throughput_tok_s"] == pytest.approx(2.2)
+    assert figures["request_rps"] == pytest.approx(0.2)
+
+
+def test_percentiles_interpolate_linearly() -> None:
+    assert percentiles_ms([0.0, 0.1]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert percentiles_ms([math.nan]) == {"p50": None, "p90": None, "p99": None}
+
+
+@pytest.mark.parametrize(
+    ("ttft", "gaps", "good"),
+    [
+        (2.0, [0.1], True),
+        (2.001, [0.1], False),
+        (0.5, [0.05] * 98 + [0.101], False),  # 99 gaps: the largest one decides
+        (0.5, [0.05] * 199 + [0.5], True),  # 200 gaps: one in two hundred is above the P99
+        (0.5, [0.05] * 190 + [0.5] * 10, False),
+        (0.5, [], True),
+    ],
+)
+def test_goodput_takes_ttft_and_the_p99_of_the_requests_own_gaps(ttft: float, gaps: list[float], good: bool) -> None:
+    events = [ttft]
+    for gap in gaps:
+        events.append(events[-1] + gap)
+    record = finished(0.0, events, [1] * len(events), events[-1])
+    # Sums of floats are off by some ulps; a hair inside the bound keeps the exact case exact.
+    if good:
+        record.event_s = [t * (1 - 1e-12) for t in record.event_s]
+    assert record.is_good() is good
+
+
+def test_a_failed_request_is_counted_by_kind_and_enters_no_latency() -> None:
+    failed = Record(1, 10, 4, scheduled_s=0.0, sent_s=0.0, end_s=20.0, event_s=[5.0], event_tokens=[1], error="cut")
+    figures = summarise([finished(0.0, [1.0, 2.0], [1, 1], 2.0), failed])
+    assert (figures["requests"], figures["finished"], figures["failed"]) == (2, 1, 1)
+    assert figures["errors"] == {"cut": 1}
+    assert figures["ttft_ms"]["p99"] == pytest.approx(1000)
+    assert figures["output_tok_s"] == pytest.approx(2 / 20)  # it ends the run all the same
+
+
+def test_tokens_that_the_server_reports_beyond_its_events_are_gaps_of_zero() -> None:
+    record = finished(0.0, [1.0, 1.4], [1, 1], 1.4)
+    record.reported_tokens = 5
+    assert record.output_tokens == 5
+    assert sorted(record.gaps_s()) == pytest.approx([0.0, 0.0, 0.0, 0.4])
+    assert record.tpot_s() == pytest.approx(0.1)
+
+
+def test_a_request_with_fewer_tokens_than_asked_is_finished_but_short() -> None:
+    record = finished(0.0, [1.0], [1], 1.0)
+    record.asked_tokens = 3
+    assert summarise([record])["short"] == 1
+
+
+def test_a_run_in_which_nothing_finished_has_no_latencies_and_no_division_by_zero() -> None:
+    figures = summarise([Record(0, 1, 1, 0.0, sent_s=0.0, end_s=0.0, error="connect")])
+    assert figures["ttft_ms"]["p50"] is None
+    assert figures["output_tok_s"] is None
