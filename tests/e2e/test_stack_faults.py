@@ -1,0 +1,146 @@
+"""The first faults: clients that leave, a worker and a scheduler killed under load, Redis away at the start."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.models import Reference, make_llama
+from tests.stack import ROOT, Stack, running_stack
+from tests.waiting import free_port, until
+
+REQUESTS = 8
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("faults") / "tiny", requests=REQUESTS, output_tokens=96, hidden_size=64, seed=20261122
+    )
+
+
+@pytest.fixture(scope="module")
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32") as running:
+        yield running
+
+
+def running(stack: Stack) -> int:
+    return int(stack.stats().get("running", "0"))
+
+
+def endless(stack: Stack) -> dict[str, object]:
+    return {"model": stack.name, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+
+
+def test_client_that_leaves_a_stream_frees_its_blocks(stack: Stack) -> None:
+    with httpx.stream("POST", f"{stack.url}/v1/completions", json={**endless(stack), "stream": True}) as answer:
+        next(answer.iter_lines())
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    until("the cancel is counted", lambda: int(stack.stats()["cancelled"]) > 0)
+
+
+def test_client_that_leaves_a_call_without_streaming_frees_its_blocks(stack: Stack) -> None:
+    before = int(stack.stats()["cancelled"])
+    body = json.dumps({**endless(stack), "n": 4, "max_tokens": 500}).encode()
+    with socket.create_connection(("127.0.0.1", stack.port)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        until("the request is known", lambda: list(stack.redis.client.scan_iter(match="*}:req:*", count=1000)))
+    stack.settled()
+    until("the cancel is counted", lambda: int(stack.stats()["cancelled"]) > before)
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler"])
+def test_a_killed_service_costs_a_pause_and_no_token(stack: Stack, reference: Reference, service: str) -> None:
+    seen = threading.Event()
+
+    def client(index: int) -> list[int]:
+        ids: list[int] = []
+        body = {
+            "model": stack.name,
+            "prompt": reference.prompts[index],
+            "max_tokens": len(reference.outputs[index]),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    for choice in event["choices"]:
+                        ids += choice.get("token_ids") or []
+                    if len(ids) > 4:
+                        seen.set()
+        return ids
+
+    with ThreadPoolExecutor(REQUESTS) as clients:
+        answers = [clients.submit(client, index) for index in range(REQUESTS)]
+        assert seen.wait(60)
+        stack.kill(service)
+        stack.start(service)
+        got = [answer.result(120) for answer in answers]
+    assert got == reference.outputs
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    assert after["pending"] == [0, 0, 0, 0]
+
+
+def test_services_wait_for_a_redis_that_comes_late(reference: Reference, tmp_path: Path) -> None:
+    stack = Stack(tmp_path, reference.path, dtype="float32")
+    try:
+        for service in ("gateway", "scheduler", "worker"):
+            stack.start(service)
+        until("the gateway says what it waits for", lambda: "Redis" in stack.log("gateway"), 60)
+        with pytest.raises((httpx.HTTPStatusError, httpx.TransportError)):
+            httpx.get(f"{stack.url}/health/ready", timeout=5).raise_for_status()
+        stack.redis.start()
+        until("the stack is ready", stack.ready, 90)
+        assert stack.complete(reference.prompts[0], len(reference.outputs[0]), ignore_eos=True) == reference.outputs[0]
+    finally:
+        stack.__exit__(None, None, None)
+
+
+def service_fails(stack: Stack, service: str, **settings: str) -> str:
+    """stderr of a service that must refuse to start with exit code 2."""
+    environment = {**stack.environment(), **{f"ORCINUS_{name.upper()}": value for name, value in settings.items()}}
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.cli", service],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def test_a_port_in_use_is_named(stack: Stack) -> None:
+    assert str(stack.port) in service_fails(stack, "gateway", ops_port=str(free_port()))
+
+
+def test_a_model_directory_without_weights_is_named(stack: Stack, reference: Reference, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((reference.path / name).read_bytes())
+    text = service_fails(stack, "worker", model=str(tmp_path))
+    assert "safetensors" in text
+    assert str(tmp_path) in text
+
+
+def test_lengths_that_do_not_fit_name_their_setting(stack: Stack) -> None:
+    text = service_fails(stack, "worker", max_input_tokens="100000")
+    assert "max-input-tokens" in text or "max_input_tokens" in text
+    assert "100000" in text

@@ -1,0 +1,101 @@
+"""Core and engine in one process, joined by the real wire forms: what the scheduler and the worker do, without sockets.
+
+Steps are planned as far ahead as (microbatches, lookahead) allow before the oldest is executed, as the service does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from protos import queue_pb2, worker_pb2
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Limits, NewRequest, Outcome
+from services.scheduler.wire import result_from_wire, step_to_wire
+from services.worker.engine import Engine
+from shared.columns import pack
+
+MOST_STEPS = 200_000
+
+
+@dataclass
+class Recorded:
+    """What a client would have got, by index, so that a gap or a double shows."""
+
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def take(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        ends = np.concatenate([[0], np.cumsum(outcome.counts)])
+        for row, request in enumerate(outcome.requests):
+            at = (request.id, int(outcome.choices[row]))
+            held = self.tokens.setdefault(at, [])
+            new = outcome.tokens[ends[row] : ends[row + 1]].tolist()
+            if new and int(outcome.first[row]) != len(held):
+                raise AssertionError(f"{at}: token {int(outcome.first[row])} came when {len(held)} was next")
+            if new and at in self.finish:
+                raise AssertionError(f"{at}: a token came after the end")
+            held += new
+            if outcome.finish[row]:
+                if at in self.finish:
+                    raise AssertionError(f"{at} ended twice")
+                self.finish[at] = Finish(int(outcome.finish[row]))
+        self.errors += outcome.errors.values()
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **sampling: float) -> NewRequest:
+    """A greedy request (temperature 0) unless sampling says otherwise."""
+    wire = queue_pb2.Request(
+        id=name, n=1, max_tokens=max_tokens, sampling=queue_pb2.Sampling(temperature=0.0, top_p=1.0)
+    )
+    for field_name, value in sampling.items():
+        setattr(wire.sampling, field_name, value)
+    wire.prompts.tokens.append(pack(prompt))
+    return NewRequest(
+        id=name, prompts=[np.array(prompt, np.int32)], max_tokens=max_tokens, gateway="gateway-0", payload=wire
+    )
+
+
+def run(
+    engine: Engine,
+    requests: list[NewRequest],
+    policy: str,
+    microbatches: int = 1,
+    lookahead: int = 0,
+    step_tokens: int = 0,
+    max_seqs: int = 0,
+) -> tuple[Recorded, Core]:
+    """Runs all requests to their ends and checks the core's invariants after every step."""
+    engine.reset()
+    info = engine.info()
+    core = Core(policy, max_seqs=max_seqs, microbatches=microbatches, lookahead=lookahead, step_tokens=step_tokens)
+    replica = core.join(
+        Limits(info.max_seqs, info.gpu_blocks, info.block_size, info.max_model_len, info.max_step_tokens)
+    )
+    recorded = Recorded()
+    for item in requests:
+        recorded.take(core.add(item, 0))
+    waiting: deque[worker_pb2.Step] = deque()
+    for now in range(1, MOST_STEPS):
+        while True:
+            plan, outcome = core.plan(now, replica)
+            recorded.take(outcome)
+            if plan is None:
+                break
+            wire = step_to_wire(plan, epoch=1).SerializeToString()
+            waiting.append(worker_pb2.Step.FromString(wire))
+        if not waiting:
+            break
+        result = engine.execute(waiting.popleft())
+        if result.error:
+            raise AssertionError(f"step {result.id}: {result.error}")
+        recorded.take(core.apply(result_from_wire(result, replica), now))
+        core.check()
+    if core.unfinished:
+        raise AssertionError(f"{core.unfinished} requests never ended; stats {core.stats()}")
+    return recorded, core
