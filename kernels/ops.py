@@ -1,0 +1,241 @@
+"""The operations of the model's forward pass, each defined once: shapes, dtypes, meaning.
+
+A backend (reference, cpu, cuda, emulator) subclasses `Ops`, registers under its name and is chosen by the worker at
+start. N is the number of tokens of an iteration, all sequences one after another and nothing padded; S the number of
+sequences in it; R the rows that sample. Integers cross this border as numpy int32, tensors lie on `Ops.device`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
+UInt64 = npt.NDArray[np.uint64]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Size of a paged KV cache. A backend may order the axes as it likes; one block is one unit of copying."""
+
+    blocks: int
+    host_blocks: int
+    layers: int
+    kv_heads: int
+    block_size: int  # tokens
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: all layers, K and V."""
+        return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one iteration computes, on the host. Sequence s owns rows query_start[s]:query_start[s + 1].
+
+    Its rows are consecutive positions and end at context[s] - 1; the KV of positions 0 .. context[s] - 1 lies, after
+    this iteration's own writes, in blocks tables[s, : ceil(context[s] / block_size)].
+    """
+
+    tokens: Int32  # [N]
+    positions: Int32  # [N]
+    query_start: Int32  # [S + 1]
+    context: Int32  # [S]
+    tables: Int32  # [S, at least the blocks of the longest]
+    write_blocks: Int32  # [N] block that row's K and V go to
+    write_offsets: Int32  # [N] and its place inside the block
+    sample_rows: Int32  # [R] rows whose logits are wanted
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A Batch as a backend wants it; made once per iteration, read by every layer. Backends subclass it."""
+
+    tokens: Tensor  # [N]
+    positions: Tensor  # [N] int64
+    sample_rows: Tensor  # [R] int64
+
+
+class Cache(ABC):
+    """A paged KV pool and its host tier. All memory is taken in the constructor."""
+
+    shape: CacheShape
+
+    @abstractmethod
+    def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
+        """Copies block g to host block h, pair by pair, all layers; complete when it returns."""
+
+    @abstractmethod
+    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
+        """Copies host block h to block g, pair by pair; complete when it returns."""
+
+    @abstractmethod
+    def read_block(self, block: int) -> Tensor:
+        """[layers, 2 (K, V), kv_heads, block_size, head_dim], a copy on the host. For tests and transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """(row, id, value) triples; rows index the sampling batch. `values` is None where only membership counts."""
+
+    rows: Int64
+    ids: Int64
+    values: Float32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each of R rows is sampled. Absent features are None, so that a backend can skip them as a whole.
+
+    Applied in this order: bias is added, banned ids and ids outside the allow-bitmask are removed, penalties
+    (repetition over prompt and output; presence, frequency over output), division by temperature, top-k, top-p of what
+    is left, min-p, Gumbel-max. A token that equals the last one kept by top-k or top-p is kept too. Temperature 0 takes
+    the largest logit after the penalties, the smallest id among equals.
+
+    The noise of token t in row r: Philox4x32-10 with key (seed & 0xffffffff, seed >> 32) and counter
+    (t >> 2, position & 0xffffffff, position >> 32, 0), output word x number t & 3;
+    u = min((float32(x) + 0.5) * 2**-32, 1 - 2**-24), noise = -log(-log1p(-u)), all in float32.
+    """
+
+    temperature: Float32  # [R]
+    top_k: Int32  # [R] 0 is off
+    top_p: Float32  # [R] 1 is off
+    min_p: Float32  # [R] 0 is off
+    seed: UInt64  # [R]
+    position: Int64  # [R] index, in its sequence, of the token to be drawn
+    want_logprob: Bool  # [R]
+    bias: Sparse | None = None
+    banned: Sparse | None = None
+    mask_rows: Int64 | None = None  # [m] rows with an allow-bitmask
+    mask_words: UInt32 | None = None  # [m, ceil(V / 32)] bit i of word w allows id 32 w + i
+    history: Sparse | None = None  # tokens of the rows with a penalty; value 1 for outputs, 0 for the prompt
+    presence: Float32 | None = None  # [R], these three given together with history
+    frequency: Float32 | None = None
+    repetition: Float32 | None = None  # 1 is off
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True when every row is an argmax of the untouched logits and no log-probability is wanted."""
+        return (
+            self.bias is None
+            and self.banned is None
+            and self.mask_rows is None
+            and self.history is None
+            and not self.temperature.any()
+            and not self.want_logprob.any()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens [R] int64; status [R] (STATUS_*), tokens of rows that are not fine mean nothing; logprobs [R] float32.
+
+    A log-probability is that of the sampled token under the model's own distribution (softmax of the given logits);
+    NaN in rows that did not ask, and None when no row asked.
+    """
+
+    tokens: Tensor
+    status: Tensor
+    logprobs: Tensor | None
+
+
+PreparedT = TypeVar("PreparedT", bound=Prepared)
+CacheT = TypeVar("CacheT", bound=Cache)
+
+
+class Ops(ABC, Generic[PreparedT, CacheT]):
+    """One backend. Float tensors have the model's dtype unless a line says otherwise."""
+
+    name: str
+    device: torch.device
+
+    @abstractmethod
+    def new_cache(self, shape: CacheShape) -> CacheT:
+        """Takes the memory of a cache, host tier included."""
+
+    @abstractmethod
+    def prepare(self, batch: Batch, cache: CacheT) -> PreparedT:
+        """Host metadata to device metadata, once per iteration."""
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """weight [out, in], bias [out] -> whatever `linear` of this backend wants. Called at load only."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """x [N, in] -> [N, out] = x @ weight.T + bias."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """weight [V, hidden], tokens [N] -> [N, hidden]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [N, hidden] -> x / sqrt(mean(x^2) + eps) * weight, the mean in float32."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place, then rms_norm(residual)."""
+
+    @abstractmethod
+    def rope_and_write(
+        self, qkv: Tensor, heads: int, rope: Tensor, prepared: PreparedT, cache: CacheT, layer: int
+    ) -> Tensor:
+        """Rotates q and k and writes k and v of every row into its block.
+
+        qkv [N, (heads + 2 kv_heads) * head_dim] in the order q, k, v and may be overwritten; rope [positions, head_dim]
+        float32: cosines then sines, each head_dim / 2. Element i is paired with i + head_dim / 2:
+        (a, b) -> (a cos - b sin, b cos + a sin). Returns q [N, heads * head_dim].
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, prepared: PreparedT, cache: CacheT, layer: int, scale: float) -> Tensor:
+        """Causal paged attention, each row over its own sequence's positions <= its own.
+
+        q [N, heads * head_dim] -> [N, heads * head_dim]; query head h reads KV head h // (heads / kv_heads).
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[N, 2 I] -> silu(first half) * second half, [N, I]."""
+
+    @abstractmethod
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
+        """logits [R, V] float32, may be overwritten. See SamplingRows for the meaning."""
+
+
+AnyOps = Ops[Any, Any]
+_factories: dict[str, Callable[[torch.device], AnyOps]] = {}
+
+
+def register(name: str, factory: Callable[[torch.device], AnyOps]) -> None:
+    """Makes a backend known under a name."""
+    _factories[name] = factory
+
+
+def names() -> list[str]:
+    """The backends that were registered, sorted."""
+    return sorted(_factories)
+
+
+def create(name: str, device: torch.device) -> AnyOps:
+    """The backend of that name. Raises KeyError, naming those that exist, for any other."""
+    if name not in _factories:
+        raise KeyError(f"no kernel backend {name!r}; registered: {', '.join(names())}")
+    return _factories[name](device)

@@ -1,0 +1,45 @@
+"""The reference backend's paged KV pool: [block, layer, K/V, kv_head, block_size, head_dim].
+
+Seen as rows of head_dim numbers, so that gathering a sequence is one index_select. One block more than the shape says
+is kept at zero: reads past a sequence's end go there, so stale numbers (NaN among them) never reach another sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Cache, CacheShape, Int32
+
+
+class ReferenceCache(Cache):
+    """`rows` is the pool as [(blocks + 1) * layers * 2 * kv_heads * block_size, head_dim]."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self.shape = shape
+        block = (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)
+        # empty + zero_ touches every page: memory that is missing is missed now, not in the middle of a request.
+        self.pool = torch.empty((shape.blocks + 1, *block), dtype=shape.dtype, device=device).zero_()
+        self.host = torch.empty((shape.host_blocks, *block), dtype=shape.dtype).zero_()
+        self.rows = self.pool.view(-1, shape.head_dim)
+        self.rows_per_kv = shape.kv_heads * shape.block_size
+        self.rows_per_layer = 2 * self.rows_per_kv
+        self.rows_per_block = shape.layers * self.rows_per_layer
+
+    def layer_rows(self, layer: int, value: bool) -> Tensor:
+        """The rows from a layer's K (or V) of block 0 on: an index made for layer 0's K then finds this layer's."""
+        return self.rows[layer * self.rows_per_layer + (self.rows_per_kv if value else 0) :]
+
+    def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
+        self.host.index_copy_(0, _index(host_blocks), self.pool.index_select(0, _index(blocks)).cpu())
+
+    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
+        found = self.host.index_select(0, _index(host_blocks)).to(self.pool.device)
+        self.pool.index_copy_(0, _index(blocks).to(self.pool.device), found)
+
+    def read_block(self, block: int) -> Tensor:
+        return self.pool[block].cpu().clone()
+
+
+def _index(values: Int32) -> Tensor:
+    return torch.from_numpy(values.astype("int64"))

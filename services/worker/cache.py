@@ -1,0 +1,92 @@
+"""How large the KV pool may be. The pool itself belongs to the backend (`kernels.ops.Cache`).
+
+All arithmetic is in blocks; what does not fit is a ConfigurationError that names the setting.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from kernels.ops import CacheShape
+from services.worker.models.config import DecoderConfig
+from shared.errors import ConfigurationError
+from shared.settings import WorkerSettings
+
+log = logging.getLogger("orcinus.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Token limits of one sequence; model = prompt and output together."""
+
+    model: int
+    input: int
+    output: int
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process can still take: the machine's, or its control group's if that is less."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+
+
+def wanted_lengths(settings: WorkerSettings, config: DecoderConfig) -> Lengths:
+    """The limits that settings and the model's context ask for. Raises ConfigurationError naming the setting."""
+    context = config.context
+    for name, value in (
+        ("--max-input-tokens", settings.max_input_tokens),
+        ("--max-output-tokens", settings.max_output_tokens),
+    ):
+        if value >= context:
+            raise ConfigurationError(
+                f"{name} {value} leaves no room in the model's context of {context} tokens; set at most {context - 1}"
+            )
+    both = settings.max_input_tokens + settings.max_output_tokens
+    if both > context:
+        raise ConfigurationError(
+            f"--max-input-tokens {settings.max_input_tokens} and --max-output-tokens {settings.max_output_tokens} "
+            f"together pass the model's context of {context} tokens; lower one of them by {both - context}"
+        )
+    limit = both if settings.max_input_tokens and settings.max_output_tokens else context
+    return Lengths(
+        model=limit,
+        input=settings.max_input_tokens or limit - 1,
+        output=settings.max_output_tokens or limit - 1,
+    )
+
+
+def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, free_bytes: int) -> tuple[int, Lengths]:
+    """Blocks of the pool and the lengths that fit into it.
+
+    Lengths that nobody set shrink to the pool, with a warning; lengths that were set are an error when they do not fit.
+    """
+    size = settings.block_size
+    per_sequence = -(-lengths.model // size)
+    useful = settings.max_seqs * per_sequence
+    if settings.kv_blocks:
+        blocks, source = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
+    else:
+        blocks = min(useful, int(free_bytes * settings.kv_memory_fraction) // shape.block_bytes)
+        source = f"--kv-memory-fraction {settings.kv_memory_fraction} of {free_bytes / 2**20:.0f} MiB free"
+    if blocks >= per_sequence:
+        return blocks, lengths
+    need_mib = per_sequence * shape.block_bytes / 2**20
+    fits = blocks * size
+    least = settings.max_input_tokens + settings.max_output_tokens
+    if fits < 2 or (least and fits < least + (0 if settings.max_input_tokens and settings.max_output_tokens else 1)):
+        raise ConfigurationError(
+            f"{source} gives {blocks} KV blocks = {fits} tokens, but one sequence of --max-input-tokens "
+            f"{lengths.input} and --max-output-tokens {lengths.output} needs {per_sequence} blocks "
+            f"({need_mib:.0f} MiB); lower these two or raise --kv-blocks or --kv-memory-fraction"
+        )
+    log.warning("%s gives %d KV blocks: the context is cut from %d to %d tokens", source, blocks, lengths.model, fits)
+    return blocks, Lengths(model=fits, input=min(lengths.input, fits - 1), output=min(lengths.output, fits - 1))

@@ -1,0 +1,246 @@
+"""The engine: runs one Step after another, in order, and answers each with a Result.
+
+Usable in process (tests, benches) and behind gRPC (`services.worker.server`). One thread at a time may call it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+import kernels.reference  # noqa: F401 - registers the backend
+from kernels import ops as kernel_ops
+from kernels.ops import (
+    STATUS_FINE,
+    STATUS_NOT_FINITE,
+    Cache,
+    CacheShape,
+    Int32,
+)
+from protos import worker_pb2
+from services.worker.cache import free_memory_bytes, plan_blocks, wanted_lengths
+from services.worker.models.config import DecoderConfig, load_config
+from services.worker.models.decoder import Decoder
+from services.worker.models.loader import Checkpoint, Progress
+from services.worker.slots import Chunks, SlotTable
+from shared.columns import pack, pack_float, unpack
+from shared.errors import ConfigurationError, ProtocolError
+from shared.ids import identity
+from shared.settings import WorkerSettings
+
+log = logging.getLogger("orcinus.worker")
+
+
+class Engine:
+    """A model, its KV pool and its slots."""
+
+    def __init__(self, settings: WorkerSettings, host_blocks: int = 0, progress: Progress | None = None) -> None:
+        """Loads the model and takes all memory. Raises ModelError or ConfigurationError."""
+        self.settings = settings
+        self.identity = identity()
+        config = load_config(settings.model)
+        lengths = wanted_lengths(settings, config)
+        device = choose_device(settings.device)
+        self.dtype = choose_dtype(settings.dtype, config)
+        self._ops = kernel_ops.create("reference", device)
+        checkpoint = Checkpoint(settings.model, progress)
+        self.model_hash = checkpoint.fingerprint()
+        self._decoder = Decoder(config, checkpoint, self._ops, self.dtype, lengths.model)
+        shape = CacheShape(
+            blocks=1,
+            host_blocks=host_blocks,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            block_size=settings.block_size,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )
+        blocks, self.lengths = plan_blocks(settings, shape, lengths, free_memory_bytes())
+        self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks))
+        self.config = config
+        self._slots = SlotTable(
+            settings.max_seqs, self.lengths.model, settings.block_size, blocks, host_blocks, config.vocab_size
+        )
+        self._last_end_ns = 0
+        self._step_log: IO[bytes] | None = _open_log(settings.step_log)
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """What Describe answers."""
+        shape = self._cache.shape
+        return worker_pb2.WorkerInfo(
+            id=self.settings.worker_id,
+            identity=self.identity,
+            model=self.settings.served_model_name,
+            model_hash=self.model_hash,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self._ops.device),
+            backend=self._ops.name,
+            layers=shape.layers,
+            block_size=shape.block_size,
+            block_bytes=shape.block_bytes,
+            gpu_blocks=shape.blocks,
+            host_blocks=shape.host_blocks,
+            max_seqs=self.settings.max_seqs,
+            max_model_len=self.lengths.model,
+            max_input_tokens=self.lengths.input,
+            max_output_tokens=self.lengths.output,
+            max_step_tokens=self.settings.max_step_tokens,
+            vocab_size=self.config.vocab_size,
+            stages=1,
+        )
+
+    def reset(self) -> None:
+        """A new Run: no slot is taken and no KV is known. What stays in the blocks is never read."""
+        self._slots.clear()
+        self._last_end_ns = 0
+
+    def read_block(self, block: int) -> Tensor:
+        """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
+        return self._cache.read_block(block)
+
+    def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
+        """Runs one step. `received_ns` is time.monotonic_ns() at its receipt.
+
+        Raises ProtocolError for a step that breaks the contract, and whatever the backend raises; after either the
+        state is not to be trusted until reset(). A sequence that fails alone is in Result.errors.
+        """
+        started = time.monotonic_ns()
+        with torch.inference_mode():
+            chunks = self._slots.apply(step, self._cache)
+            errors = self._failed(step)
+            tokens_total = int(chunks.lengths.sum())
+            if tokens_total > self.settings.max_step_tokens:
+                raise ProtocolError(
+                    f"the step has {tokens_total} tokens, this worker takes at most {self.settings.max_step_tokens}"
+                )
+            logits = self._forward(chunks)
+            forwarded = time.monotonic_ns()
+            slots, tokens, logprobs = self._sample(logits, chunks.slots[chunks.samples], errors)
+        ended = time.monotonic_ns()
+        result = worker_pb2.Result(
+            epoch=step.epoch,
+            id=step.id,
+            slots=pack(slots),
+            tokens=pack(tokens),
+            logprobs=b"" if logprobs is None else pack_float(logprobs),
+            timings=worker_pb2.Timings(
+                queued_ns=started - received_ns if received_ns else 0,
+                idle_ns=started - self._last_end_ns if self._last_end_ns else 0,
+                forward_ns=forwarded - started,
+                sample_ns=ended - forwarded,
+                total_ns=ended - started,
+            ),
+            swap_out_acks=step.swap_out_gpu,
+            swap_in_acks=step.swap_in_host,
+            errors=errors,
+        )
+        self._last_end_ns = ended
+        self._write_log(result, chunks)
+        return result
+
+    def _forward(self, chunks: Chunks) -> Tensor | None:
+        """Logits of the chunks that sample; None when the step computes nothing."""
+        if not chunks.slots.size:
+            return None
+        prepared = self._ops.prepare(self._slots.batch(chunks), self._cache)
+        logits = self._decoder.forward(prepared, self._cache)
+        self._slots.computed_through(chunks)
+        return logits
+
+    def _sample(
+        self, logits: Tensor | None, slots: Int32, errors: list[worker_pb2.SequenceError]
+    ) -> tuple[Int32, Int32, np.ndarray | None]:
+        """Samples one token per slot; those that cannot go to `errors` and out of the answer."""
+        if logits is None or not slots.size:
+            return slots[:0], slots[:0], None
+        table = self._slots
+        unmasked = [s for s in slots[table.sampling.needs_mask[slots]].tolist() if not table.sampling.has_mask(s)]
+        if unmasked:
+            for slot in unmasked:
+                self._fail(slot, "no_mask", "no allow-bitmask came for this step", errors)
+            keep = ~np.isin(slots, unmasked)
+            slots, logits = slots[keep], logits[torch.from_numpy(keep)]
+            if not slots.size:
+                return slots, slots, None
+        rows = table.sampling.rows(slots, table.known[slots], table.prompt[slots], table.tokens)
+        sampled = self._ops.sample(logits, rows)
+        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
+        status = sampled.status.cpu().numpy()
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
+        if (status != STATUS_FINE).any():
+            for row in np.flatnonzero(status != STATUS_FINE).tolist():
+                if status[row] == STATUS_NOT_FINITE:
+                    self._fail(int(slots[row]), "nan_logits", "the model gave logits that are not finite", errors)
+                else:
+                    self._fail(int(slots[row]), "nothing_allowed", "bans and mask leave no token to choose", errors)
+            fine = status == STATUS_FINE
+            slots, tokens = slots[fine], tokens[fine]
+            logprobs = None if logprobs is None else logprobs[fine]
+        table.record(slots, tokens)
+        return slots, tokens, logprobs
+
+    def _fail(self, slot: int, code: str, message: str, errors: list[worker_pb2.SequenceError]) -> None:
+        self._slots.fail(slot, code, message)
+        errors.append(worker_pb2.SequenceError(slot=slot, code=code, message=message))
+
+    def _failed(self, step: worker_pb2.Step) -> list[worker_pb2.SequenceError]:
+        """The errors of slots that failed before and are in this step again (or entered in it with bad input)."""
+        failed = self._slots.failed
+        if not failed:
+            return []
+        return [
+            worker_pb2.SequenceError(slot=slot, code=failed[slot][0], message=failed[slot][1])
+            for slot in unpack(step.chunk_slots).tolist()
+            if slot in failed
+        ]
+
+    def _write_log(self, result: worker_pb2.Result, chunks: Chunks) -> None:
+        if self._step_log is None:
+            return
+        line = {
+            "epoch": result.epoch,
+            "step": result.id,
+            "sequences": len(chunks.slots),
+            "tokens": int(chunks.lengths.sum()),
+            "sampled": len(result.slots) // 4,
+            "errors": len(result.errors),
+            "queued_us": result.timings.queued_ns // 1000,
+            "idle_us": result.timings.idle_ns // 1000,
+            "forward_us": result.timings.forward_ns // 1000,
+            "sample_us": result.timings.sample_ns // 1000,
+        }
+        self._step_log.write(orjson.dumps(line) + b"\n")
+        self._step_log.flush()
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device to compute on. Raises ConfigurationError for one that this build cannot use."""
+    if wanted == "cuda":
+        raise ConfigurationError("DEVICE=cuda: this build has no CUDA engine yet; use DEVICE=cpu or DEVICE=auto")
+    return torch.device("cpu")
+
+
+def choose_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
+    """`auto` is the checkpoint's type; float16, which the CPU engine does not compute in, is widened to float32."""
+    if wanted == "float32":
+        return torch.float32
+    if wanted == "bfloat16":
+        return torch.bfloat16
+    return torch.bfloat16 if config.checkpoint_dtype == torch.bfloat16 else torch.float32
+
+
+def _open_log(path: Path | None) -> IO[bytes] | None:
+    if path is None:
+        return None
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise ConfigurationError(f"--step-log {path}: {error.strerror}") from error

@@ -1,0 +1,129 @@
+"""Rotary position embedding and its scaling variants, computed as transformers computes them.
+
+Sources: RoFormer (arXiv 2104.09864); linear: Chen et al. (arXiv 2306.15595); yarn: Peng et al. (arXiv 2309.00071);
+llama3: the Llama 3.1 reference code. `dynamic` changes frequencies only beyond max_position_embeddings, which is where
+this worker's context ends, so here it is the unscaled form.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.errors import ModelError
+
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """`factor`, `original_context` and what follows are read by the scaling variants only."""
+
+    kind: str
+    theta: float
+    head_dim: int
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it
+
+    def inverse_frequencies(self) -> Tensor:
+        """[head_dim / 2] float32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).to(torch.float32) / self.head_dim
+        powers = self.theta**exponents
+        if self.kind == "linear":
+            return 1.0 / powers / self.factor
+        if self.kind == "llama3":
+            return self._llama3(1.0 / powers)
+        if self.kind == "yarn":
+            return self._yarn(powers)
+        return 1.0 / powers
+
+    def table(self, positions: int) -> Tensor:
+        """[positions, head_dim] float32: cosines, then sines."""
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.inverse_frequencies())
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_factor
+
+    def _llama3(self, inverse: Tensor) -> Tensor:
+        wavelength = 2 * math.pi / inverse
+        scaled = inverse / self.factor
+        smooth = (self.original_context / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - smooth) * scaled + smooth * inverse
+        result = torch.where(wavelength > self.original_context / self.low_freq_factor, scaled, between)
+        return torch.where(wavelength < self.original_context / self.high_freq_factor, inverse, result)
+
+    def _yarn(self, powers: Tensor) -> Tensor:
+        low, high = self._correction(self.beta_fast), self._correction(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        span = high - low if high != low else 0.001
+        ramp = ((torch.arange(self.head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+        return 1.0 / (self.factor * powers) * ramp + 1.0 / powers * (1 - ramp)
+
+    def _correction(self, rotations: float) -> float:
+        """The dimension that turns `rotations` times over the original context."""
+        turns = self.original_context / (rotations * 2 * math.pi)
+        return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+
+
+def rope_from(raw: dict[str, Any], head_dim: int, context: int, where: str) -> Rope:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). Raises ModelError."""
+    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise ModelError(f"{where}: rope settings per layer type ({', '.join(fields)}) are not supported")
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in SUPPORTED:
+        raise ModelError(f"{where}: rope_type {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported; only 1.0 is")
+    theta = fields.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    rope = Rope(kind=kind, theta=float(theta), head_dim=head_dim)
+    if kind in ("default", "dynamic"):
+        return rope
+    original = raw.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings") or context
+    factor = fields.get("factor")
+    if factor is None and kind == "yarn":
+        factor = context / original
+    if factor is None:
+        raise ModelError(f"{where}: rope_type {kind!r} needs a factor")
+    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= fields.keys():
+        raise ModelError(f"{where}: rope_type 'llama3' needs low_freq_factor and high_freq_factor")
+    return Rope(
+        kind=kind,
+        theta=float(theta),
+        head_dim=head_dim,
+        factor=float(factor),
+        original_context=int(original),
+        low_freq_factor=float(fields.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(fields.get("high_freq_factor", 4.0)),
+        beta_fast=float(fields.get("beta_fast") or 32),
+        beta_slow=float(fields.get("beta_slow") or 1),
+        truncate=bool(fields.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(fields, float(factor)) if kind == "yarn" else 1.0,
+    )
+
+
+def _yarn_attention_factor(fields: dict[str, Any], factor: float) -> float:
+    given = fields.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
+    if mscale and all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(scale: float, mscale: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

@@ -1,0 +1,193 @@
+"""How each slot is sampled: worker.proto's Sampling as columns, and the rows of one iteration gathered from them.
+
+Numbers live in columns because every iteration reads them; ids (bias, bans, stops) live in a small record per slot
+because few sequences have any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.ops import Bool, Int32, Int64, SamplingRows, Sparse
+from protos import worker_pb2
+from shared.columns import unpack, unpack_float
+
+GREEDY_BELOW = 1e-5  # a temperature this small overflows float32 logits; its limit is the argmax
+
+
+@dataclass(frozen=True, slots=True)
+class SlotIds:
+    """The sparse part of one slot."""
+
+    bias_ids: Int32
+    bias_values: npt.NDArray[np.float32]
+    banned_ids: Int32
+    stop_ids: Int32
+    min_tokens: int
+
+
+class SamplingTable:
+    """Columns by slot. `vocab` bounds every id."""
+
+    def __init__(self, max_seqs: int, vocab: int) -> None:
+        self.vocab = vocab
+        self.mask_words = -(-vocab // 32)
+        self.temperature = np.zeros(max_seqs, np.float32)
+        self.top_p = np.ones(max_seqs, np.float32)
+        self.top_k = np.zeros(max_seqs, np.int32)
+        self.min_p = np.zeros(max_seqs, np.float32)
+        self.seed = np.zeros(max_seqs, np.uint64)
+        self.presence = np.zeros(max_seqs, np.float32)
+        self.frequency = np.zeros(max_seqs, np.float32)
+        self.repetition = np.ones(max_seqs, np.float32)
+        self.penalised = np.zeros(max_seqs, np.bool_)
+        self.want_logprob = np.zeros(max_seqs, np.bool_)
+        self.needs_mask = np.zeros(max_seqs, np.bool_)
+        self._has_ids = np.zeros(max_seqs, np.bool_)
+        self._ids: dict[int, SlotIds] = {}
+        self._masks: dict[int, npt.NDArray[np.uint32]] = {}
+
+    def clear(self) -> None:
+        """Forgets every slot. Columns of slots that are not in use are never read."""
+        self._ids.clear()
+        self._masks.clear()
+
+    def enter(self, slot: int, message: worker_pb2.Sampling, allow_bitmask: bytes) -> str:
+        """Takes the sampling of an entering sequence; returns what is wrong with it, or nothing."""
+        self._ids.pop(slot, None)
+        self._masks.pop(slot, None)
+        temperature = message.temperature
+        self.temperature[slot] = 0.0 if temperature < GREEDY_BELOW else temperature
+        self.top_p[slot] = message.top_p
+        self.top_k[slot] = min(message.top_k, self.vocab)
+        self.min_p[slot] = message.min_p
+        self.seed[slot] = message.seed
+        self.presence[slot] = message.presence_penalty
+        self.frequency[slot] = message.frequency_penalty
+        self.repetition[slot] = message.repetition_penalty or 1.0
+        self.penalised[slot] = bool(
+            message.presence_penalty or message.frequency_penalty or message.repetition_penalty not in (0.0, 1.0)
+        )
+        self.want_logprob[slot] = message.logprobs > 0
+        self.needs_mask[slot] = bool(message.mask_key)
+        self._has_ids[slot] = bool(message.bias_ids or message.banned_ids or message.stop_ids)
+        try:
+            if allow_bitmask:
+                self.set_mask(slot, allow_bitmask)
+            if self._has_ids[slot]:
+                self._ids[slot] = self._read_ids(message)
+        except ValueError as error:
+            return str(error)
+        return _wrong_number(message)
+
+    def set_mask(self, slot: int, allow_bitmask: bytes) -> None:
+        """The ids that the slot's next token may have. Raises ValueError for a wrong length."""
+        words = np.frombuffer(allow_bitmask, "<u4")
+        if len(words) != self.mask_words:
+            raise ValueError(
+                f"allow_bitmask has {len(words)} words, a vocabulary of {self.vocab} has {self.mask_words}"
+            )
+        self._masks[slot] = words
+
+    def has_mask(self, slot: int) -> bool:
+        return slot in self._masks
+
+    def rows(self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> SamplingRows:
+        """The rows of one iteration. known, prompt [R]; tokens [max_seqs, ...] of all slots. Uses up their masks."""
+        masked = [(row, self._masks.pop(int(slots[row]))) for row in self._with_masks(slots)]
+        penalised = np.flatnonzero(self.penalised[slots])
+        bias, banned = self._sparse(slots, known - prompt)
+        return SamplingRows(
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            seed=self.seed[slots],
+            position=known.astype(np.int64),
+            want_logprob=self.want_logprob[slots],
+            bias=bias,
+            banned=banned,
+            mask_rows=np.array([row for row, _ in masked], np.int64) if masked else None,
+            mask_words=np.stack([words for _, words in masked]) if masked else None,
+            history=_history(penalised, slots, known, prompt, tokens) if penalised.size else None,
+            presence=self.presence[slots] if penalised.size else None,
+            frequency=self.frequency[slots] if penalised.size else None,
+            repetition=self.repetition[slots] if penalised.size else None,
+        )
+
+    def _with_masks(self, slots: Int32) -> list[int]:
+        if not self._masks:
+            return []
+        return [row for row, slot in enumerate(slots.tolist()) if slot in self._masks]
+
+    def _sparse(self, slots: Int32, produced: Int32) -> tuple[Sparse | None, Sparse | None]:
+        """Bias and bans of the rows that have any; a Python loop over those alone."""
+        bias: list[tuple[int, Int32, npt.NDArray[np.float32]]] = []
+        banned: list[tuple[int, Int32]] = []
+        for row in np.flatnonzero(self._has_ids[slots]).tolist():
+            ids = self._ids[int(slots[row])]
+            if ids.bias_ids.size:
+                bias.append((row, ids.bias_ids, ids.bias_values))
+            if ids.banned_ids.size:
+                banned.append((row, ids.banned_ids))
+            if ids.stop_ids.size and produced[row] < ids.min_tokens:
+                banned.append((row, ids.stop_ids))
+        return (
+            Sparse(_repeat(bias), _join(ids for _, ids, _ in bias), np.concatenate([values for *_, values in bias]))
+            if bias
+            else None,
+            Sparse(_repeat(banned), _join(ids for _, ids in banned)) if banned else None,
+        )
+
+    def _read_ids(self, message: worker_pb2.Sampling) -> SlotIds:
+        ids = SlotIds(
+            bias_ids=unpack(message.bias_ids),
+            bias_values=unpack_float(message.bias_values),
+            banned_ids=unpack(message.banned_ids),
+            stop_ids=unpack(message.stop_ids),
+            min_tokens=message.min_tokens,
+        )
+        if len(ids.bias_ids) != len(ids.bias_values):
+            raise ValueError(f"{len(ids.bias_ids)} bias_ids have {len(ids.bias_values)} bias_values")
+        if not np.isfinite(ids.bias_values).all():
+            raise ValueError("bias_values are not finite; ban an id instead")
+        for name, column in (("bias_ids", ids.bias_ids), ("banned_ids", ids.banned_ids), ("stop_ids", ids.stop_ids)):
+            outside = column[(column < 0) | (column >= self.vocab)]
+            if outside.size:
+                raise ValueError(f"{name}: {outside[0]} is outside the vocabulary of {self.vocab}")
+        return ids
+
+
+def _wrong_number(message: worker_pb2.Sampling) -> str:
+    """What is out of range, or nothing."""
+    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not math.isfinite(getattr(message, name)):
+            return f"{name} is not finite"
+    if message.temperature < 0 or message.repetition_penalty < 0:
+        return "temperature and repetition_penalty cannot be negative"
+    if not 0 <= message.top_p <= 1 or not 0 <= message.min_p <= 1:
+        return f"top_p {message.top_p} and min_p {message.min_p} must lie in 0..1"
+    return ""
+
+
+def _history(rows: Int64, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> Sparse:
+    """Every known token of the penalised rows, output or prompt."""
+    lengths = known[rows].astype(np.int64)
+    first = np.cumsum(lengths) - lengths
+    row = np.repeat(rows, lengths)
+    position = np.arange(len(row)) - np.repeat(first, lengths)
+    is_output: Bool = position >= prompt[row]
+    return Sparse(row, tokens[slots[row], position].astype(np.int64), is_output.astype(np.float32))
+
+
+def _repeat(parts: list[tuple[int, Int32]] | list[tuple[int, Int32, npt.NDArray[np.float32]]]) -> Int64:
+    return np.repeat(np.array([part[0] for part in parts], np.int64), [len(part[1]) for part in parts])
+
+
+def _join(columns: Iterable[Int32]) -> Int64:
+    return np.concatenate(list(columns)).astype(np.int64)

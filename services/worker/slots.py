@@ -1,0 +1,245 @@
+"""The worker's mirror of the running sequences: a Step of worker.proto applied to numpy tables, in the proto's order.
+
+Last tokens stay here: a sampled token is written behind the sequence's known ones, so the next step need not carry it.
+Whatever breaks the contract raises ProtocolError; what is wrong with one sequence alone marks that slot as failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.ops import Batch, Bool, Cache, Int32
+from protos import worker_pb2
+from services.worker.sampling import SamplingTable
+from shared.columns import unpack
+from shared.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What a step computes: [C] columns, and which of them sample."""
+
+    slots: Int32
+    starts: Int32
+    lengths: Int32
+    samples: Bool
+
+
+class SlotTable:
+    """State of the slots. Sequences are known by their slot alone."""
+
+    def __init__(
+        self, max_seqs: int, max_model_len: int, block_size: int, blocks: int, host_blocks: int, vocab: int
+    ) -> None:
+        self.max_seqs = max_seqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.total_blocks = blocks
+        self.total_host_blocks = host_blocks
+        self.vocab = vocab
+        self.max_blocks = -(-max_model_len // block_size)
+        self.tokens = np.zeros((max_seqs, max_model_len), np.int32)
+        self.known = np.zeros(max_seqs, np.int32)
+        self.computed = np.zeros(max_seqs, np.int32)
+        self.prompt = np.zeros(max_seqs, np.int32)
+        self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
+        self.table_blocks = np.zeros(max_seqs, np.int32)
+        self.active = np.zeros(max_seqs, np.bool_)
+        self.sampling = SamplingTable(max_seqs, vocab)
+        self.failed: dict[int, tuple[str, str]] = {}  # slot -> code, message
+
+    def clear(self) -> None:
+        """As at start: no sequence holds a slot."""
+        self.active[:] = False
+        self.failed.clear()
+        self.sampling.clear()
+
+    def apply(self, step: worker_pb2.Step, cache: Cache) -> Chunks:
+        """Frees, swaps, enters, appends, masks; returns the chunks to compute. Raises ProtocolError."""
+        self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
+        self._swap(step, cache)
+        for enter in step.enters:
+            self._enter(enter)
+        if step.append_slots or step.append_blocks:
+            self._append(step)
+        for mask in step.masks:
+            self._mask(mask)
+        return self._chunks(step)
+
+    def batch(self, chunks: Chunks) -> Batch:
+        """The iteration's tokens flattened, one chunk after another. All of it in numpy at once."""
+        lengths = chunks.lengths
+        query_start = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=query_start[1:])
+        row_slot = np.repeat(chunks.slots, lengths)
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(chunks.starts - query_start[:-1], lengths)
+        context = chunks.starts + lengths
+        used = -(-int(context.max(initial=1)) // self.block_size)
+        return Batch(
+            tokens=self.tokens[row_slot, positions],
+            positions=positions,
+            query_start=query_start,
+            context=context,
+            tables=self.tables[chunks.slots, :used],
+            write_blocks=self.tables[row_slot, positions // self.block_size],
+            write_offsets=positions % self.block_size,
+            sample_rows=query_start[1:][chunks.samples] - 1,
+        )
+
+    def computed_through(self, chunks: Chunks) -> None:
+        """The KV of the chunks' tokens is in its blocks now."""
+        self.computed[chunks.slots] = chunks.starts + chunks.lengths
+
+    def record(self, slots: Int32, tokens: Int32) -> None:
+        """Each slot's new token becomes its last known one."""
+        self.tokens[slots, self.known[slots]] = tokens
+        self.known[slots] += 1
+
+    def fail(self, slot: int, code: str, message: str) -> None:
+        """The sequence is not computed any more; its chunks answer with this error until the slot is freed."""
+        self.failed[slot] = (code, message)
+
+    def _column(self, data: bytes, name: str, limit: int) -> Int32:
+        """A column of indices in 0..limit-1."""
+        try:
+            column = unpack(data)
+        except ValueError as error:
+            raise ProtocolError(f"{name}: {len(data)} bytes are no int32 column") from error
+        if column.size and (column.min() < 0 or column.max() >= limit):
+            worst = column.min() if column.min() < 0 else column.max()
+            raise ProtocolError(f"{name}: {worst} is outside 0..{limit - 1}")
+        return column
+
+    def _pair(self, first: Int32, second: Int32, names: str) -> None:
+        if len(first) != len(second):
+            raise ProtocolError(f"{names}: columns of {len(first)} and {len(second)} entries")
+
+    def _free(self, slots: Int32) -> None:
+        if not slots.size:
+            return
+        idle = slots[~self.active[slots]]
+        if idle.size:
+            raise ProtocolError(f"free_slots: slot {idle[0]} holds no sequence")
+        if len(np.unique(slots)) != len(slots):
+            raise ProtocolError("free_slots: a slot is freed twice")
+        self.active[slots] = False
+        if self.failed:
+            for slot in slots.tolist():
+                self.failed.pop(slot, None)
+
+    def _swap(self, step: worker_pb2.Step, cache: Cache) -> None:
+        if not (step.swap_out_gpu or step.swap_out_host or step.swap_in_gpu or step.swap_in_host):
+            return
+        if not self.total_host_blocks:
+            raise ProtocolError("the step swaps, but this worker has no host blocks (see Describe)")
+        out_gpu = self._column(step.swap_out_gpu, "swap_out_gpu", self.total_blocks)
+        out_host = self._column(step.swap_out_host, "swap_out_host", self.total_host_blocks)
+        in_host = self._column(step.swap_in_host, "swap_in_host", self.total_host_blocks)
+        in_gpu = self._column(step.swap_in_gpu, "swap_in_gpu", self.total_blocks)
+        self._pair(out_gpu, out_host, "swap_out_gpu, swap_out_host")
+        self._pair(in_host, in_gpu, "swap_in_host, swap_in_gpu")
+        if out_gpu.size:
+            cache.copy_out(out_gpu, out_host)
+        if in_host.size:
+            cache.copy_in(in_host, in_gpu)
+
+    def _enter(self, enter: worker_pb2.Enter) -> None:
+        slot = enter.slot
+        if slot >= self.max_seqs:
+            raise ProtocolError(f"enters: slot {slot} is outside 0..{self.max_seqs - 1}")
+        if self.active[slot]:
+            raise ProtocolError(f"enters: slot {slot} still holds a sequence")
+        blocks = self._column(enter.blocks, f"enters: blocks of slot {slot}", self.total_blocks)
+        try:
+            tokens = unpack(enter.tokens)
+        except ValueError as error:
+            raise ProtocolError(f"enters: tokens of slot {slot} are no int32 column") from error
+        count = len(tokens)
+        if not 1 <= count <= self.max_model_len or not 1 <= enter.prompt_tokens <= count:
+            raise ProtocolError(
+                f"enters: slot {slot} has {count} tokens, {enter.prompt_tokens} of them prompt; "
+                f"1..{self.max_model_len} are served"
+            )
+        if enter.computed >= count or enter.computed > len(blocks) * self.block_size:
+            raise ProtocolError(
+                f"enters: slot {slot} has {enter.computed} computed of {count} tokens in {len(blocks)} blocks"
+            )
+        if len(blocks) > self.max_blocks:
+            raise ProtocolError(f"enters: slot {slot} has {len(blocks)} blocks, at most {self.max_blocks} are served")
+        self.active[slot] = True
+        self.tokens[slot, :count] = tokens
+        self.known[slot] = count
+        self.computed[slot] = enter.computed
+        self.prompt[slot] = enter.prompt_tokens
+        self.tables[slot, : len(blocks)] = blocks
+        self.table_blocks[slot] = len(blocks)
+        wrong = self.sampling.enter(slot, enter.sampling, enter.allow_bitmask)
+        if wrong:
+            self.fail(slot, "invalid_sampling", wrong)
+        elif tokens.min() < 0 or tokens.max() >= self.vocab:
+            worst = tokens.min() if tokens.min() < 0 else tokens.max()
+            self.fail(slot, "invalid_token", f"token {worst} is outside the vocabulary of {self.vocab}")
+
+    def _append(self, step: worker_pb2.Step) -> None:
+        """Blocks behind the slots' tables; the k-th appearance of a slot goes to its k-th next place."""
+        slots = self._column(step.append_slots, "append_slots", self.max_seqs)
+        blocks = self._column(step.append_blocks, "append_blocks", self.total_blocks)
+        self._pair(slots, blocks, "append_slots, append_blocks")
+        self._check_active(slots, "append_slots")
+        order = np.argsort(slots, kind="stable")
+        ordered = slots[order]
+        is_first = np.ones(len(ordered), np.bool_)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        first = np.flatnonzero(is_first)
+        counts = np.diff(np.append(first, len(ordered)))
+        place = self.table_blocks[ordered] + np.arange(len(ordered)) - np.repeat(first, counts)
+        if (place >= self.max_blocks).any():
+            slot = ordered[place >= self.max_blocks][0]
+            raise ProtocolError(f"append_slots: slot {slot} would have more than {self.max_blocks} blocks")
+        self.tables[ordered, place] = blocks[order]
+        self.table_blocks[ordered[first]] += counts.astype(np.int32)
+
+    def _mask(self, mask: worker_pb2.Mask) -> None:
+        if mask.slot >= self.max_seqs or not self.active[mask.slot]:
+            raise ProtocolError(f"masks: slot {mask.slot} holds no sequence")
+        try:
+            self.sampling.set_mask(mask.slot, mask.allow_bitmask)
+        except ValueError as error:
+            raise ProtocolError(f"masks: slot {mask.slot}: {error}") from error
+
+    def _chunks(self, step: worker_pb2.Step) -> Chunks:
+        slots = self._column(step.chunk_slots, "chunk_slots", self.max_seqs)
+        starts = self._column(step.chunk_starts, "chunk_starts", self.max_model_len)
+        lengths = self._column(step.chunk_lengths, "chunk_lengths", self.max_model_len + 1)
+        self._pair(slots, starts, "chunk_slots, chunk_starts")
+        self._pair(slots, lengths, "chunk_slots, chunk_lengths")
+        self._check_active(slots, "chunk_slots")
+        if len(np.unique(slots)) != len(slots):
+            raise ProtocolError("chunk_slots: a slot has two chunks in one step")
+        if self.failed:
+            alive = np.array([slot not in self.failed for slot in slots.tolist()], np.bool_)
+            slots, starts, lengths = slots[alive], starts[alive], lengths[alive]
+        ends = starts + lengths
+        known = self.known[slots]
+        for wrong, reason in (
+            (lengths < 1, "is empty"),
+            (starts > self.computed[slots], "leaves a gap behind the computed tokens"),
+            (ends > known, "passes the known tokens"),
+            (ends > self.table_blocks[slots] * self.block_size, "passes the blocks of the slot"),
+            ((ends == known) & (known >= self.max_model_len), "samples past the context"),
+        ):
+            if wrong.any():
+                i = int(np.flatnonzero(wrong)[0])
+                slot = int(slots[i])
+                raise ProtocolError(
+                    f"chunk of slot {slot}, start {starts[i]}, length {lengths[i]}, {reason} (known {known[i]}, "
+                    f"computed {self.computed[slot]}, blocks {self.table_blocks[slot]} of {self.block_size} tokens)"
+                )
+        return Chunks(slots, starts, lengths, ends == known)
+
+    def _check_active(self, slots: Int32, name: str) -> None:
+        idle = slots[~self.active[slots]]
+        if idle.size:
+            raise ProtocolError(f"{name}: slot {idle[0]} holds no sequence")

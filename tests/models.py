@@ -1,0 +1,173 @@
+"""Random models in Hugging Face form and what transformers answers for them: the oracle of every end-to-end test.
+
+The weights are scaled so that logits are far apart; where a test demands equal tokens, every step of the reference's
+greedy run keeps a gap of more than MIN_GAP between its two best logits, and that is asserted here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+
+MIN_GAP = 1e-3
+VOCAB = 320
+BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
+
+
+def make_llama(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a small random model with a byte-level tokenizer and a chat template; returns `path`.
+
+    `overrides` are fields of the config, and: kind (llama, qwen2, mistral), dtype (on disk), shards (number of files).
+    Asserts that the reference's greedy run on a few fixed prompts keeps its gap (trying a few seeds from `seed` on).
+    """
+    kind, dtype, shards = overrides.pop("kind", "llama"), overrides.pop("dtype", "float32"), overrides.pop("shards", 1)
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    if kind == "mistral":
+        fields["sliding_window"] = None
+    config = _CONFIGS[kind](**(fields | overrides))
+    for attempt in range(8):
+        model = _random_model(config, seed + 1000 * attempt).to(getattr(torch, dtype))
+        size = sum(p.nbytes for p in model.parameters())
+        model.save_pretrained(path, max_shard_size=size if shards == 1 else size // shards)
+        _write_tokenizer(path)
+        prompts = random_prompts(4, (3, 40), seed, config.vocab_size)
+        _, gap = Reference(path).run(prompts, 12)
+        if gap > MIN_GAP:
+            return path
+    raise AssertionError(f"no seed near {seed} gives a reference gap over {MIN_GAP}")
+
+
+def random_prompts(count: int, lengths: tuple[int, int], seed: int, vocab: int = VOCAB) -> list[list[int]]:
+    """`count` prompts of random ids, lengths in the closed range."""
+    rng = np.random.default_rng(seed)
+    low, high = lengths
+    return [rng.integers(0, vocab, rng.integers(low, high + 1)).tolist() for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and the reference's greedy tokens."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+class Reference:
+    """transformers in float32 on one model directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.vocab = int(self.model.config.vocab_size)
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocab] float32."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
+        """Greedy tokens of each prompt and the smallest gap between the two best logits on the way.
+
+        Right-padded and computed anew for every token: with causal attention what stands behind a row does not
+        touch it, so no cache and no mask of the reference can be wrong.
+        """
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        rows = torch.arange(len(prompts))
+        ids = torch.zeros(len(prompts), int(lengths.max()) + new_tokens, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        gap = float("inf")
+        for step in range(new_tokens):
+            width = int(lengths.max()) + step
+            logits = self.model(ids[:, :width], use_cache=False).logits[rows, lengths + step - 1]
+            best = logits.topk(2)
+            gap = min(gap, float((best.values[:, 0] - best.values[:, 1]).min()))
+            ids[rows, lengths + step] = best.indices[:, 0]
+        return [ids[r, len(p) : len(p) + new_tokens].tolist() for r, p in enumerate(prompts)], gap
+
+    def cases(self, count: int, lengths: tuple[int, int], new_tokens: int, seed: int) -> list[Case]:
+        """Prompts whose greedy runs keep their gap, with the answers; asserts the gap of what is returned."""
+        found: list[Case] = []
+        for attempt in range(20):
+            prompts = random_prompts(count, lengths, seed + 7919 * attempt, self.vocab)
+            for prompt in prompts:
+                answers, gap = self.run([prompt], new_tokens)
+                if gap > MIN_GAP:
+                    found.append(Case(prompt, answers[0]))
+                if len(found) == count:
+                    return found
+        raise AssertionError(f"fewer than {count} prompts of seed {seed} keep a gap over {MIN_GAP}")
+
+
+@functools.lru_cache(maxsize=8)
+def reference(path: Path) -> Reference:
+    """A Reference kept between tests of one directory."""
+    return Reference(path)
+
+
+def _random_model(config: Any, seed: int) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                # Every matrix keeps its input's size; the output matrix spreads logits over about +-20.
+                scale = 1.0 if "embed" in name else 1.2 / weight.shape[1] ** 0.5
+                if "lm_head" in name or (config.tie_word_embeddings and "embed" in name):
+                    scale = 8.0 / config.hidden_size**0.5
+                weight.normal_(0.0, scale, generator=generator)
+            elif name.endswith("bias"):
+                weight.normal_(0.0, 0.3, generator=generator)
+            else:
+                weight.normal_(1.0, 0.1, generator=generator)
+    return model
+
+
+def _write_tokenizer(path: Path) -> None:
+    """Ids 0..255 are the bytes, then the special tokens."""
+    alphabet = _byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "add_bos_token": False,
+        "model_max_length": 256,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable character of each byte, as the ByteLevel pre-tokenizer writes it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
