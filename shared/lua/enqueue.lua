@@ -28,7 +28,10 @@ if per_request > 0 or per_token > 0 or most > 0 then
   if per_token > 0 and budget < math.min(cost, per_token) then
     return {'rate', math.ceil((math.min(cost, per_token) - budget) * 60000 / per_token), 'tokens a minute'}
   end
-  redis.call('HSET', KEYS[4], 'requests', requests - 1, 'tokens', budget - cost, 'at', now, 'running', running + 1)
+  redis.call('HSET', KEYS[4], 'at', now, 'running', running + 1)
+  -- A limit that is off keeps no level: switched on later, it starts full.
+  if per_request > 0 then redis.call('HSET', KEYS[4], 'requests', requests - 1) else redis.call('HDEL', KEYS[4], 'requests') end
+  if per_token > 0 then redis.call('HSET', KEYS[4], 'tokens', budget - cost) else redis.call('HDEL', KEYS[4], 'tokens') end
   redis.call('PEXPIRE', KEYS[4], ARGV[9])
   redis.call('HSET', KEYS[1], 'bucket', KEYS[4], 'cost', cost)
 end

