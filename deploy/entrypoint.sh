@@ -1,0 +1,27 @@
+#!/bin/sh
+# Entry of every Orcinus container: `gateway`, `scheduler`, `worker` (commands of `orcinus`), `healthcheck SERVICE`.
+# Turns what only a container knows (its secrets' files, its name on the network) into settings.
+set -eu
+
+# Compose hands on an unset variable as an empty one; empty means the default.
+for name in $(env | sed -n 's/^\(ORCINUS_[A-Z_]*\)=$/\1/p'); do
+    unset "$name"
+done
+
+if [ -r /secrets/redis/password ]; then
+    ORCINUS_REDIS_PASSWORD=$(cat /secrets/redis/password)
+    export ORCINUS_REDIS_PASSWORD
+fi
+
+case "${1:-}" in
+    healthcheck)
+        shift
+        exec python /app/deploy/healthcheck.py "$@"
+        ;;
+    worker)
+        # The container's name is its address inside the network and differs for each of `--scale worker=N`.
+        : "${ORCINUS_WORKER_ID:=worker-$(hostname)}" "${ORCINUS_LISTEN:=0.0.0.0:50051}" "${ORCINUS_ADVERTISE:=$(hostname):50051}"
+        export ORCINUS_WORKER_ID ORCINUS_LISTEN ORCINUS_ADVERTISE
+        ;;
+esac
+exec orcinus "$@"

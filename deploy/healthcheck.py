@@ -1,0 +1,79 @@
+"""Exit 0 when the service of this container is well: `healthcheck.py gateway|scheduler|worker`.
+
+Docker runs it inside each container, with that container's settings: the gateway answers /health/ready, the
+scheduler's heartbeat is in Redis, the worker's gRPC health service says SERVING.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+TIMEOUT_S = 4.0
+
+
+def gateway() -> str:
+    import urllib.error
+    import urllib.request
+
+    from shared.settings import GatewaySettings
+
+    url = f"http://127.0.0.1:{GatewaySettings().port}/health/ready"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}"
+    except OSError as error:
+        return f"{url}: {error}"
+
+
+def scheduler() -> str:
+    import redis
+
+    from shared.settings import SchedulerSettings
+
+    settings = SchedulerSettings()
+    password = settings.redis_password.get_secret_value() if settings.redis_password else None
+    client = redis.Redis.from_url(settings.redis_url, password=password, socket_timeout=TIMEOUT_S)
+    # A process's id begins with its role and host (shared/ids.py). A scheduler without the shard's lease is a
+    # standby and as well as one with it.
+    beat = settings.keys.alive("scheduler", f"scheduler-{socket.gethostname()}-*")
+    try:
+        found = next(client.scan_iter(match=beat, count=1000), None)
+    except redis.RedisError as error:
+        return f"Redis: {error}"
+    return "" if found else f"no heartbeat {beat}"
+
+
+def worker() -> str:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from shared.settings import WorkerSettings
+
+    address = "127.0.0.1:" + WorkerSettings().listen.rpartition(":")[2]
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            return f"{address}: {error.details()}"
+    state = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return "" if state == "SERVING" else f"{address}: {state}"
+
+
+CHECKS = {"gateway": gateway, "scheduler": scheduler, "worker": worker}
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or arguments[0] not in CHECKS:
+        print(f"usage: healthcheck.py {'|'.join(CHECKS)}", file=sys.stderr)
+        return 2
+    problem = CHECKS[arguments[0]]()
+    if problem:
+        print(problem, file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

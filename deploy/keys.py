@@ -1,0 +1,60 @@
+"""Makes the stack's secrets on its first start: the gateway's key, which it prints once, and Redis's password.
+
+Runs as the one-shot service `keys` of compose.yaml, before anything that reads them. What is there already is never
+changed: a secret is renewed by removing its volume. `docker compose run --rm keys show` prints the key again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+API_KEYS = Path("/secrets/api/keys")
+REDIS_PASSWORD = Path("/secrets/redis/password")
+REDIS_CONF = Path("/secrets/redis/redis.conf")
+
+
+def write_once(path: Path, text: str, mode: int) -> bool:
+    """Writes `text` unless the file is there, whole or not at all; True when it was written."""
+    draft = path.with_suffix(".new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    os.umask(0)
+    if arguments == ["show"]:
+        if not API_KEYS.exists():
+            print("no key yet: docker compose up makes it", file=sys.stderr)
+            return 1
+        print(API_KEYS.read_text(), end="")
+        return 0
+    if arguments:
+        print(f"keys: unknown argument {arguments[0]!r}; there is only 'show'", file=sys.stderr)
+        return 2
+    # Redis runs under another user; it reads its two files through its supplementary group.
+    write_once(REDIS_PASSWORD, secrets.token_hex(32), 0o640)
+    write_once(REDIS_CONF, f"requirepass {REDIS_PASSWORD.read_text()}\n", 0o640)
+    key = f"sk-orcinus-{secrets.token_urlsafe(32)}"
+    if write_once(API_KEYS, f"{key}\n", 0o600):
+        print(f"API key (shown only this once): {key}")
+        print("the key again: docker compose run --rm keys show")
+    else:
+        print("the API key was made at an earlier start; to see it: docker compose run --rm keys show")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

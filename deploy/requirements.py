@@ -1,0 +1,49 @@
+"""Prints pins of pyproject.toml, one a line: the images install them in a layer that code changes do not touch.
+
+pyproject.toml stays the only list of pins; an image takes a part of it: the gateway and the scheduler need no torch.
+Run by deploy/Dockerfile; standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from pathlib import Path
+
+
+def name_of(requirement: str) -> str:
+    """The distribution's name, as pip compares it: `Grpcio_tools==1.0; marker` is `grpcio-tools`."""
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    if match is None:
+        raise ValueError(f"not a requirement: {requirement!r}")
+    return re.sub(r"[-_.]+", "-", match.group()).lower()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pyproject", type=Path)
+    parser.add_argument("--extra", help="this extra's pins instead of the project's")
+    parser.add_argument("--build-system", action="store_true", help="what builds the package instead")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--without", metavar="NAME", help="all but this one; it must be in the list")
+    choice.add_argument("--only", metavar="NAME", help="this one alone; it must be in the list")
+    options = parser.parse_args()
+
+    document = tomllib.loads(options.pyproject.read_text())
+    if options.build_system:
+        pins = document["build-system"]["requires"]
+    elif options.extra:
+        pins = document["project"]["optional-dependencies"][options.extra]
+    else:
+        pins = document["project"]["dependencies"]
+    chosen = options.without or options.only
+    if chosen and chosen not in map(name_of, pins):
+        parser.error(f"{options.pyproject} holds no pin of {chosen}")
+    if chosen:
+        pins = [pin for pin in pins if (name_of(pin) == chosen) == bool(options.only)]
+    print("\n".join(pins))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Asks a stack that compose.yaml brought up what it promises: `smoke.py --project NAME --port PORT`.
+
+From outside as a client (the key from the logs, streaming and not, refusals), and as an operator (users, file systems,
+capabilities, published ports, networks); then a worker dies in the middle of a stream. Standard library and the docker
+command only; exit 1 at the first promise that is not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SERVICES = {"redis", "worker", "scheduler", "gateway"}
+PROMPT = "def main():\n"
+
+
+class BrokenPromiseError(Exception):
+    """What was asked for, and what was found."""
+
+
+def check(kept: bool, promise: str, found: object = "") -> None:
+    if not kept:
+        raise BrokenPromiseError(f"{promise}; found: {found!r}" if found != "" else promise)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    check(done.returncode == 0, f"{' '.join(command)} works", done.stderr[-500:])
+    return done.stdout
+
+
+class Stack:
+    """A running stack as its client and its operator see it."""
+
+    def __init__(self, project: str, port: int) -> None:
+        self.project, self.port, self.key = project, port, ""
+
+    def compose(self, *command: str) -> str:
+        return run("docker", "compose", "-p", self.project, *command)
+
+    def containers(self) -> list[dict[str, Any]]:
+        ids = self.compose("ps", "-q", "--all").split()
+        found: list[dict[str, Any]] = json.loads(run("docker", "inspect", *ids))
+        return found
+
+    def ask(
+        self, method: str, path: str, body: object = None, key: str | None = None
+    ) -> tuple[int, http.client.HTTPResponse]:
+        """One request, answered with its status and a response whose body is still to be read."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        if key != "":
+            headers["Authorization"] = f"Bearer {key or self.key}"
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        return response.status, response
+
+    def json(self, method: str, path: str, body: object = None, key: str | None = None) -> tuple[int, Any]:
+        status, response = self.ask(method, path, body, key)
+        return status, json.loads(response.read())
+
+    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed completion; ends after [DONE], which must come."""
+        status, response = self.ask("POST", "/v1/completions", {**body, "stream": True})
+        check(status == 200, "a streamed completion answers 200", response.read(500) if status != 200 else "")
+        kind = response.headers.get("Content-Type", "")
+        check(kind.startswith("text/event-stream"), "a stream is text/event-stream", kind)
+        done = False
+        for line in response:
+            if not line.startswith(b"data: "):
+                continue
+            check(not done, "nothing follows [DONE]", line)
+            if line.strip() == b"data: [DONE]":
+                done = True
+                continue
+            event = json.loads(line[6:])
+            check("error" not in event, "a stream holds no error", event)
+            yield event
+        check(done, "a stream ends with [DONE]")
+
+
+def labels(container: dict[str, Any]) -> str:
+    return str(container["Config"]["Labels"]["com.docker.compose.service"])
+
+
+def key_is_printed_once(stack: Stack) -> None:
+    logs = stack.compose("logs", "--no-color", "--no-log-prefix", "keys")
+    keys = re.findall(r"sk-orcinus-[\w-]{40,}", logs)
+    check(len(keys) == 1, "the logs of `keys` show exactly one key", len(keys))
+    stack.compose("start", "keys")
+    run("docker", "wait", *stack.compose("ps", "-q", "--all", "keys").split())
+    logs = stack.compose("logs", "--no-color", "--no-log-prefix", "keys")
+    check(len(re.findall(r"sk-orcinus-[\w-]{40,}", logs)) == 1, "a second start prints no key")
+    check("earlier start" in logs, "a second start says that the key was made before", logs)
+    stack.key = keys[0]
+
+
+def without_key_nothing_is_answered(stack: Stack) -> None:
+    for key in ("", "sk-orcinus-wrong"):
+        for method, path, body in (
+            ("GET", "/v1/models", None),
+            ("POST", "/v1/completions", {"model": "demo-model", "prompt": "x", "max_tokens": 1}),
+            ("POST", "/tokenize", {"model": "demo-model", "prompt": "x"}),
+            ("GET", "/metrics", None),
+        ):
+            status, answer = stack.json(method, path, body, key)
+            check(status == 401, f"{method} {path} without the key answers 401", status)
+            check(answer["error"]["code"] == "invalid_api_key", "the 401 has OpenAI's shape", answer)
+    status, _ = stack.ask("GET", "/health/ready", key="")
+    check(status == 200, "/health/ready needs no key and answers 200", status)
+
+
+def models_are_listed(stack: Stack) -> str:
+    status, answer = stack.json("GET", "/v1/models")
+    check(status == 200, "/v1/models answers 200", answer)
+    names = [model["id"] for model in answer["data"]]
+    check(names == ["demo-model"], "/v1/models lists the demo model", names)
+    return str(names[0])
+
+
+def completion_streams(stack: Stack, model: str) -> None:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+    events = list(stack.stream({**body, "return_token_ids": True, "stream_options": {"include_usage": True}}))
+    usage = events[-1].get("usage")
+    check(bool(usage) and usage["completion_tokens"] == 32, "the last event counts 32 tokens", events[-1])
+    choices = [choice for event in events for choice in event["choices"]]
+    tokens = [token for choice in choices for token in choice.get("token_ids") or []]
+    check(len(tokens) == 32, "the events carry 32 tokens", len(tokens))
+    with_text = [choice for choice in choices if choice["text"]]
+    check(len(with_text) >= 4, "text comes in several events", len(with_text))
+    check(choices[-1]["finish_reason"] == "length", "the last choice says why it ended", choices[-1])
+
+    status, whole = stack.json("POST", "/v1/completions", body)
+    check(status == 200, "a completion answers 200", whole)
+    streamed = "".join(choice["text"] for choice in choices)
+    check(whole["choices"][0]["text"] == streamed, "streamed or not, the greedy text is the same", (whole, streamed))
+    check(whole["usage"]["completion_tokens"] == 32, "usage counts 32 tokens", whole["usage"])
+
+    chat = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    status, answer = stack.json("POST", "/v1/chat/completions", chat)
+    check(status == 200 and answer["choices"][0]["message"]["role"] == "assistant", "chat answers", answer)
+
+
+def stream_survives_its_worker(stack: Stack, model: str) -> None:
+    """The worker's processes are killed after the first tokens; Docker restarts it, the stream goes on."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        # From inside, as `docker kill` counts as a wish that it stay down. Spares only pid 1, which then leaves itself.
+        subprocess.run(  # its own shell may die with the rest: no exit status is expected
+            ["docker", "compose", "-p", stack.project, "exec", "-T", "worker", "sh", "-c", "kill -KILL -1"],
+            capture_output=True,
+            timeout=60,
+        )
+        killed_at.append(time.monotonic())
+
+    killer = threading.Thread(target=kill, daemon=True)
+    tokens: list[int] = []
+    longest, last = 0.0, time.monotonic()
+    for event in stack.stream(body):
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+        tokens += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+        if tokens and killer.ident is None:
+            killer.start()
+    killer.join()
+    check(killed_at[0] < last, "the worker was killed before the stream's end")
+    check(len(tokens) == 450, "a stream whose worker died holds every token once", len(tokens))
+    worker = next(one for one in stack.containers() if labels(one) == "worker")
+    check(worker["RestartCount"] >= 1, "Docker restarted the worker", worker["RestartCount"])
+    print(f"        longest pause of the stream: {longest:.1f} s")
+
+
+def containers_are_confined(stack: Stack) -> None:
+    containers = stack.containers()
+    check({labels(one) for one in containers} == SERVICES | {"keys"}, "every service has its container", containers)
+    for one in containers:
+        name, config, host = labels(one), one["Config"], one["HostConfig"]
+        user = config["User"].partition(":")[0]
+        check(user.isdigit() and int(user) > 0, f"{name} does not run as root", config["User"])
+        check(host["ReadonlyRootfs"], f"{name} has a read-only root file system")
+        check(host["CapDrop"] == ["ALL"] and not host["CapAdd"], f"{name} has no capability", host["CapDrop"])
+        check("no-new-privileges:true" in host["SecurityOpt"], f"{name} gains no privileges", host["SecurityOpt"])
+        check(host["Memory"] > 0 and host["PidsLimit"] > 0, f"{name} has bounded memory and processes")
+        published = [item for items in (host["PortBindings"] or {}).values() for item in items or []]
+        wanted = [{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}] if name == "gateway" else []
+        check(published == wanted, f"{name} publishes {wanted or 'nothing'}", published)
+        networks = {network.removeprefix(f"{stack.project}_") for network in one["NetworkSettings"]["Networks"]}
+        expected = {"gateway": {"edge", "core"}, "keys": {"none"}}.get(name, {"core"})
+        check(networks == expected, f"{name} is on {sorted(expected)}", networks)
+    for service in sorted(SERVICES):
+        # The kernel's word on pid 1 and all others, not the configuration's.
+        status = stack.compose(
+            "exec", "-T", service, "sh", "-c", "cat /proc/[0-9]*/status; echo x 2>&1 > /etc/x || echo refused"
+        )
+        users = set(re.findall(r"^Uid:\s+(\d+)", status, re.M))
+        check(bool(users) and "0" not in users, f"no process of {service} is root's", users)
+        check(
+            set(re.findall(r"^CapEff:\s+(\S+)", status, re.M)) == {"0" * 16}, f"{service} has no effective capability"
+        )
+        check("refused" in status, f"{service} cannot write to its root file system")
+    internal = json.loads(run("docker", "network", "inspect", f"{stack.project}_core"))[0]["Internal"]
+    check(internal is True, "the core network is internal")
+    logs = stack.compose("logs", "--no-color", "redis", "worker", "scheduler", "gateway")
+    check(stack.key not in logs, "no service logs the key")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--project", required=True, help="compose project name")
+    parser.add_argument("--port", type=int, required=True, help="the gateway's published port")
+    options = parser.parse_args()
+    stack = Stack(options.project, options.port)
+    begin = time.monotonic()
+
+    def step(action: Callable[..., Any], *arguments: object) -> Any:
+        result = action(stack, *arguments)
+        print(f"[{time.monotonic() - begin:4.1f}s] {action.__name__.replace('_', ' ')}", flush=True)
+        return result
+
+    try:
+        step(key_is_printed_once)
+        step(without_key_nothing_is_answered)
+        model = step(models_are_listed)
+        step(completion_streams, model)
+        step(containers_are_confined)
+        step(stream_survives_its_worker, model)
+    except (BrokenPromiseError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        print(f"smoke: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
