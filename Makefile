@@ -1,20 +1,118 @@
-# Two commands on a fresh machine: `make run` and `make test`.
+# Two commands on a fresh machine: `make run` and `make test`. `make help` lists the rest.
 SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PY := $(BIN)/python
 PROTOS := protos/queue_pb2.py protos/worker_pb2.py
+TESTS ?= tests
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+# A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
+KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS TESTS MAKEFLAGS SHELL
+GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
+UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
+ifneq ($(strip $(UNKNOWN)),)
+$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS PYTHON TORCH_INDEX TESTS)
+endif
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -e '.[build,embedded]'
-	touch $@
+# Installed is what a stamp says, and a stamp is named after the pins: touching pyproject.toml reinstalls nothing.
+PINS := $(firstword $(shell cksum pyproject.toml))
+RUN_STAMP := $(VENV)/.run-$(PINS)
+TEST_STAMP := $(VENV)/.test-$(PINS)
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+BACKEND := $(shell sed -n 's/^requires = \["\([^"]*\)"\]/\1/p' pyproject.toml)
+PIP := $(PY) -m pip install -q --disable-pip-version-check
 
-$(PROTOS) &: protos/queue.proto protos/worker.proto $(VENV)/.installed
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/queue.proto protos/worker.proto
+quoted = '$(subst ','\'',$(1))'
+option = $(if $(2),--$(1) $(call quoted,$(2)))
+UP_OPTIONS = $(call option,model,$(MODEL)) $(call option,port,$(PORT)) $(call option,device,$(DEVICE)) \
+	$(call option,policy,$(POLICY)) $(call option,tp,$(TP)) $(call option,pp,$(PP)) $(call option,replicas,$(REPLICAS))
 
-protos: $(PROTOS)
-.PHONY: protos
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
+
+# `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
+run: install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
+	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
+
+install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs
+
+install-dev: $(TEST_STAMP) $(PROTOS) ## install what tests, lint and benches need
+
+test: install-dev ## run the tests (TESTS=path for some)
+	$(PY) -m pytest $(TESTS)
+
+lint: install-dev ## format check, ruff, mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install-dev ## format the sources
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(PROTOS) ## generate the protobuf modules
+
+bench: install-dev ## time the scheduler; `orcinus bench serve` loads a running stack
+	$(PY) -m services.cli bench scheduler $(ARGS)
+
+doctor: install ## check this machine
+	@$(PY) -m services.cli doctor $(UP_OPTIONS) $(ARGS)
+
+up: ## the same stack in containers (docker compose)
+	docker compose up -d --build --wait
+
+down: ## stop the containers; the Redis volume stays
+	docker compose down
+
+compose-test: ## bring the containers up for real, stream a completion, take them down
+	deploy/compose-test.sh
+
+kernels-check: install-dev ## test every kernel backend of the tree, compile its CUDA sources
+	$(PY) -m pytest tests/kernels
+	@[ -n "$$(find kernels/cuda -name '*.cu' -print -quit)" ] || { echo "kernels-check: kernels/cuda has no CUDA source to compile" >&2; exit 1; }
+
+demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
+	$(PY) -m pytest tests/unit/test_demo_model.py
+
+clean: ## remove what was built; .run/ (state, logs) stays
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi
+
+$(VENV)/.made:
+	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found: sudo apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old, 3.11 or 3.12 is needed: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: sudo apt-get install python3-venv" >&2; exit 2; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
+	@touch $@
+
+# torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).
+$(RUN_STAMP): | $(VENV)/.made
+	@echo "installing the pinned dependencies into $(VENV) (once; a few minutes)"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
+	@$(PIP) $(call quoted,$(BACKEND))
+	@$(PIP) --no-build-isolation -e '.[build,embedded]'
+	@rm -f $(VENV)/.run-*; touch $@
+
+$(TEST_STAMP): $(RUN_STAMP)
+	@$(PIP) --no-build-isolation -e '.[build,embedded,bench,dev]'
+	@rm -f $(VENV)/.test-*; touch $@
+
+$(PROTOS) &: protos/queue.proto protos/worker.proto $(RUN_STAMP)
+	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/queue.proto protos/worker.proto
+
+# An existing environment of another Python than the one asked for is not used in silence.
+ifneq ($(filter command line environment,$(origin PYTHON)),)
+ifneq ($(wildcard $(PY)),)
+ifneq ($(filter-out clean help,$(MAKECMDGOALS)),)
+ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info[:2])' 2>&1),$(shell $(PY) -c 'import sys; print(sys.version_info[:2])' 2>&1))
+$(error $(VENV) was made with another Python than $(PYTHON): run `make clean` first)
+endif
+endif
+endif
+endif
+
+.PHONY: help run install install-dev test lint format protos bench doctor up down compose-test kernels-check demo-model-check clean

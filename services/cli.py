@@ -1,0 +1,154 @@
+"""The command `orcinus`. Services, torch and the web framework are imported only by the command that needs them.
+
+Exit codes: 0 fine, 1 the thing checked is not so, 2 wrong use or wrong configuration. With --json a command prints
+one object on stdout and nothing else.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from typing import Annotated, Any
+
+import typer
+
+from services.cli_options import Values, build, env_name, settings_command, shown, source
+from shared.errors import ConfigurationError
+from shared.settings import CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+
+app = typer.Typer(
+    name="orcinus",
+    help="Serves large language models. Every option is also an environment variable, named in its help.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(
+    rich_markup_mode=None, help="Measures; the options are those of each bench (--help).", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+SERVICES: dict[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "worker": WorkerSettings,
+}
+EVERYTHING = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
+
+
+@settings_command(app, "up", *EVERYTHING)
+def up(
+    values: Values,
+    stop_with_parent: Annotated[bool, typer.Option(help="also stop when the starting process dies")] = False,
+) -> None:
+    """Start Redis and every service on this machine, and keep them running until Ctrl-C."""
+    from services.launcher.up import up as run_up
+
+    raise typer.Exit(run_up(values, stop_with_parent))
+
+
+@settings_command(app, "gateway", GatewaySettings)
+def gateway(values: Values) -> None:
+    """Run the HTTP gateway."""
+    settings = build(GatewaySettings, values)
+    from services.gateway.main import run
+
+    raise typer.Exit(run(settings))
+
+
+@settings_command(app, "scheduler", SchedulerSettings)
+def scheduler(values: Values) -> None:
+    """Run the scheduler."""
+    settings = build(SchedulerSettings, values)
+    from services.scheduler.main import run
+
+    raise typer.Exit(run(settings))
+
+
+@settings_command(app, "worker", WorkerSettings)
+def worker(values: Values) -> None:
+    """Run a worker."""
+    settings = build(WorkerSettings, values)
+    from services.worker.main import run
+
+    raise typer.Exit(run(settings))
+
+
+@settings_command(app, "config", *EVERYTHING)
+def config(values: Values, json: Json = False) -> None:
+    """Print the effective settings of every service, and where each comes from. Secrets are hidden."""
+    settings: dict[str, Any] = {name: build(kind, values) for name, kind in SERVICES.items()}
+    settings["up"] = build(LauncherSettings, values)
+    if json:
+        effective = {
+            name: {field: shown(getattr(one, field)) for field in type(one).model_fields}
+            for name, one in settings.items()
+        }
+        print(json_module.dumps(effective, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for name, one in settings.items():
+        console.print(f"[bold]orcinus {name}[/]")
+        for field in type(one).model_fields:
+            value = str(shown(getattr(one, field)))
+            console.print(f"  {field:21} {value:36} {source(one, field, values):12} {env_name(field)}", markup=False)
+
+
+@settings_command(app, "doctor", *EVERYTHING)
+def doctor(values: Values, json: Json = False) -> None:
+    """Check what a local stack needs on this machine, and say what to do about what is missing."""
+    from services.launcher.doctor import examine, show
+
+    checks = examine(values)
+    failed = any(check.status == "fail" for check in checks)
+    if json:
+        print(json_module.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
+    else:
+        show(checks)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def version(json: Json = False) -> None:
+    """Print the version."""
+    try:
+        number = package_version("orcinus")
+    except PackageNotFoundError:
+        number = "unknown"
+    print(json_module.dumps({"version": number}) if json else f"orcinus {number}")
+
+
+@bench.command("scheduler", context_settings=PASS_ON, add_help_option=False)
+def bench_scheduler(context: typer.Context) -> None:
+    """Time of plan and apply, 32 to 4096 sequences running."""
+    from bench.scheduler import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("serve", context_settings=PASS_ON, add_help_option=False)
+def bench_serve(context: typer.Context) -> None:
+    """Load on a running server: latencies and throughput."""
+    from bench.load import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+def main() -> None:
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

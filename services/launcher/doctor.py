@@ -1,0 +1,175 @@
+"""`orcinus doctor`: what a local stack needs on this machine, each line ok, warn or fail, with what to do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from services.cli_options import Values, build, without_password
+from services.launcher import redis_server
+from services.launcher.rundir import RunDir
+from services.launcher.up import model_problem, port_problem
+from shared.errors import ConfigurationError
+from shared.settings import GatewaySettings, LauncherSettings, WorkerSettings
+
+GIB = 1 << 30
+TESTED = ((3, 11), (3, 12))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line. `status` is ok, warn or fail; `fix` says what to do."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def examine(values: Values) -> list[Check]:
+    """Every check, none of which changes anything. Raises ConfigurationError when a setting cannot be read."""
+    launcher = build(LauncherSettings, values)
+    gateway = build(GatewaySettings, values)
+    worker = build(WorkerSettings, values)
+    return [
+        check_python(),
+        check_compiler(),
+        check_redis(gateway),
+        check_gpu(worker.device),
+        *check_ports(gateway, launcher.run_dir),
+        check_disk(launcher.run_dir),
+        check_memory(worker.model),
+        check_model(worker.model),
+    ]
+
+
+def show(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    for check in checks:
+        console.print(f"[{styles[check.status]}]{check.status:4}[/]  {check.name:9} {escape(check.detail)}")
+        if check.fix:
+            console.print(f"                {escape('-> ' + check.fix)}")
+
+
+def check_python() -> Check:
+    number = platform.python_version()
+    detail = f"{number} ({sys.executable})"
+    if tuple(int(part) for part in number.split(".")[:2]) not in TESTED:
+        return Check("python", "warn", f"{detail}: not tested", "make clean, then make run PYTHON=python3.12")
+    return Check("python", "ok", detail)
+
+
+def check_compiler() -> Check:
+    for name in ("g++", "clang++"):
+        if found := shutil.which(name):
+            first = _output([found, "--version"]).splitlines()
+            return Check("compiler", "ok", first[0] if first else found)
+    return Check(
+        "compiler",
+        "warn",
+        "no C++ compiler: CPU kernels cannot be compiled, the slower reference kernels run",
+        "sudo apt-get install g++",
+    )
+
+
+def check_redis(gateway: GatewaySettings) -> Check:
+    if "redis_url" in gateway.model_fields_set:
+        password = gateway.redis_password.get_secret_value() if gateway.redis_password else None
+        try:
+            version = redis_server.check_server(gateway.redis_url, password)
+        except ConfigurationError as error:
+            return Check("redis", "fail", str(error), "start that Redis, or unset ORCINUS_REDIS_URL")
+        return Check("redis", "ok", f"{version} at {without_password(gateway.redis_url)}")
+    binary = redis_server.find_binary()
+    if binary is None:
+        return Check("redis", "fail", "no redis-server or valkey-server found", redis_server.missing_binary_message())
+    text = _output([str(binary), "--version"])
+    found = re.search(r"v=(\d+)\.(\d+)\.(\S+)", text)
+    if found is None:
+        return Check("redis", "fail", f"{binary} does not run", "sudo apt-get install redis-server")
+    detail = f"{'.'.join(found.groups())} ({binary}), started by us"
+    if (int(found[1]), int(found[2])) < redis_server.OLDEST:
+        return Check("redis", "fail", f"{detail}: older than 6.2", "sudo apt-get install redis-server")
+    return Check("redis", "ok", detail)
+
+
+def check_gpu(device: str) -> Check:
+    tool = shutil.which("nvidia-smi")
+    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    text = _output([tool, *query]).strip() if tool else ""
+    if text:
+        return Check("gpu", "ok", "; ".join(text.splitlines()))
+    if device == "cuda":
+        return Check("gpu", "fail", "DEVICE=cuda, and nvidia-smi shows no GPU", "install the driver, or DEVICE=cpu")
+    return Check("gpu", "ok", "none: the model runs on the CPU")
+
+
+def check_ports(gateway: GatewaySettings, run_dir: Path) -> list[Check]:
+    ours = RunDir(run_dir).owner()
+    checks = []
+    for name, host, port in (("port", gateway.host, gateway.port), ("ops port", gateway.ops_host, gateway.ops_port)):
+        problem = port_problem(host, port)
+        if problem and ours:
+            checks.append(Check(name, "warn", f"{host}:{port}: {problem} (Orcinus runs here: pid {ours})"))
+        elif problem:
+            option = "PORT=" if name == "port" else "--ops-port"
+            checks.append(Check(name, "fail", f"{host}:{port}: {problem}", f"choose another with {option}"))
+        else:
+            checks.append(Check(name, "ok", f"{host}:{port} is free"))
+    return checks
+
+
+def check_disk(run_dir: Path) -> Check:
+    place = run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    detail = f"{free / GIB:.1f} GiB free at {place}"
+    if not os.access(place, os.W_OK):
+        return Check("disk", "fail", f"{place} cannot be written", "choose another place with --run-dir")
+    if free < GIB:
+        return Check("disk", "fail", detail, "Redis' file, logs and kernels need 1 GiB: free some, or --run-dir")
+    if free < 4 * GIB:
+        return Check("disk", "warn", detail, "Redis' file and logs grow under load: 4 GiB are comfortable")
+    return Check("disk", "ok", detail)
+
+
+def check_memory(model: Path) -> Check:
+    available = psutil.virtual_memory().available
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
+    detail = f"{available / GIB:.1f} GiB available, weights {weights / GIB:.2f} GiB"
+    if available < weights + GIB // 2:
+        return Check("memory", "fail", detail, "choose a smaller model or a larger machine")
+    if available < 2 * weights + GIB:
+        return Check("memory", "warn", detail, "little is left for KV blocks: lower --max-seqs")
+    return Check("memory", "ok", detail)
+
+
+def check_model(model: Path) -> Check:
+    if problem := model_problem(model):
+        return Check("model", "fail", problem, "give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
+    if not (model / "tokenizer.json").exists():
+        return Check("model", "fail", f"{model} has no tokenizer.json", "save the fast tokenizer into it")
+    return Check("model", "ok", str(model))
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

