@@ -1,0 +1,316 @@
+"""The scheduler's heart: requests in, steps out, results in, outcomes out.
+
+Called by the scheduler service, the tests and the simulator. It holds no clock, no socket and no thread; every time is
+the caller's, in nanoseconds of one clock (NewRequest.arrived_ns and deadline_ns are of the same clock).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from services.scheduler.core.outcome import Collector, Names
+from services.scheduler.core.passes import Passes
+from services.scheduler.core.placer import CLASSES, Placer
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.presets import preset
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.results import Results
+from services.scheduler.core.sequence import Record, Sequence, State
+from services.scheduler.core.types import (
+    EMPTY,
+    MAX_STOP_IDS,
+    Finish,
+    FinishedRequest,
+    Limits,
+    NewRequest,
+    Outcome,
+    StepPlan,
+    StepResult,
+)
+
+
+class Core:
+    """Schedules requests over replicas.
+
+    max_seqs: sequences that run at most (0: the replica's slots); microbatches and lookahead: PROTOCOL.md, section 3;
+    step_tokens: token budget of a step (0: the policy's); a sequence's checkpoint is due every `checkpoint_tokens`
+    tokens or `checkpoint_ns`, when it loses its slot, and at its end.
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy = "orcinus",
+        *,
+        max_seqs: int = 0,
+        microbatches: int = 1,
+        lookahead: int = 1,
+        step_tokens: int = 0,
+        checkpoint_tokens: int = 32,
+        checkpoint_ns: int = 1_000_000_000,
+    ) -> None:
+        self.policy = preset(policy) if isinstance(policy, str) else policy
+        self.microbatches, self.lookahead = microbatches, lookahead
+        self.replicas: list[Replica] = []
+        self._records: dict[str, Record] = {}
+        self._names = Names()
+        self._placer = Placer(self.policy.order)
+        self._passes = Passes(self.policy, self._placer, max_seqs, microbatches, lookahead, step_tokens)
+        self._results = Results(self, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
+        self._deadlines: list[tuple[int, int, Record]] = []
+        self._pending = Collector()  # known between calls that return an Outcome; goes out with the next plan()
+        self._sequences = 0
+        self._ended = dict.fromkeys(Finish, 0)
+
+    # -- replicas
+
+    def join(self, limits: Limits) -> int:
+        """A replica (again), with empty slots and blocks; returns its number, that of a lost one if there is one.
+
+        What waits and can run on no replica ends with an error in the Outcome of the next plan().
+        """
+        number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
+        self.replicas[number : number + 1] = [Replica(number, limits)]
+        for sequence in list(self._placer):
+            finish, error = self._examine(sequence)
+            if finish is not Finish.RUNNING:
+                self._drop(sequence, finish, error, self._pending)
+        return number
+
+    def lose(self, replica: int, now_ns: int) -> None:
+        """The worker is gone: its sequences wait again with the tokens applied so far; its steps are forgotten."""
+        lost = self.replicas[replica]
+        lost.alive = False
+        lost.inflight.clear()
+        lost.inflight_of.clear()
+        for departed in [gone for each in lost.departed.values() for gone in each]:
+            departed.sequence.unanswered = 0
+        lost.departed.clear()
+        for slot in np.flatnonzero(lost.table.active).tolist():
+            self._passes.counters.recomputed_tokens += int(lost.table.planned[slot])
+            sequence = lost.leave(slot)
+            sequence.unanswered = 0
+            self._pending.checkpoint(sequence)
+            self._placer.push(sequence)
+        lost.freed.clear()
+
+    # -- requests
+
+    def add(self, request: NewRequest, now_ns: int) -> Outcome:
+        """Takes a request in, with the outputs it has already after a restart. One that can never run ends at once.
+
+        Raises ValueError for an id that is held already, a class outside 0..3 or too many stop ids.
+        """
+        if request.id in self._records:
+            raise ValueError(f"request {request.id} is held already")
+        if not 0 <= request.priority < len(CLASSES):
+            raise ValueError(f"priority {request.priority} is not 0..{len(CLASSES) - 1}")
+        if request.stop_ids.size > MAX_STOP_IDS:
+            raise ValueError(f"{request.stop_ids.size} stop ids; at most {MAX_STOP_IDS}")
+        record = Record(
+            request, self._names.take(request.gateway), self._names.take(request.tenant), request.arrived_ns or now_ns
+        )
+        self._records[request.id] = record
+        for choice in range(len(request.prompts) * request.n):
+            outputs = request.outputs[choice] if request.outputs else EMPTY
+            prompt = request.prompts[choice // request.n]
+            record.sequences.append(Sequence(record, choice, self._sequences, prompt, outputs))
+            self._sequences += 1
+        record.left = len(record.sequences)
+        out = Collector()
+        for sequence in list(record.sequences):
+            sequence.checkpointed = sequence.outputs.size
+            self._take_in(sequence, out)
+        if request.deadline_ns and record.left:
+            heapq.heappush(self._deadlines, (request.deadline_ns, record.sequences[0].number, record))
+        return out.build()
+
+    def cancel(self, request_id: str, now_ns: int, finish: Finish = Finish.CANCELLED, error: str = "") -> Outcome:
+        """Ends what still runs or waits of a request; slots and blocks are free for the next step. Any moment."""
+        out = Collector()
+        if record := self._records.get(request_id):
+            self._end_all(record, finish, error, out)
+        return out.build()
+
+    def stop(self, request_id: str, choice: int, at_token: int, now_ns: int) -> Outcome:
+        """The gateway found a stop string: that sequence ends as STOP with its first `at_token` outputs."""
+        out = Collector()
+        record = self._records.get(request_id)
+        if record is None or not 0 <= choice < len(record.sequences):
+            return out.build()
+        sequence = record.sequences[choice]
+        if sequence.state is not State.ENDED:
+            self.withdraw(sequence)
+            sequence.outputs = sequence.outputs[: max(at_token, 0)]
+            sequence.checkpointed = min(sequence.checkpointed, sequence.outputs.size)
+            out.row(sequence, Finish.STOP)
+            self.end(sequence, Finish.STOP, "", out)
+        return out.build()
+
+    def adopt(self, request_id: str, gateway: str) -> None:
+        """Rows of the request carry `gateway` from now on."""
+        if record := self._records.get(request_id):
+            old, record.gateway = record.gateway, self._names.take(gateway)
+            self._names.give(old)
+            record.request.gateway = gateway
+            for sequence in record.sequences:
+                if sequence.state is State.RUNNING:
+                    table = self.replicas[sequence.replica].table
+                    table.gateway[sequence.slot] = record.gateway
+                    table.roster += 1
+
+    # -- iterations
+
+    def plan(self, now_ns: int, replica: int = 0) -> tuple[StepPlan | None, Outcome | None]:
+        """The next step of `replica`, None when nothing can run or as much is in flight as may be; and what became
+        known meanwhile: passed deadlines, requests that started, checkpoints of the preempted."""
+        out, self._pending = self._pending, Collector()
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
+        step = None
+        if replica < len(self.replicas) and self.replicas[replica].alive:
+            step = self._passes.iterate(self.replicas[replica], now_ns, out)
+        return step, out.build() if out else None
+
+    def apply(self, result: StepResult, now_ns: int) -> Outcome:
+        """Takes a worker's answer. One that is not in flight is dropped; one of a step that failed as a whole
+        changes nothing: the caller loses the replica."""
+        replica = self.replicas[result.replica]
+        step = replica.inflight.get(result.id)
+        if step is None or result.error:
+            return Outcome()
+        return self._results.apply(replica, step, result, now_ns)
+
+    # -- what the core knows
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits, is in flight, or is still to be told by plan()."""
+        return not self._records and not self._pending and not any(r.inflight for r in self.replicas)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._records)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._placer)
+
+    def in_flight(self, replica: int = 0) -> int:
+        return len(self.replicas[replica].inflight)
+
+    def held_ids(self) -> list[str]:
+        return list(self._records)
+
+    def stats(self) -> dict[str, float | int]:
+        """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
+        alive = [r for r in self.replicas if r.alive]
+        counters, ended = self._passes.counters, self._ended
+        rest = sum(int((r.table.known - r.table.planned - 1).clip(min=0).sum()) for r in alive)
+        return {
+            "iteration": counters.iteration,
+            "running": sum(r.table.count for r in alive),
+            "waiting": len(self._placer),
+            "swapped": 0,
+            "parked": 0,
+            **{f"waiting_{name}": self._placer.counts[i] for i, name in enumerate(CLASSES)},
+            "step_tokens": sum(r.last.tokens for r in alive),
+            "step_decode": sum(r.last.decode for r in alive),
+            "step_prefill": sum(r.last.prefill for r in alive),
+            "blocks_total": sum(r.pool.total for r in alive),
+            "blocks_free": sum(r.pool.free for r in alive),
+            "blocks_cached": sum(r.pool.cached for r in alive),
+            "blocks_draining": sum(r.pool.draining for r in alive),
+            "host_blocks_total": sum(r.host.total for r in alive),
+            "host_blocks_free": sum(r.host.free for r in alive),
+            "preemptions": counters.preemptions,
+            "recomputed_tokens": counters.recomputed_tokens,
+            "swapped_blocks": 0,
+            "finished": ended[Finish.STOP] + ended[Finish.LENGTH],
+            "cancelled": ended[Finish.CANCELLED] + ended[Finish.DEADLINE],
+            "failed": ended[Finish.ERROR],
+            "tokens_total": self._results.tokens_total,
+            "queued_tokens": self._placer.tokens + rest,
+            "workers": len(alive),
+        }
+
+    def check(self) -> None:
+        """Raises RuntimeError when an invariant of PROTOCOL.md, section 3, is broken."""
+        self._placer.check()
+        for replica in self.replicas:
+            if replica.alive:
+                replica.check(self.microbatches, self.lookahead)
+        sequences = [s for record in self._records.values() for s in record.sequences]
+        running = sum(s.state is State.RUNNING for s in sequences)
+        if running != sum(r.table.count for r in self.replicas):
+            raise RuntimeError(f"{running} sequences run, the tables say otherwise")
+        if sum(s.state is State.WAITING for s in sequences) != len(self._placer):
+            raise RuntimeError("a waiting sequence is lost, or one of an ended request waits")
+        if any(r.left != sum(s.state is not State.ENDED for s in r.sequences) for r in self._records.values()):
+            raise RuntimeError("the sequences left of a request are counted wrongly")
+
+    # -- ends; also called by Results
+
+    def end(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
+        """A sequence that holds nothing any more is over; with its last sequence the request is."""
+        sequence.state, sequence.finish = State.ENDED, finish
+        out.checkpoint(sequence)
+        record = sequence.record
+        record.error = record.error or error
+        record.left -= 1
+        if record.left:
+            return
+        request = record.request
+        del self._records[request.id]
+        self._names.give(record.gateway)
+        self._names.give(record.tenant)
+        finishes = [s.finish for s in record.sequences]
+        self._ended[max(finishes)] += 1
+        out.ended.append(FinishedRequest(request, [s.outputs for s in record.sequences], finishes, record.error))
+        if len(self._deadlines) > 2 * len(self._records) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].left]
+            heapq.heapify(self._deadlines)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its slot or of the waiting, to end it. Its unanswered results will be dropped."""
+        if sequence.state is State.RUNNING:
+            self.replicas[sequence.replica].leave(sequence.slot)
+            sequence.state = State.ENDED
+        elif sequence.state is State.WAITING:
+            sequence.state = State.ENDED
+            self._placer.drop(sequence)
+
+    def _drop(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
+        self.withdraw(sequence)
+        out.row(sequence, finish, error)
+        self.end(sequence, finish, error, out)
+
+    def _end_all(self, record: Record, finish: Finish, error: str, out: Collector) -> None:
+        for sequence in record.sequences:
+            if sequence.state is not State.ENDED:
+                self._drop(sequence, finish, error, out)
+
+    def _take_in(self, sequence: Sequence, out: Collector) -> None:
+        """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""
+        request = sequence.record.request
+        before = request.finished[sequence.choice] if request.finished else Finish.RUNNING
+        if before is not Finish.RUNNING:
+            self.end(sequence, before, "", out)
+            return
+        finish, error = self._examine(sequence)
+        if finish is Finish.RUNNING:
+            self._placer.push(sequence)
+            return
+        out.row(sequence, finish, error)
+        self.end(sequence, finish, error, out)
+
+    def _examine(self, sequence: Sequence) -> tuple[Finish, str]:
+        """RUNNING if it can go on with the replicas that are there (or none is yet), else how it ends, and why."""
+        if not sequence.prompt.size:
+            return Finish.ERROR, "the prompt is empty: it must have at least one token"
+        sizes = [replica.limits for replica in self.replicas if replica.alive]
+        reasons = [sequence.misfit(limits) for limits in sizes]
+        if reasons and all(reasons):
+            return Finish.ERROR, reasons[0]
+        return sequence.verdict(max((sequence.longest(limits) for limits in sizes), default=sequence.wanted)), ""

@@ -1,0 +1,146 @@
+"""Builds an Outcome: whole columns for the rows of a step, single rows for those that end otherwise.
+
+Used by Core. In steady decode only the columns are there and nothing loops over sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.sequence import Record, Sequence
+from services.scheduler.core.table import Audience
+from services.scheduler.core.types import Finish, FinishedRequest, Float32, Int32, Outcome
+
+
+class Names:
+    """Gateways and tenants as small integers; a number is used again when nobody refers to it any more."""
+
+    def __init__(self) -> None:
+        self.array: npt.NDArray[np.object_] = np.full(16, None, object)
+        self._numbers: dict[str, int] = {}
+        self._uses: list[int] = []
+        self._free: list[int] = []
+
+    def take(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._free.pop() if self._free else len(self._uses)
+            if number == len(self._uses):
+                self._uses.append(0)
+                if number == self.array.size:
+                    self.array = np.concatenate([self.array, np.full(number, None, object)])
+            self._numbers[name] = number
+            self.array[number] = name
+        self._uses[number] += 1
+        return number
+
+    def give(self, number: int) -> None:
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            del self._numbers[self.array[number]]
+            self._free.append(number)
+
+
+@dataclass(slots=True)
+class Columns:
+    """The rows of one step: one token each, in the audience's order."""
+
+    audience: Audience
+    first: Int32
+    tokens: Int32
+    finish: npt.NDArray[np.uint8]
+    logprobs: Float32 | None
+
+
+@dataclass(slots=True)
+class Row:
+    """One row apart: a sequence that ended without a token, or got one without a slot."""
+
+    record: Record
+    choice: int
+    first: int
+    token: int | None
+    logprob: float | None
+    finish: Finish
+    error: str
+
+
+@dataclass(slots=True)
+class Collector:
+    """What one call makes known, until build()."""
+
+    rows: list[Row] = field(default_factory=list)
+    checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    ended: list[FinishedRequest] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.checkpoints or self.started or self.ended)
+
+    def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
+        """`sequence` ended without a further token; its index is that of the token it would have got."""
+        self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, None, finish, error))
+
+    def late(self, sequence: Sequence, token: int, logprob: float | None) -> None:
+        """`sequence` has no slot and got `token` (in its outputs already) of a step sent before."""
+        first = sequence.outputs.size - 1
+        self.rows.append(Row(sequence.record, sequence.choice, first, token, logprob, sequence.finish, ""))
+
+    def checkpoint(self, sequence: Sequence) -> None:
+        """Everything of a sequence without a slot that no checkpoint has carried yet."""
+        if sequence.outputs.size > sequence.checkpointed:
+            tokens = sequence.outputs[sequence.checkpointed :]
+            self.checkpoints.append((sequence.record.request.id, sequence.choice, sequence.checkpointed, tokens))
+            sequence.checkpointed = sequence.outputs.size
+
+    def build(self, columns: Columns | None = None) -> Outcome:
+        """The Outcome, rows sorted by gateway. Lists of a steady step are shared between Outcomes: read only."""
+        outcome = Outcome(checkpoints=self.checkpoints, started=self.started, ended=self.ended)
+        if columns is not None:
+            audience = columns.audience
+            outcome.requests, outcome.gateways, outcome.choices = audience.requests, audience.gateways, audience.choices
+            outcome.first, outcome.tokens, outcome.finish = columns.first, columns.tokens, columns.finish
+            outcome.counts, outcome.logprobs = _ones(columns.first.size), columns.logprobs
+        if self.rows:
+            self._merge(outcome)
+        return outcome
+
+    def _merge(self, outcome: Outcome) -> None:
+        """Adds the single rows and sorts anew."""
+        rows = self.rows
+        base = len(outcome.requests)
+        requests = outcome.requests + [row.record.request for row in rows]
+        gateways = outcome.gateways + [row.record.request.gateway for row in rows]
+        order = sorted(range(len(requests)), key=gateways.__getitem__)
+        got = [row for row in rows if row.token is not None]
+        counts = np.concatenate([outcome.counts, np.array([row.token is not None for row in rows], np.int32)])
+        at = np.cumsum(counts) - counts  # where a row's token stands
+        which = at[order][counts[order] > 0]
+        tokens = np.concatenate([outcome.tokens, np.array([row.token for row in got], np.int32)])
+        if outcome.logprobs is not None or any(row.logprob is not None for row in got):
+            logprobs = outcome.logprobs if outcome.logprobs is not None else np.zeros(base, np.float32)
+            outcome.logprobs = np.concatenate([logprobs, np.array([row.logprob or 0.0 for row in got], np.float32)])[
+                which
+            ]
+        outcome.choices = np.concatenate([outcome.choices, np.array([row.choice for row in rows], np.int32)])[order]
+        outcome.first = np.concatenate([outcome.first, np.array([row.first for row in rows], np.int32)])[order]
+        outcome.finish = np.concatenate([outcome.finish, np.array([row.finish for row in rows], np.uint8)])[order]
+        outcome.counts, outcome.tokens = counts[order], tokens[which]
+        outcome.requests, outcome.gateways = [requests[i] for i in order], [gateways[i] for i in order]
+        outcome.errors = {
+            row: rows[i - base].error for row, i in enumerate(order) if i >= base and rows[i - base].error
+        }
+
+
+_ONES: Int32 = np.ones(4096, np.int32)
+
+
+def _ones(count: int) -> Int32:
+    """[count] int32 ones, shared: read only."""
+    return _ONES[:count] if count <= _ONES.size else np.ones(count, np.int32)
+
+
+_ONES.setflags(write=False)

@@ -1,0 +1,158 @@
+"""One model copy as the core sees it: its slots, its blocks, its steps in flight.
+
+The passes plan on it, apply() answers its steps; a lost replica is emptied and can join again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.table import Bool, SlotTable
+from services.scheduler.core.types import Int32, Limits
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step sent and not answered yet."""
+
+    id: int
+    microbatch: int
+    roster: int  # of the table when it was planned: unchanged, nobody left since
+    slots: Int32  # of its chunks
+    samples: Bool | None  # which chunks sample; None: all
+    sampled: Int32  # slots[samples]
+
+
+@dataclass(slots=True)
+class Departed:
+    """A sequence that left its slot by preemption with steps unanswered: their results still count."""
+
+    sequence: Sequence
+    since: int
+    until: int  # first step that is not its own
+
+
+@dataclass(slots=True)
+class Last:
+    """What the last step was made of, for the stats."""
+
+    tokens: int = 0
+    decode: int = 0
+    prefill: int = 0
+
+
+class Replica:
+    """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
+
+    def __init__(self, number: int, limits: Limits) -> None:
+        self.number = number
+        self.limits = limits
+        self.table = SlotTable(limits)
+        self.pool = BlockPool(limits.blocks)
+        self.host = BlockPool(limits.host_blocks)
+        self.inflight: OrderedDict[int, InFlight] = OrderedDict()
+        self.inflight_of: dict[int, int] = {}  # microbatch -> steps in flight
+        self.last_planned: dict[int, int] = {}  # microbatch -> its last step
+        self.next_step = 1  # ids are those of one Run of the worker, so they begin anew when it joins again
+        self.freed: list[int] = []  # slots to free in the next step
+        self.departed: dict[int, list[Departed]] = {}
+        self.outstanding = 0
+        self.alive = True
+        self.last = Last()
+
+    @property
+    def available(self) -> int:
+        """Free blocks that are promised to nobody."""
+        return self.pool.free + self.pool.cached - self.outstanding
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def promise(self, slot: int, blocks: int) -> None:
+        """Keeps `blocks` in all for the row of `slot`; it takes them as it grows."""
+        self.table.promised[slot] = blocks
+        self.outstanding += blocks
+
+    def grow(self, slot: int, blocks: int) -> Int32:
+        """Takes `blocks` for one row, promised ones first; returns them."""
+        table = self.table
+        taken = self.pool.take(blocks)
+        self.outstanding -= min(max(int(table.promised[slot] - table.held[slot]), 0), blocks)
+        table.append(slot, taken)
+        return taken
+
+    def leave(self, slot: int) -> Sequence:
+        """Takes the sequence out of `slot`; slot and blocks may be used by the next step."""
+        table = self.table
+        sequence: Sequence = table.sequence[slot]
+        self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
+        self.pool.give(table.leave(slot))
+        self.freed.append(slot)
+        return sequence
+
+    def preempt(self, slot: int) -> Sequence:
+        """As leave(), but what is in flight for the sequence will still be applied to it. Source: PROTOCOL.md, 3."""
+        since = int(self.table.since[slot])
+        sequence = self.leave(slot)
+        if sequence.unanswered:
+            self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step))
+        return sequence
+
+    def owner(self, slot: int, step: int) -> Sequence | None:
+        """The preempted sequence whose slot this was in `step`, if it still is owed the answer."""
+        for gone in self.departed.get(slot, ()):
+            if gone.since <= step < gone.until:
+                return gone.sequence
+        return None
+
+    def settle(self, slot: int, step: int) -> None:
+        """A step of a departed sequence was answered; forget the departed when none is left."""
+        kept = []
+        for gone in self.departed[slot]:
+            if gone.since <= step < gone.until:
+                gone.sequence.unanswered -= 1
+            if gone.sequence.unanswered and gone.sequence.slot < 0:
+                kept.append(gone)
+        if kept:
+            self.departed[slot] = kept
+        else:
+            del self.departed[slot]
+
+    def sent(self, step: InFlight) -> None:
+        self.inflight[step.id] = step
+        self.inflight_of[step.microbatch] = self.inflight_of.get(step.microbatch, 0) + 1
+        self.last_planned[step.microbatch] = step.id
+        self.next_step += 1
+
+    def answered(self, step: InFlight) -> None:
+        del self.inflight[step.id]
+        self.inflight_of[step.microbatch] -= 1
+
+    def check(self, microbatches: int, lookahead: int) -> None:
+        """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3."""
+        table = self.table
+        table.check(lookahead + 1)
+        tables = [table.blocks[s, : table.held[s]] for s in np.flatnonzero(table.active)]
+        self.pool.check(np.concatenate(tables) if tables else np.zeros(0, np.int32))
+        self.host.check()
+        owed = int(np.maximum(table.promised - table.held, 0)[table.active].sum())
+        if owed != self.outstanding or self.outstanding > self.pool.free + self.pool.cached:
+            raise RuntimeError(f"{owed} blocks are promised, {self.outstanding} counted, {self.pool.free} free")
+        if len(self.inflight) > microbatches * (lookahead + 1):
+            raise RuntimeError(f"{len(self.inflight)} steps in flight")
+        unanswered = np.zeros(table.slots, np.int64)
+        owners: dict[int, set[int]] = {}
+        for step in self.inflight.values():
+            mine = step.slots[table.since[step.slots] <= step.id]
+            np.add.at(unanswered, mine, 1)
+            for slot in mine.tolist():
+                owners.setdefault(slot, set()).add(step.microbatch)
+        if not np.array_equal(unanswered, table.unanswered):
+            raise RuntimeError("unanswered steps are counted wrongly")
+        if any(len(batches) > 1 for batches in owners.values()):
+            raise RuntimeError("a sequence is in flight in two microbatches")

@@ -1,0 +1,158 @@
+"""Takes a step's answer: tokens into the slot table, who is finished, what is to be published and checkpointed.
+
+Called by Core.apply. Vector operations over the rows that sampled; Python only for those that finish, failed, or have
+lost their slot since the step was sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.core.outcome import Collector, Columns, Names
+from services.scheduler.core.placer import Placer
+from services.scheduler.core.replica import InFlight, Replica
+from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.table import Bool, Rows
+from services.scheduler.core.types import Finish, Float32, Int32, Outcome, StepResult
+
+if TYPE_CHECKING:
+    from services.scheduler.core.core import Core
+
+
+class Results:
+    """Applies answers. A result counts for a slot only if its sequence had it when the step was sent."""
+
+    def __init__(self, core: Core, placer: Placer, names: Names, checkpoint_tokens: int, checkpoint_ns: int) -> None:
+        self.tokens_total = 0
+        self._core = core
+        self._placer = placer
+        self._names = names
+        self._checkpoint_tokens = checkpoint_tokens
+        self._checkpoint_ns = checkpoint_ns
+
+    def apply(self, replica: Replica, step: InFlight, result: StepResult, now_ns: int) -> Outcome:
+        """The Outcome of one answered step. Raises ValueError when the answer is not to this step."""
+        slots, tokens, logprobs = step.sampled, result.tokens, result.logprobs
+        if result.slots.size != slots.size or not np.array_equal(result.slots, slots):
+            failed = [slot for slot, _, _ in result.errors]
+            if not np.array_equal(result.slots, slots[~np.isin(slots, failed)]):
+                raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
+            slots = result.slots
+        if tokens.size != slots.size:
+            raise ValueError(f"the result of step {step.id} has {tokens.size} tokens for {slots.size} slots")
+        out = Collector()
+        table = replica.table
+        replica.answered(step)
+        if step.roster == table.roster:
+            table.unanswered[table.rows(step.slots)] -= 1
+        else:
+            mine = table.since[step.slots] <= step.id
+            table.unanswered[step.slots[mine]] -= 1
+            live = table.since[slots] <= step.id
+            if not live.all():
+                for i in np.flatnonzero(~live).tolist():
+                    logprob = float(logprobs[i]) if logprobs is not None else None
+                    self._late(replica, step, int(slots[i]), int(tokens[i]), logprob, out)
+                slots, tokens = slots[live], tokens[live]
+                logprobs = logprobs[live] if logprobs is not None else None
+            for slot in step.slots[~mine].tolist():
+                if slot in replica.departed:
+                    replica.settle(slot, step.id)
+        columns = self._tokens(replica, step, slots, tokens, logprobs, now_ns, out) if slots.size else None
+        for slot, code, message in result.errors:
+            self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
+        return out.build(columns)
+
+    def _tokens(
+        self,
+        replica: Replica,
+        step: InFlight,
+        slots: Int32,
+        tokens: Int32,
+        logprobs: Float32 | None,
+        now_ns: int,
+        out: Collector,
+    ) -> Columns:
+        """One token for each of `slots`: [n] int32 both."""
+        table = replica.table
+        rows = table.rows(slots)
+        audience = table.audience(slots, step.microbatch, self._names.array)
+        before = table.applied[rows]
+        count = before + 1
+        first = before - table.prompt[rows]
+        table.tokens_flat[table.base[rows] + before] = tokens
+        table.applied[rows] = count
+        table.last_token_ns[rows] = now_ns
+        self.tokens_total += slots.size
+        stopped = table.stopped(rows, tokens, count)
+        done = stopped | (count >= table.limit[rows])
+        self._checkpoints(replica, slots, rows, count, ~done, now_ns, out)
+        finish = np.zeros(slots.size, np.uint8)
+        if done.any():
+            finish[done] = Finish.LENGTH
+            finish[stopped] = Finish.STOP
+            for i in np.flatnonzero(done).tolist():
+                self._core.end(replica.leave(int(slots[i])), Finish(int(finish[i])), "", out)
+        if (order := audience.order) is not None:
+            first, tokens, finish = first[order], tokens[order], finish[order]
+            logprobs = logprobs[order] if logprobs is not None else None
+        return Columns(audience, first, tokens, finish, logprobs)
+
+    def _checkpoints(
+        self, replica: Replica, slots: Int32, rows: Rows, count: Int32, going: Bool, now_ns: int, out: Collector
+    ) -> None:
+        """Those of `slots` that go on and have 32 tokens or a second since their last checkpoint."""
+        table = replica.table
+        due = count - table.checkpointed[rows] >= self._checkpoint_tokens
+        due |= table.checkpoint_ns[rows] <= now_ns - self._checkpoint_ns
+        due &= going
+        if not due.any():
+            return
+        which = slots[due]
+        start, stop = table.checkpointed[which], count[due]
+        sizes = stop - start
+        table.checkpointed[which] = stop
+        table.checkpoint_ns[which] = now_ns
+        if (sizes == sizes[0]).all():  # in steady decode all have as many: one gather
+            tokens = list(table.tokens[which[:, None], start[:, None] + np.arange(sizes[0], dtype=np.int32)])
+        else:
+            spans = zip(which.tolist(), start.tolist(), stop.tolist(), strict=True)
+            tokens = [table.tokens[slot, a:b].copy() for slot, a, b in spans]
+        ids = [request.id for request in table.request[which]]
+        first = (start - table.prompt[which]).tolist()
+        out.checkpoints.extend(zip(ids, table.choice[which].tolist(), first, tokens, strict=True))
+
+    def _late(
+        self, replica: Replica, step: InFlight, slot: int, token: int, logprob: float | None, out: Collector
+    ) -> None:
+        """A token for a sequence that has lost its slot: applied and published if it was preempted, else dropped."""
+        sequence = replica.owner(slot, step.id)
+        if sequence is None or sequence.state is not State.WAITING:
+            return
+        sequence.outputs = np.append(sequence.outputs, np.int32(token))
+        self._placer.grew(1)
+        self.tokens_total += 1
+        finish = sequence.verdict(sequence.longest(replica.limits))
+        if finish is not Finish.RUNNING:
+            self._core.withdraw(sequence)
+            sequence.finish = finish
+        out.late(sequence, token, logprob)
+        if finish is not Finish.RUNNING:
+            self._core.end(sequence, finish, "", out)
+        else:
+            out.checkpoint(sequence)
+
+    def _failed(self, replica: Replica, step: InFlight, slot: int, message: str, out: Collector) -> None:
+        """One sequence's part of the step failed: it ends alone."""
+        sequence: Sequence | None
+        if replica.table.since[slot] <= step.id:
+            sequence = replica.table.sequence[slot]
+        else:
+            sequence = replica.owner(slot, step.id)
+        if sequence is None or sequence.state is State.ENDED:
+            return
+        self._core.withdraw(sequence)
+        out.row(sequence, Finish.ERROR, message)
+        self._core.end(sequence, Finish.ERROR, message, out)

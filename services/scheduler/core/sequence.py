@@ -1,0 +1,110 @@
+"""What the core remembers of a request and of each of its sequences outside the slot table.
+
+While a sequence runs, its numbers live in its row of the SlotTable; when it has no slot, they live here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.types import EMPTY, Finish, Int32, Limits, NewRequest
+
+PINNED_AFTER = 3  # preemptions after which a sequence enters only with its whole remainder reserved
+
+
+class State(enum.IntEnum):
+    """Where a sequence is: with the Placer, in a slot, or nowhere any more."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One request and its sequences; it is forgotten when the last of them ends."""
+
+    request: NewRequest
+    gateway: int  # interned
+    tenant: int  # interned
+    arrived_ns: int
+    sequences: list[Sequence] = field(default_factory=list)
+    left: int = 0
+    started: bool = False
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request. `outputs` is current only while the sequence has no slot."""
+
+    record: Record
+    choice: int
+    number: int  # order of arrival at the core; breaks ties
+    prompt: Int32
+    outputs: Int32 = field(default_factory=lambda: EMPTY)
+    state: State = State.WAITING
+    finish: Finish = Finish.RUNNING
+    replica: int = -1
+    slot: int = -1
+    unanswered: int = 0  # steps sent before it left its slot and not answered yet
+    preemptions: int = 0
+    checkpointed: int = 0  # outputs that a checkpoint has carried
+    checkpoint_ns: int = 0
+
+    @property
+    def priority(self) -> int:
+        return self.record.request.priority
+
+    @property
+    def known(self) -> int:
+        """Tokens known while it waits: prompt and outputs."""
+        return self.prompt.size + self.outputs.size
+
+    @property
+    def wanted(self) -> int:
+        """Tokens of prompt and output at most, by the request."""
+        return int(self.prompt.size + self.record.request.max_tokens)
+
+    @property
+    def pinned(self) -> bool:
+        """Is it past its last preemption? It enters with its whole remainder reserved and is never a victim."""
+        return self.preemptions >= PINNED_AFTER
+
+    def tokens(self) -> Int32:
+        """[known] int32: prompt, then outputs."""
+        return np.concatenate([self.prompt, self.outputs]) if self.outputs.size else self.prompt
+
+    def longest(self, limits: Limits) -> int:
+        """Tokens of prompt and output at most on a replica of this size."""
+        return min(self.wanted, limits.max_model_len)
+
+    def misfit(self, limits: Limits) -> str:
+        """Why this sequence can never run on a replica of this size; empty if it can.
+
+        The last token's KV is never computed, so `longest - 1` tokens must fit the pool.
+        """
+        prompt, most = self.prompt.size, limits.max_model_len
+        if prompt >= most:
+            return f"the prompt of {prompt} tokens leaves no room for output: the context is {most} tokens"
+        tokens = self.longest(limits) - 1
+        blocks = -(-tokens // limits.block_size)
+        if blocks > limits.blocks:
+            return (
+                f"prompt of {prompt} tokens with max_tokens {self.record.request.max_tokens} needs {blocks} KV blocks "
+                f"of {limits.block_size} tokens; the worker has {limits.blocks}"
+            )
+        return ""
+
+    def verdict(self, longest: int) -> Finish:
+        """How it ends at its last known output; RUNNING if it goes on. For the few without a slot."""
+        request = self.record.request
+        count = self.outputs.size
+        if count and count >= request.min_tokens and bool((request.stop_ids == self.outputs[-1]).any()):
+            return Finish.STOP
+        if count >= request.max_tokens or self.prompt.size + count >= longest:
+            return Finish.LENGTH
+        return Finish.RUNNING
