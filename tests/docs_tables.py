@@ -1,0 +1,104 @@
+"""The tables of docs/configuration.md, made from shared/settings.py. `python -m tests.docs_tables` rewrites them.
+
+tests/unit/test_docs.py fails when the file and the settings differ.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from shared.settings import ROOT, CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+
+DOCUMENT = ROOT / "docs" / "configuration.md"
+CLASSES: dict[str, type[BaseSettings]] = {
+    "common": CommonSettings,
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "worker": WorkerSettings,
+    "up": LauncherSettings,
+}
+
+PLAIN = {
+    "log_level": "what is logged: debug, info, warning or error",
+    "log_json": "log lines as JSON objects",
+    "port": "port of the API",
+    "max_body_bytes": "a larger request body gets 413",
+    "lease_ms": "how long the scheduler's lease lasts without renewal",
+    "stats_ms": "how often the stats are written",
+    "worker_id": "name of the worker; two workers of one stack need two names",
+    "device": "where the model runs",
+    "dtype": "type of weights and activations; auto is the checkpoint's",
+    "block_size": "tokens in a KV block",
+    "max_seqs": "sequences that run at the same time; the scheduler's 0 is the worker's number of slots",
+    "ops_port": "port of /metrics and /stats; 0: PORT + 1",
+    "requests_per_minute": "requests a minute of one key; 0: unlimited",
+    "tokens_per_minute": "tokens a minute of one key, prompt and output together; 0: unlimited",
+    "concurrent_requests": "requests of one key at the same time; 0: unlimited",
+    "max_input_tokens": "longest prompt; 0: as much as the context allows",
+    "max_output_tokens": "longest output; 0: as much as the context allows",
+    "kv_blocks": "KV blocks; 0: from kv_memory_fraction",
+}
+"""Where the declaration has no description, or one that needs the option's name beside it."""
+
+
+def own_fields(settings: type[BaseSettings]) -> dict[str, FieldInfo]:
+    """The fields that a class adds to its base."""
+    inherited = CommonSettings.model_fields if settings is not CommonSettings else {}
+    return {name: field for name, field in settings.model_fields.items() if name not in inherited}
+
+
+def meaning(name: str, field: FieldInfo) -> str:
+    """The field's text; "None" for one that nobody described, which a test refuses."""
+    return PLAIN.get(name) or str(field.description)
+
+
+def default(field: FieldInfo) -> str:
+    """As it stands in the table; paths inside the checkout are relative to it."""
+    value = field.default
+    if value is None or value == "":
+        return ""
+    if isinstance(value, Path):
+        return f"`{value.relative_to(ROOT)}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def limits(field: FieldInfo) -> str:
+    """The choices of a Literal, or the bounds of a number."""
+    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(str(choice) for choice in get_args(field.annotation))
+    if SecretStr in (field.annotation, *kinds):
+        return "secret"
+    signs = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+    bounds = [f"{sign} {getattr(rule, name)}" for name, sign in signs for rule in field.metadata if hasattr(rule, name)]
+    return ", ".join(bounds)
+
+
+def table(settings: type[BaseSettings]) -> str:
+    rows = ["| variable | default | allowed | meaning |", "|---|---|---|---|"]
+    for name, field in own_fields(settings).items():
+        cells = (f"`ORCINUS_{name.upper()}`", default(field), limits(field), meaning(name, field))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def with_tables(text: str) -> str:
+    """The document with every table made anew. Raises ValueError when a marker is missing."""
+    for name, settings in CLASSES.items():
+        block = f"<!-- table: {name} -->\n{table(settings)}\n<!-- end -->"
+        text, found = re.subn(
+            rf"<!-- table: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL
+        )
+        if found != 1:
+            raise ValueError(f"docs/configuration.md has {found} tables named {name}; it needs one")
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
