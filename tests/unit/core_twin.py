@@ -1,0 +1,277 @@
+"""A worker in plain Python and a house around a Core, for the tests: brute force, nothing shared with the core.
+
+The worker applies Step columns in worker.proto's order to its own tables. Its "KV" of position p is a hash of tokens
+0..p and its "samples" are a hash of all tokens, so a block used by two or freed early shows as a wrong value, and
+outputs must equal `answer()` whatever the policy, chunking, lookahead or preemption.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Enter, Finish, Limits, NewRequest, Outcome, StepPlan, StepResult
+
+VOCAB = 23
+MASK = (1 << 61) - 1
+MS = 1_000_000
+
+
+def chain(h: int, token: int) -> int:
+    return (h * 1_000_003 + token * 7919 + 12345) & MASK
+
+
+def sample(h: int, seed: int) -> int:
+    return ((h ^ (h >> 17)) * 2_654_435_761 + seed * 977) % 1_000_003 % VOCAB
+
+
+def answer(request: NewRequest, choice: int, max_model_len: int) -> tuple[list[int], Finish]:
+    """What a sequence must produce, computed directly."""
+    tokens = [int(t) for t in request.prompts[choice // request.n]]
+    prompt, h = len(tokens), 0
+    for token in tokens:
+        h = chain(h, token)
+    while True:
+        token = sample(h, request.payload + choice)
+        tokens.append(token)
+        h = chain(h, token)
+        count = len(tokens) - prompt
+        if count >= request.min_tokens and token in request.stop_ids.tolist():
+            return tokens[prompt:], Finish.STOP
+        if count >= request.max_tokens or len(tokens) >= max_model_len:
+            return tokens[prompt:], Finish.LENGTH
+
+
+@dataclass
+class Row:
+    seed: int
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+
+
+class TwinWorker:
+    """One in-order engine. Raises AssertionError on a step that a real one could not run."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.rows: dict[int, Row] = {}
+        self.kv: dict[tuple[int, int], int] = {}
+        self.queue: deque[StepPlan] = deque()
+        self.last_id = 0
+        self.fail_next: set[int] = set()  # positions among the next step's chunks
+
+    def run(self) -> StepResult:
+        """Runs the oldest queued step."""
+        step, limits = self.queue.popleft(), self.limits
+        assert step.id == self.last_id + 1, "ids are 1, 2, 3, ... within a run"
+        self.last_id = step.id
+        for slot in step.free_slots.tolist():
+            del self.rows[slot]
+        for enter in step.enters:
+            self._enter(enter)
+        for slot, block in zip(step.append_slots.tolist(), step.append_blocks.tolist(), strict=True):
+            assert 0 <= block < limits.blocks
+            self.rows[slot].blocks.append(block)
+        held = [b for row in self.rows.values() for b in row.blocks]
+        assert len(held) == len(set(held)), "a block stands in two tables"
+        assert int(step.chunk_lengths.sum()) <= limits.max_step_tokens
+        assert np.unique(step.chunk_slots).size == step.chunk_slots.size
+        slots, tokens, errors = [], [], []
+        chunks = zip(
+            step.chunk_slots.tolist(),
+            step.chunk_starts.tolist(),
+            step.chunk_lengths.tolist(),
+            step.samples.tolist(),
+            strict=True,
+        )
+        for i, (slot, start, length, samples) in enumerate(chunks):
+            if i in self.fail_next:
+                errors.append((slot, "nan_logits", "the logits are not finite"))
+                continue
+            token = self._chunk(self.rows[slot], start, length)
+            assert (token is not None) == samples
+            if token is not None:
+                slots.append(slot)
+                tokens.append(token)
+        self.fail_next = set()
+        return StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
+
+    def _enter(self, enter: Enter) -> None:
+        assert enter.slot not in self.rows and 0 <= enter.slot < self.limits.slots
+        assert enter.computed == 0 and enter.blocks.size == 0
+        assert enter.prompt_tokens == enter.request.prompts[enter.choice // enter.request.n].size
+        self.rows[enter.slot] = Row(enter.request.payload + enter.choice, enter.tokens.tolist())
+
+    def _chunk(self, row: Row, start: int, length: int) -> int | None:
+        size, known = self.limits.block_size, len(row.tokens)
+        assert length > 0 and start + length <= known, "a chunk runs tokens that nobody knows"
+        assert known < self.limits.max_model_len, "a step past the context"
+        h = 0
+        for p in range(start + length):
+            h = chain(h, row.tokens[p])
+            place = (row.blocks[p // size], p % size)
+            if p < start:
+                assert self.kv.get(place) == h, f"position {p} reads KV that is not its own"
+            else:
+                self.kv[place] = h
+        if start + length < known:
+            return None
+        token = sample(h, row.seed)
+        row.tokens.append(token)
+        return token
+
+
+class House:
+    """A Core with twin workers, and a reader that checks every Outcome as gateway and record keeper would."""
+
+    def __init__(self, core: Core, limits: Limits) -> None:
+        self.core, self.now = core, 1_000 * MS
+        self.limits: dict[int, Limits] = {}
+        self.workers: dict[int, TwinWorker] = {}
+        self.requests: dict[str, NewRequest] = {}
+        self.published: dict[tuple[str, int], list[int]] = {}
+        self.records: dict[tuple[str, int], list[int]] = {}
+        self.over: dict[tuple[str, int], Finish] = {}
+        self.stopped: dict[tuple[str, int], int] = {}
+        self.ended: dict[str, list[Finish]] = {}
+        self.errors: dict[str, str] = {}
+        self.started: list[str] = []
+        self.most = 0
+        self.join(limits)
+
+    def join(self, limits: Limits) -> int:
+        number = self.core.join(limits)
+        self.limits[number], self.workers[number] = limits, TwinWorker(limits)
+        self.most = max(self.most, limits.max_model_len)
+        return number
+
+    def lose(self, replica: int = 0) -> None:
+        self.core.lose(replica, self.now)
+        del self.workers[replica]
+
+    def add(self, request: NewRequest) -> None:
+        self.requests[request.id] = request
+        for choice in range(len(request.prompts) * request.n):
+            known = [int(t) for t in request.outputs[choice]] if request.outputs else []
+            self.published[request.id, choice], self.records[request.id, choice] = list(known), list(known)
+        self.take(self.core.add(request, self.now))
+
+    def plan(self, replica: int = 0) -> StepPlan | None:
+        step, outcome = self.core.plan(self.now, replica)
+        if outcome is not None:
+            self.take(outcome)
+        if step is not None:
+            self.workers[replica].queue.append(step)
+        return step
+
+    def answer(self, replica: int = 0) -> Outcome | None:
+        worker = self.workers.get(replica)
+        if worker is None or not worker.queue:
+            return None
+        outcome = self.core.apply(worker.run(), self.now)
+        self.take(outcome)
+        return outcome
+
+    def stop(self, request_id: str, choice: int, at_token: int) -> None:
+        if (request_id, choice) not in self.over:
+            self.stopped[request_id, choice] = at_token
+        self.take(self.core.stop(request_id, choice, at_token, self.now))
+
+    def take(self, outcome: Outcome) -> None:
+        """Every token once and in order; rows of a gateway together; ends exactly once."""
+        rows = len(outcome.requests)
+        assert {len(outcome.gateways), outcome.choices.size, outcome.first.size, outcome.counts.size} == {rows}
+        assert outcome.finish.size == rows and int(outcome.counts.sum()) == outcome.tokens.size
+        blocks = [g for i, g in enumerate(outcome.gateways) if not i or outcome.gateways[i - 1] != g]
+        assert len(blocks) == len(set(blocks)), "rows of one gateway stand apart"
+        at = 0
+        for i, request in enumerate(outcome.requests):
+            key = (request.id, int(outcome.choices[i]))
+            assert outcome.gateways[i] == request.gateway
+            assert key not in self.over, "a row after the end"
+            finish = Finish(int(outcome.finish[i]))
+            if key not in self.stopped:
+                assert outcome.first[i] == len(self.published[key]), "a gap or a double"
+            count = int(outcome.counts[i])
+            self.published[key] += outcome.tokens[at : at + count].tolist()
+            at += count
+            if finish is not Finish.RUNNING:
+                self.over[key] = finish
+            assert (i in outcome.errors) == (finish is Finish.ERROR)
+        for request_id, choice, first, tokens in outcome.checkpoints:
+            record = self.records[request_id, choice]
+            assert first == len(record), "a checkpoint leaves a gap"
+            record += tokens.tolist()
+        self.started += outcome.started
+        for done in outcome.ended:
+            self._end(done.request, [o.tolist() for o in done.outputs], done.finish, done.error)
+
+    def _end(self, request: NewRequest, outputs: list[list[int]], finish: list[Finish], error: str) -> None:
+        assert request.id not in self.ended
+        self.ended[request.id] = finish
+        self.errors[request.id] = error
+        for choice, tokens in enumerate(outputs):
+            key = (request.id, choice)
+            before = request.finished[choice] if request.finished else Finish.RUNNING
+            assert self.over.setdefault(key, before) is finish[choice], "the last row told another end"
+            published = self.published[key]
+            if key in self.stopped:
+                published = published[: self.stopped[key]]
+            assert tokens == published
+            assert self.records[key][: len(tokens)] == tokens, "the record is not the outputs"
+            if finish[choice] is Finish.ERROR or before is not Finish.RUNNING:
+                continue
+            expected, natural = answer(request, choice, self.most)
+            assert tokens == expected[: len(tokens)], "other tokens than the sequence alone would get"
+            if finish[choice] in (Finish.STOP, Finish.LENGTH) and key not in self.stopped:
+                assert (tokens, finish[choice]) == (expected, natural)
+
+    def step_once(self) -> None:
+        """Plans all that may be planned, then answers one step of each replica."""
+        for replica in list(self.workers):
+            while self.plan(replica) is not None:
+                self.core.check()
+        for replica in list(self.workers):
+            self.answer(replica)
+            self.core.check()
+        self.now += 10 * MS
+
+    def finish(self, bound: int = 20_000) -> int:
+        """Runs until nothing is left; returns the rounds. Fails when the core stands still with work to do."""
+        for rounds in range(bound):
+            if self.core.idle:
+                assert self.core.unfinished == 0 and set(self.ended) == set(self.requests)
+                return rounds
+            before = (self.core.stats()["iteration"], self.core.unfinished)
+            inflight = sum(len(w.queue) for w in self.workers.values())
+            self.step_once()
+            moved = (self.core.stats()["iteration"], self.core.unfinished) != before
+            assert moved or inflight or self.core.idle, "the core stands still"
+        raise AssertionError(f"not finished after {bound} rounds")
+
+
+def request(
+    request_id: str,
+    prompt: int = 4,
+    max_tokens: int = 5,
+    *,
+    seed: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    **more: object,
+) -> NewRequest:
+    """A request whose prompts and samples follow from `seed`."""
+    rng = np.random.default_rng(seed)
+    prompts = [
+        rng.integers(0, VOCAB, size).astype(np.int32) for size in (prompt if isinstance(prompt, tuple) else (prompt,))
+    ]
+    return NewRequest(
+        id=request_id,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        stop_ids=np.array(stop_ids, np.int32),
+        payload=seed,
+        **more,  # type: ignore[arg-type]
+    )
