@@ -6,7 +6,6 @@ greedy run keeps a gap of more than MIN_GAP between its two best logits, and tha
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,19 @@ CHAT_TEMPLATE = (
 _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
 
 
-def make_llama(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a small random model with a byte-level tokenizer and a chat template; returns `path`.
+def make_llama(
+    path: Path,
+    seed: int = 0,
+    requests: int = 4,
+    prompt_tokens: tuple[int, int] = (2, 60),
+    output_tokens: int = 24,
+    **overrides: Any,
+) -> Reference:
+    """Writes a small random model with a byte-level tokenizer and a chat template.
 
-    `overrides` are fields of the config, and: kind (llama, qwen2, mistral), dtype (on disk), shards (number of files).
-    Asserts that the reference's greedy run on a few fixed prompts keeps its gap (trying a few seeds from `seed` on).
+    Returns its Reference with `requests` prompts of mixed lengths (the closed range prompt_tokens) and their greedy
+    outputs; the gap of every one of them is asserted. `overrides` are fields of the config, and: kind (llama, qwen2,
+    mistral), dtype (on disk), shards (number of files, about).
     """
     kind, dtype, shards = overrides.pop("kind", "llama"), overrides.pop("dtype", "float32"), overrides.pop("shards", 1)
     fields = {
@@ -48,16 +55,15 @@ def make_llama(path: Path, seed: int = 0, **overrides: Any) -> Path:
     if kind == "mistral":
         fields["sliding_window"] = None
     config = _CONFIGS[kind](**(fields | overrides))
-    for attempt in range(8):
-        model = _random_model(config, seed + 1000 * attempt).to(getattr(torch, dtype))
-        size = sum(p.nbytes for p in model.parameters())
-        model.save_pretrained(path, max_shard_size=size if shards == 1 else size // shards)
-        _write_tokenizer(path)
-        prompts = random_prompts(4, (3, 40), seed, config.vocab_size)
-        _, gap = Reference(path).run(prompts, 12)
-        if gap > MIN_GAP:
-            return path
-    raise AssertionError(f"no seed near {seed} gives a reference gap over {MIN_GAP}")
+    model = _random_model(config, seed).to(getattr(torch, dtype))
+    size = sum(p.nbytes for p in model.parameters())
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path, max_shard_size=size + 1 if shards == 1 else size // shards)
+    _write_tokenizer(path, config.max_position_embeddings)
+    found = Reference(path)
+    cases = found.cases(requests, prompt_tokens, output_tokens, seed)
+    found.prompts, found.outputs = [case.prompt for case in cases], [case.tokens for case in cases]
+    return found
 
 
 def random_prompts(count: int, lengths: tuple[int, int], seed: int, vocab: int = VOCAB) -> list[list[int]]:
@@ -79,6 +85,9 @@ class Reference:
     """transformers in float32 on one model directory."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self.prompts: list[list[int]] = []
+        self.outputs: list[list[int]] = []
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.vocab = int(self.model.config.vocab_size)
 
@@ -88,8 +97,8 @@ class Reference:
         return self.model(torch.tensor([tokens])).logits[0]
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
-        """Greedy tokens of each prompt and the smallest gap between the two best logits on the way.
+    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[float]]:
+        """Greedy tokens of each prompt and, for each, the smallest gap between the two best logits on the way.
 
         Right-padded and computed anew for every token: with causal attention what stands behind a row does not
         touch it, so no cache and no mask of the reference can be wrong.
@@ -99,33 +108,26 @@ class Reference:
         ids = torch.zeros(len(prompts), int(lengths.max()) + new_tokens, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        gap = float("inf")
+        gaps = torch.full((len(prompts),), torch.inf)
         for step in range(new_tokens):
             width = int(lengths.max()) + step
             logits = self.model(ids[:, :width], use_cache=False).logits[rows, lengths + step - 1]
             best = logits.topk(2)
-            gap = min(gap, float((best.values[:, 0] - best.values[:, 1]).min()))
+            gaps = torch.minimum(gaps, best.values[:, 0] - best.values[:, 1])
             ids[rows, lengths + step] = best.indices[:, 0]
-        return [ids[r, len(p) : len(p) + new_tokens].tolist() for r, p in enumerate(prompts)], gap
+        return [ids[r, len(p) : len(p) + new_tokens].tolist() for r, p in enumerate(prompts)], gaps.tolist()
 
     def cases(self, count: int, lengths: tuple[int, int], new_tokens: int, seed: int) -> list[Case]:
         """Prompts whose greedy runs keep their gap, with the answers; asserts the gap of what is returned."""
         found: list[Case] = []
-        for attempt in range(20):
+        for attempt in range(8):
             prompts = random_prompts(count, lengths, seed + 7919 * attempt, self.vocab)
-            for prompt in prompts:
-                answers, gap = self.run([prompt], new_tokens)
-                if gap > MIN_GAP:
-                    found.append(Case(prompt, answers[0]))
-                if len(found) == count:
-                    return found
+            answers, gaps = self.run(prompts, new_tokens)
+            kept = [Case(p, a) for p, a, gap in zip(prompts, answers, gaps, strict=True) if gap > MIN_GAP]
+            found += kept[: count - len(found)]
+            if len(found) == count:
+                return found
         raise AssertionError(f"fewer than {count} prompts of seed {seed} keep a gap over {MIN_GAP}")
-
-
-@functools.lru_cache(maxsize=8)
-def reference(path: Path) -> Reference:
-    """A Reference kept between tests of one directory."""
-    return Reference(path)
 
 
 def _random_model(config: Any, seed: int) -> PreTrainedModel:
@@ -146,7 +148,7 @@ def _random_model(config: Any, seed: int) -> PreTrainedModel:
     return model
 
 
-def _write_tokenizer(path: Path) -> None:
+def _write_tokenizer(path: Path, context: int) -> None:
     """Ids 0..255 are the bytes, then the special tokens."""
     alphabet = _byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
@@ -160,7 +162,7 @@ def _write_tokenizer(path: Path) -> None:
         "bos_token": "<|bos|>",
         "eos_token": "<|eos|>",
         "add_bos_token": False,
-        "model_max_length": 256,
+        "model_max_length": context,
         "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1))

@@ -46,6 +46,8 @@ class Engine:
         """Loads the model and takes all memory. Raises ModelError or ConfigurationError."""
         self.settings = settings
         self.identity = identity()
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         config = load_config(settings.model)
         lengths = wanted_lengths(settings, config)
         device = choose_device(settings.device)
@@ -101,6 +103,24 @@ class Engine:
         """A new Run: no slot is taken and no KV is known. What stays in the blocks is never read."""
         self._slots.clear()
         self._last_end_ns = 0
+
+    def warm_up(self) -> None:
+        """Runs the largest batches, so that what is missing (memory above all) is missing now. Ends with reset().
+
+        All sequences share one block table: their numbers mean nothing, and any pool is large enough.
+        """
+        seqs, budget = self.settings.max_seqs, self.settings.max_step_tokens
+        longest = min(self.lengths.model - 1, budget)
+        blocks = pack(np.arange(-(-longest // self.settings.block_size)))
+        lengths = [longest] * min(seqs, budget // longest)
+        if len(lengths) < seqs and budget % longest:
+            lengths.append(budget % longest)
+        self.execute(_warm_step(lengths, 0, blocks))
+        self.reset()
+        rows = min(seqs, budget)
+        context = max(1, min(longest, self._cache.shape.blocks * self.settings.block_size // rows))
+        self.execute(_warm_step([context] * rows, context - 1, blocks))
+        self.reset()
 
     def read_block(self, block: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
@@ -219,6 +239,20 @@ class Engine:
         }
         self._step_log.write(orjson.dumps(line) + b"\n")
         self._step_log.flush()
+
+
+def _warm_step(lengths: list[int], computed: int, blocks: bytes) -> worker_pb2.Step:
+    """Sequences of these lengths, all but the first `computed` tokens of each to be computed."""
+    slots = list(range(len(lengths)))
+    return worker_pb2.Step(
+        enters=[
+            worker_pb2.Enter(slot=slot, tokens=bytes(4 * n), prompt_tokens=n, computed=computed, blocks=blocks)
+            for slot, n in zip(slots, lengths, strict=True)
+        ],
+        chunk_slots=pack(slots),
+        chunk_starts=pack([computed] * len(slots)),
+        chunk_lengths=pack([n - computed for n in lengths]),
+    )
 
 
 def choose_device(wanted: str) -> torch.device:

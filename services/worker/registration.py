@@ -1,0 +1,86 @@
+"""The worker's record and heartbeat in Redis (PROTOCOL, sections 1 and 2), kept by one thread with a client of its own.
+
+The record is written once a second and outlives the worker by 5 s at most. Its field `shard` belongs to the scheduler
+that took the worker (compare-and-set) and is never written here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from shared.settings import WorkerSettings
+
+log = logging.getLogger("orcinus.worker")
+
+TTL_MS = 5000
+REFRESH_S = 1.0
+BACKOFF_S = (0.2, 5.0)  # first and longest pause after a failure
+
+
+class Registration:
+    """Keeps worker:{id} and alive:worker:{id} while it runs."""
+
+    def __init__(self, settings: WorkerSettings, fields: dict[str, str], last_step_id: Callable[[], int]) -> None:
+        self._key = settings.keys.worker(settings.worker_id)
+        self._alive = settings.keys.alive("worker", settings.worker_id)
+        self._fields = fields
+        self._last_step_id = last_step_id
+        password = settings.redis_password.get_secret_value() if settings.redis_password else None
+        self._url = settings.redis_url
+        self._redis = redis.Redis.from_url(
+            settings.redis_url,
+            socket_timeout=2.0,
+            socket_connect_timeout=2.0,
+            retry=Retry(NoBackoff(), 0),
+            **({"password": password} if password else {}),
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="registration", daemon=True)
+
+    def start(self) -> None:
+        """Begins to register; a Redis that is not there is waited for."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes the record away, so that no scheduler dials a worker that has left."""
+        self._stop.set()
+        self._thread.join()
+        try:
+            # Another start under the same id may have registered meanwhile: its record stays.
+            if self._redis.hget(self._key, "identity") == self._fields["identity"].encode():
+                self._redis.delete(self._key, self._alive)
+        except redis.RedisError as error:
+            log.warning("could not remove %s: %s; it expires in %d s", self._key, error, TTL_MS // 1000)
+        self._redis.close()
+
+    def refresh(self) -> None:
+        """Writes the record and the heartbeat once. Raises redis.RedisError."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(self._key, mapping=dict(self._fields))
+            pipe.pexpire(self._key, TTL_MS)
+            pipe.set(self._alive, self._last_step_id(), px=TTL_MS)
+            pipe.execute()
+
+    def _loop(self) -> None:
+        pause, registered = BACKOFF_S[0], False
+        while not self._stop.is_set():
+            try:
+                self.refresh()
+            except (redis.RedisError, OSError) as error:
+                log.warning("waiting for Redis to register %s: %s", self._key, error)
+                registered = False
+                # Jitter: after a restart of Redis not every worker comes back in the same moment.
+                self._stop.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
+                pause = min(pause * 2, BACKOFF_S[1])
+                continue
+            if not registered:
+                log.info("registered as %s", self._key)
+            pause, registered = BACKOFF_S[0], True
+            self._stop.wait(REFRESH_S)
