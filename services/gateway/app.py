@@ -1,0 +1,71 @@
+"""The public and the ops application over one Gateway."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from services.gateway import routes_generate, routes_info, schema
+from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
+from services.gateway.middleware import BodyLimit, RequestContext, RequireKey
+from shared.settings import is_loopback
+
+
+def public_app(gateway: Gateway) -> FastAPI:
+    """What clients reach."""
+    routers = (
+        routes_generate.router(gateway),
+        routes_info.router(gateway),
+        routes_info.ops_router(gateway, on_public_port=True),
+    )
+    app = _app(gateway, "Orcinus", needs_key=True)
+    for router in routers:
+        app.include_router(router)
+    schema.install(app)
+    return app
+
+
+def ops_app(gateway: Gateway) -> FastAPI:
+    """What operators reach, on a port of its own; beyond loopback with a key too."""
+    app = _app(gateway, "Orcinus ops", needs_key=not is_loopback(gateway.settings.ops_host))
+    app.include_router(routes_info.ops_router(gateway, on_public_port=False))
+    return app
+
+
+def _app(gateway: Gateway, title: str, needs_key: bool) -> FastAPI:
+    middleware = [
+        Middleware(RequestContext, gateway=gateway),
+        *([Middleware(RequireKey, gateway=gateway)] if needs_key else []),
+        Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes),
+    ]
+    return FastAPI(
+        title=title,
+        version=routes_info.VERSION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=middleware,
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+    )
+
+
+async def _api_error(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        raise error
+    return Response(error.json(), error.status, error.headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        found = ApiError(404, f"unknown path {request.url.path[:200]}", code="unknown_path")
+    elif error.status_code == 405:
+        found = ApiError(405, f"{request.method} is not allowed on {request.url.path[:200]}", code="method_not_allowed")
+    else:
+        found = ApiError(error.status_code, str(error.detail))
+    found.headers.update(error.headers or {})
+    return await _api_error(request, found)

@@ -1,0 +1,101 @@
+"""From the bytes of a request to a checked pydantic body. Knows types and ranges, not the model.
+
+Every refusal is an ApiError(400) that names the field, what was sent and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from services.gateway.errors import ApiError, invalid, shown
+
+MAX_JSON_DEPTH = 32
+
+# Field -> the values that ask for nothing; any other value is refused until the feature is built.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "prompt_cache_options": (),
+}
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def parse_json(body: bytes) -> Any:
+    """The JSON value of a body. Raises ApiError(400)."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(None, f"the body is not valid JSON in UTF-8: {error}", "invalid_json") from error
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
+        raise invalid(None, f"the body nests JSON deeper than {MAX_JSON_DEPTH} levels", "json_too_deep")
+    return value
+
+
+def parse_body(body: bytes, kind: type[T]) -> T:
+    """The checked body. Raises ApiError(400) for the first bad field."""
+    value = parse_json(body)
+    if not isinstance(value, dict):
+        raise invalid(None, f"the body must be a JSON object, not {shown(value)}")
+    try:
+        parsed = kind.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error) from error
+    for name, neutral in UNSUPPORTED.items():
+        sent = getattr(parsed, name, None)
+        if sent is None or any(type(sent) is type(value) and sent == value for value in neutral):
+            continue
+        raise invalid(name, f"{name} is not supported yet; got {shown(sent)}", "unsupported_parameter")
+    return parsed
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """The first fault of a pydantic error as OpenAI would say it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    # Names of union members ("str", "list[TextPart]") are pydantic's, not the client's.
+    location = [part for part in first["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", str(part))]
+    location = [part for part in location if part not in ("str", "[key]")]
+    param = ""
+    for part in location:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    if first["type"] == "extra_forbidden":
+        return invalid(param, f"Unrecognized request argument supplied: {param}", "unknown_parameter")
+    if first["type"] == "missing":
+        return invalid(param, f"you must provide a {param} parameter", "missing_required_parameter")
+    return invalid(param, f"Invalid value for '{param}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
+
+
+def _depth(value: Any) -> int:
+    """Levels of nesting, without recursion."""
+    depth = 0
+    level = [value]
+    while level:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            return depth
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += [child for child in item.values() if isinstance(child, dict | list)]
+            elif isinstance(item, list):
+                below += [child for child in item if isinstance(child, dict | list)]
+        level = below
+    return depth

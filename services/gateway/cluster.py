@@ -1,0 +1,217 @@
+"""What the gateway knows about the others, read from Redis once a second: leases, workers, stats, memory.
+
+One task with a connection of its own; handlers only look at the last snapshot. It also writes the gateway's heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.gateway.validate import Limits
+from shared.keys import Keys
+from shared.redis_client import Unreachable, connect, persist
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+EVERY_S = 1.0
+DISCOVER_S = 10.0
+HEARTBEAT_MS = 5000
+MEMORY_MOST = 0.75
+STALE_S = 5.0
+"""A snapshot older than this says nothing."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One look at Redis. Hashes are as they were stored, decoded."""
+
+    at: float
+    leases: frozenset[str]
+    workers: dict[str, dict[str, str]]
+    stats: dict[str, dict[str, str]]
+    memory_used: int = 0
+    memory_most: int = 0
+    queue: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def memory_share(self) -> float:
+        return self.memory_used / self.memory_most if self.memory_most else 0.0
+
+    def total(self, name: str) -> float:
+        """Sum of one field of `stats` over all shards."""
+        return sum(_number(stats.get(name)) for stats in self.stats.values())
+
+
+class Cluster:
+    """The last snapshot and what follows from it."""
+
+    def __init__(self, settings: GatewaySettings, gateway_id: str, fallback: Limits) -> None:
+        self._settings = settings
+        self._keys: Keys = settings.keys
+        self._fallback = fallback
+        self._gateway_id = gateway_id
+        self._redis: Redis = connect(settings, connections=1)
+        self._shards = {settings.shard}
+        self._worker_keys: set[str] = set()
+        self._discovered_at = -DISCOVER_S
+        self._progress_mark: tuple[str, ...] = ()
+        self._progress_at = time.monotonic()
+        self.snapshot: Snapshot | None = None
+        self.redis_error = "Redis has not answered yet"
+        self.active = 0  # requests of this gateway that run now
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await persist("start", self._redis.ping, log)
+        while True:
+            started = time.monotonic()
+            try:
+                self.snapshot = await self._look()
+                if self.redis_error:
+                    log.info("Redis answers")
+                self.redis_error = ""
+                self._watch_progress(self.snapshot)
+            except (*Unreachable, RedisError) as error:
+                if not self.redis_error:
+                    log.warning("Redis does not answer: %s", error)
+                self.redis_error = str(error) or type(error).__name__
+                self._watch_progress(None)
+            await asyncio.sleep(max(0.05, EVERY_S - (time.monotonic() - started)))
+
+    async def close(self) -> None:
+        """Takes the heartbeat back."""
+        try:
+            await self._redis.delete(self._keys.alive("gateway", self._gateway_id))
+        except (*Unreachable, RedisError) as error:
+            log.warning("the heartbeat was not taken back: %s", error)
+        await self._redis.aclose()
+
+    def note_unreachable(self, error: str) -> None:
+        """Another task saw Redis fail: no new work until the next look succeeds."""
+        self.redis_error = error
+
+    @property
+    def limits(self) -> Limits:
+        """What every worker can take; the model's own limits while none is known."""
+        found = [*self.snapshot.workers.values(), *self.snapshot.stats.values()] if self.snapshot else []
+
+        def least(name: str) -> int:
+            return min((value for record in found if (value := int(_number(record.get(name)))) > 0), default=0)
+
+        context = least("max_model_len") or self._fallback.max_model_len
+        return Limits(
+            max_model_len=min(context, self._fallback.max_model_len),
+            max_input_tokens=least("max_input_tokens"),
+            max_output_tokens=least("max_output_tokens"),
+            max_choices=self._fallback.max_choices,
+        )
+
+    def reason_not_ready(self) -> str:
+        """Empty when new work would be served."""
+        if self.redis_error:
+            return f"Redis does not answer: {self.redis_error}"
+        if self.snapshot is None or time.monotonic() - self.snapshot.at > STALE_S:
+            return "nothing has been heard from Redis"
+        if not self.snapshot.leases:
+            return "no scheduler is alive"
+        if not self.snapshot.workers:
+            return "no worker is registered"
+        if self.snapshot.memory_share > MEMORY_MOST:
+            return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
+        return ""
+
+    def stalled_s(self) -> float:
+        """Seconds in which work was running and no step was answered; 0 when all is well."""
+        return time.monotonic() - self._progress_at
+
+    def retry_after_s(self, waiting_tokens: float) -> float:
+        """When the queue will have drained, at the measured prefill rate."""
+        rate = self.snapshot.total("prefill_tok_s") if self.snapshot else 0.0
+        return min(60.0, max(1.0, waiting_tokens / rate)) if rate > 0 else 1.0
+
+    def predicted_ttft_ms(self) -> float:
+        """The best shard's prediction; 0 when unknown or nothing waits."""
+        if self.snapshot is None or self.snapshot.total("waiting") == 0:
+            return 0.0
+        found = [_number(stats.get("predicted_ttft_ms")) for stats in self.snapshot.stats.values()]
+        return min(found, default=0.0)
+
+    def _watch_progress(self, snapshot: Snapshot | None) -> None:
+        work = self.active > 0
+        if snapshot is not None:
+            work = work or snapshot.total("running") + snapshot.total("waiting") + snapshot.total("in_flight") > 0
+            mark = tuple(
+                f"{shard}:{stats.get('epoch')}:{stats.get('last_step', stats.get('iteration'))}"
+                for shard, stats in sorted(snapshot.stats.items())
+            )
+            if mark != self._progress_mark:
+                self._progress_mark = mark
+                work = False
+        if not work:
+            self._progress_at = time.monotonic()
+
+    async def _look(self) -> Snapshot:
+        if time.monotonic() - self._discovered_at >= DISCOVER_S or not self._worker_keys:
+            await self._discover()
+        shards, workers = sorted(self._shards), sorted(self._worker_keys)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.set(self._keys.alive("gateway", self._gateway_id), self.active, px=HEARTBEAT_MS)
+        pipe.info("memory")
+        pipe.hgetall(self._keys.queue)
+        for shard in shards:
+            pipe.exists(self._keys.lease(shard))
+            pipe.hgetall(self._keys.stats(shard))
+        for key in workers:
+            pipe.hgetall(key)
+        replies = await pipe.execute(raise_on_error=False)
+        # A Redis without memory left refuses the heartbeat; everything else can still be read.
+        for reply in replies[1:]:
+            if isinstance(reply, Exception):
+                raise reply
+        memory, queue, *rest = replies[1:]
+        per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
+        found = {key: _text(record) for key, record in zip(workers, per_worker, strict=True) if record}
+        self._worker_keys = set(found)
+        return Snapshot(
+            at=time.monotonic(),
+            leases=frozenset(shard for shard, held in zip(shards, per_shard[::2], strict=True) if held),
+            workers=found,
+            stats={shard: _text(stats) for shard, stats in zip(shards, per_shard[1::2], strict=True) if stats},
+            memory_used=int(memory.get("used_memory", 0)),
+            memory_most=int(memory.get("maxmemory", 0)),
+            queue=_text(queue),
+        )
+
+    async def _discover(self) -> None:
+        """Shards and workers that came since the last time, by SCAN; rare, because it walks the keys."""
+        lease, worker = self._keys.lease(""), self._keys.worker("")
+        for pattern in (lease, worker):
+            async for raw in self._redis.scan_iter(match=_literal(pattern) + "*", count=1000):
+                key = raw.decode()
+                if pattern == lease:
+                    self._shards.add(key.removeprefix(lease))
+                else:
+                    self._worker_keys.add(key)
+        self._discovered_at = time.monotonic()
+
+
+def _literal(pattern: str) -> str:
+    return "".join(f"\\{char}" if char in "[]?*\\" else char for char in pattern)
+
+
+def _text(record: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode("utf-8", "replace") for name, value in record.items()}
+
+
+def _number(value: str | None) -> float:
+    try:
+        return float(value or 0)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,192 @@
+"""Token ids to text, one token at a time, never half a code point.
+
+Two ways, chosen once per model by TokenText: a table of each token's bytes (byte-level BPE, SentencePiece with byte
+fallback: nearly every model), or, for any other decoder, decoding a short window twice and taking the difference. Both
+make the text after token i a function of the prompt and tokens 0..i alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT = 8  # prompt tokens that the window method starts from; more while they decode to nothing
+_CONTEXT_MOST = 64
+_WINDOW_MOST = 64
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence."""
+
+    def feed(self, token: int) -> str:
+        """Text that this token completes; empty while a code point is incomplete."""
+
+    def flush(self) -> str:
+        """The end: U+FFFD for bytes that never became a code point."""
+
+
+class TokenText:
+    """Turns ids of one model into text. Shared by all requests; holds no state of any."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.special = frozenset(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._strips_first_space = False
+        self._pieces = self._table()
+
+    @property
+    def has_table(self) -> bool:
+        return self._pieces is not None
+
+    def start(self, prompt: Sequence[int], skip_special: bool = True) -> Detokenizer:
+        """A detokenizer for a sequence that continues `prompt`."""
+        if self._pieces is None:
+            return _Window(self._tokenizer, prompt, self.special if skip_special else frozenset())
+        strip = self._strips_first_space and not any(
+            self._pieces[token] for token in prompt if not (skip_special and token in self.special)
+        )
+        return _Bytes(self._pieces, self.special if skip_special else frozenset(), strip)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of whole sequences, as the tokenizer's own decoder gives it."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+    def _table(self) -> list[bytes] | None:
+        """Bytes of every id, or None when the decoder is of another kind or disagrees with the table."""
+        steps = _decoder_steps(orjson.loads(self._tokenizer.to_str()).get("decoder"))
+        kinds = [step["type"] for step in steps]
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if kinds == ["ByteLevel"]:
+            bytes_of = _byte_level
+        elif "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+            replaces = [step for step in steps if step["type"] == "Replace"]
+            if any(step["pattern"] != {"String": "▁"} or step["content"] != " " for step in replaces):
+                return None
+            strips = [step for step in steps if step["type"] == "Strip"]
+            if any((step["content"], step["start"], step["stop"]) != (" ", 1, 0) for step in strips):
+                return None
+            self._strips_first_space = bool(strips)
+            bytes_of = _byte_fallback
+        else:
+            return None
+        pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, id_ in vocabulary.items():
+            pieces[id_] = bytes_of(token)
+        return pieces if self._agrees(pieces) else None
+
+    def _agrees(self, pieces: list[bytes]) -> bool:
+        """Compares the table with the tokenizer's decoder on a fixed sample of ids."""
+        known = sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        sample = random.Random(0).sample(known, min(len(known), 1000))  # noqa: S311 - a fixed sample, no secret
+        for id_ in sample:
+            text = pieces[id_].decode("utf-8", "replace")
+            if self._strips_first_space and text.startswith(" "):
+                text = text[1:]
+            if text != self._tokenizer.decode([id_], skip_special_tokens=False):
+                return False
+        return True
+
+
+class _Bytes:
+    """By table: O(1) a token."""
+
+    __slots__ = ("_decoder", "_pieces", "_skip", "_strip")
+
+    def __init__(self, pieces: list[bytes], skip: frozenset[int], strip_first_space: bool) -> None:
+        self._pieces = pieces
+        self._skip = skip
+        self._strip = strip_first_space
+        self._decoder = _utf8_decoder("replace")
+
+    def feed(self, token: int) -> str:
+        if token in self._skip or token >= len(self._pieces):
+            return ""
+        text = self._decoder.decode(self._pieces[token])
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Window:
+    """By decoding a window [start, read) and [start, now) and taking what the second adds."""
+
+    __slots__ = ("_ids", "_read", "_shown", "_skip", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip
+        size = _CONTEXT
+        self._ids = list(prompt[-size:])
+        while not self._decode(self._ids) and size < min(len(prompt), _CONTEXT_MOST):
+            size *= 2
+            self._ids = list(prompt[-size:])
+        self._read = len(self._ids)
+        self._shown = self._decode(self._ids)
+
+    def feed(self, token: int) -> str:
+        if token in self._skip:
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if len(text) <= len(self._shown):
+            return ""
+        if text.endswith(_REPLACEMENT) and len(self._ids) < _WINDOW_MOST:
+            return ""
+        new = text[len(self._shown) :]
+        # The window goes on from the tokens just shown: a decoder that treats a first token differently sees one.
+        del self._ids[: self._read]
+        self._read = len(self._ids)
+        self._shown = self._decode(self._ids)
+        return new
+
+    def flush(self) -> str:
+        text = self._decode(self._ids)
+        new = text[len(self._shown) :]
+        self._shown = text
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=bool(self._skip)))
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _unicode_to_byte() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes, reversed."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _unicode_to_byte()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:  # an added token that is no byte-level text
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace("▁", " ").encode()

@@ -1,0 +1,380 @@
+"""The gateway's traffic with Redis: one task writes and asks, one task reads tokens. No handler awaits Redis itself.
+
+A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is ever read by the wrong
+request and no cancel is lost. Work runs in the order in which it was handed over; commands about requests (cancel,
+stop) outlive a Redis that is away, questions and new requests fail at once with 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from protos import queue_pb2
+from services.gateway.cluster import EVERY_S, Cluster
+from services.gateway.errors import ApiError, unavailable
+from services.gateway.metrics import Metrics
+from services.gateway.sink import Offer, Row, Sink
+from services.gateway.validate import GenerationSpec
+from services.gateway.wire import to_request
+from shared.columns import unpack
+from shared.keys import Keys
+from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect, persist
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+MOST_JOBS = 4096
+SILENT_S = 5.0
+"""A request unheard of for so long has its record read: its tokens may have left the stream unread."""
+READ_ENTRIES = 64
+FLUSH_S = 2.0
+"""What a clean stop waits for the last commands."""
+
+T = TypeVar("T")
+
+
+class Dispatcher:
+    """Owns every Redis connection that serves requests."""
+
+    def __init__(self, settings: GatewaySettings, gateway_id: str, cluster: Cluster, metrics: Metrics) -> None:
+        self._settings = settings
+        self._keys: Keys = settings.keys
+        self._cluster = cluster
+        self._metrics = metrics
+        self._redis: Redis = connect(settings, connections=1)
+        self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
+        self._scripts = Scripts(self._redis)
+        self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._more = asyncio.Event()
+        self._retry: deque[Callable[[], Awaitable[None]]] = deque(maxlen=MOST_JOBS)
+        self._sinks: dict[str, Sink] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.gateway_id = gateway_id
+
+    # Life
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(work()) for work in (self._work, self._read, self._watch)]
+
+    async def stop(self) -> None:
+        """Ends the tasks, after what is queued was done, and deletes this gateway's stream."""
+        if self._tasks and not self._cluster.redis_error:
+            flushed = asyncio.Event()
+
+            async def last() -> None:
+                flushed.set()
+
+            self._put(last)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await flushed.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._cluster.redis_error:
+            try:
+                await self._redis.delete(self._keys.tokens(self.gateway_id))
+            except (*Unreachable, RedisError) as error:
+                log.warning("the token stream was not deleted: %s", error)
+        await self._redis.aclose()
+        await self._reader.aclose()
+
+    @property
+    def sinks(self) -> dict[str, Sink]:
+        """Requests that run now, by id."""
+        return self._sinks
+
+    def dead_task(self) -> str:
+        """The error of a task that ended though it should not have; empty when all run."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                return repr(task.exception())
+        return ""
+
+    # What handlers call
+
+    async def enqueue(self, spec: GenerationSpec, sink: Sink, tenant: str, salt: bytes) -> None:
+        """Puts the request into its class's stream. Raises ApiError 429 or 503. `close` has to follow in any case."""
+        self._sinks[spec.id] = sink
+        self._cluster.active = len(self._sinks)
+        request, prompts = to_request(spec, self.gateway_id, tenant, salt)
+        settings, keys = self._settings, self._keys
+        # fmt: off
+        redis_keys = [
+            keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(tenant), keys.prompt(spec.id),
+        ]
+        arguments: list[Value] = [
+            request.SerializeToString(), prompts, spec.prompt_tokens, settings.max_queued_tokens, spec.cost_tokens,
+            settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests, LIVE_TTL_MS,
+            tenant, self.gateway_id, spec.priority,
+        ]
+        # fmt: on
+        answer = await self._ask(lambda: self._enqueue(spec.id, redis_keys, arguments))
+        verdict = answer[0]
+        if verdict == b"full":
+            self._forget(spec.id)
+            raise ApiError(
+                429,
+                f"the queue is full: {answer[1]} prompt tokens wait, at most {settings.max_queued_tokens} may",
+                code="queue_full",
+                retry_after_s=self._cluster.retry_after_s(float(answer[1])),
+            )
+        if verdict == b"rate":
+            self._forget(spec.id)
+            raise ApiError(
+                429,
+                f"rate limit reached: {answer[2].decode()}",
+                code="rate_limit_exceeded",
+                retry_after_s=answer[1] / 1000,
+            )
+
+    def close(self, request_id: str, cancel_reason: str = "") -> None:
+        """The handler has ended. With a reason the request is cancelled, wherever it is."""
+        self._forget(request_id)
+        if cancel_reason:
+            self.cancel(request_id, cancel_reason)
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Cancels without waiting."""
+        control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason=reason))
+        self._command(lambda: self._control(request_id, "cancel", control))
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int) -> None:
+        """A stop string was found: tokens 0 .. at_token - 1 stay."""
+        stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
+        control = queue_pb2.Control(stop=stop)
+        self._command(lambda: self._control(request_id, "stop", control))
+
+    async def cancel_for(self, request_id: str, tenant: str) -> str:
+        """Cancels for a client: sent | flagged | finished | unknown | forbidden. Raises ApiError(503)."""
+        control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason="cancelled by its owner"))
+        return str(await self._ask(lambda: self._control(request_id, "cancel", control, tenant)))
+
+    async def record(self, request_id: str) -> dict[str, str]:
+        """`req:{id}`; empty when there is none. Raises ApiError(503)."""
+        found: dict[bytes, bytes] = await self._ask(lambda: _hash(self._redis, self._keys.req(request_id)))
+        return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
+
+    # The working task
+
+    async def _work(self) -> None:
+        while True:
+            if not self._jobs:
+                self._more.clear()
+                await self._more.wait()
+            await self._jobs.popleft()()
+
+    def _put(self, job: Callable[[], Awaitable[None]]) -> None:
+        self._jobs.append(job)
+        self._more.set()
+
+    async def _ask(self, question: Callable[[], Awaitable[T]]) -> T:
+        """Lets the task ask and waits for the answer; a cancelled caller leaves the question to it."""
+        if self._cluster.redis_error:
+            raise unavailable(f"Redis does not answer: {self._cluster.redis_error}", "redis_unavailable", 2)
+        if len(self._jobs) >= MOST_JOBS:
+            raise unavailable("too many requests wait for Redis", "redis_unavailable", 2)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def job() -> None:
+            try:
+                result = await question()
+            except asyncio.CancelledError:
+                answer.cancel()
+                raise
+            except Exception as error:
+                if not answer.done():
+                    answer.set_exception(self._refusal(error))
+            else:
+                if not answer.done():
+                    answer.set_result(result)
+
+        self._put(job)
+        return await answer
+
+    def _refusal(self, error: Exception) -> Exception:
+        if isinstance(error, Unreachable):
+            self._cluster.note_unreachable(str(error) or type(error).__name__)
+            return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
+        if isinstance(error, ResponseError) and "OOM" in str(error):
+            return unavailable("Redis has no memory left for new requests", "redis_memory", 5)
+        return error
+
+    async def _enqueue(self, request_id: str, keys: list[str], arguments: list[Value]) -> Any:
+        """Twice at most: a connection that Redis closed shows only at the first use, and an id is queued once."""
+        try:
+            return await self._scripts.enqueue(keys, arguments)
+        except Unreachable:
+            try:
+                return await self._scripts.enqueue(keys, arguments)
+            except Unreachable:
+                # It may be in the queue all the same; its client gets a 503.
+                self.cancel(request_id, "its enqueueing got no answer")
+                raise
+
+    def _command(self, command: Callable[[], Awaitable[Any]]) -> None:
+        async def job() -> None:
+            try:
+                await command()
+            except Unreachable as error:
+                self._cluster.note_unreachable(str(error) or type(error).__name__)
+                self._retry.append(job)
+            except RedisError as error:
+                log.error("a command was refused by Redis: %s", error)
+                self._retry.append(job)
+
+        self._put(job)
+
+    async def _control(self, request_id: str, kind: str, control: queue_pb2.Control, tenant: str = "") -> str:
+        arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), "", tenant]
+        reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)
+        return reply.decode()
+
+    def _forget(self, request_id: str) -> None:
+        self._sinks.pop(request_id, None)
+        self._cluster.active = len(self._sinks)
+
+    # The reading task
+
+    async def _read(self) -> None:
+        await persist("read tokens", self._reader.ping, log)
+        key = self._keys.tokens(self.gateway_id)
+        last: bytes | str = "0-0"  # nobody else had this id before, so this is the beginning
+        attempt = 0
+        while True:
+            try:
+                reply = await self._reader.xread({key: last}, count=READ_ENTRIES, block=BLOCK_MS)
+            except (*Unreachable, RedisError) as error:
+                if attempt == 0:
+                    log.warning("waiting for Redis to read tokens: %s", error)
+                await asyncio.sleep(backoff_s(attempt))
+                attempt += 1
+                continue
+            if attempt:
+                log.info("Redis is back: reading tokens from %s on", last)
+                attempt = 0
+            for entry_id, fields in _entries(reply):
+                last = entry_id
+                try:
+                    self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
+                except (DecodeError, ValueError, IndexError, KeyError) as error:
+                    log.error("entry %r of %s is broken and was skipped: %s", entry_id, key, error)
+                await asyncio.sleep(0)  # handlers take what came before the next entry is put in
+
+    def _route(self, batch: queue_pb2.TokenBatch) -> None:
+        choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
+        counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
+        finish, offset = batch.finish, 0
+        for index, request_id in enumerate(batch.requests):
+            end = offset + counts[index]
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                error = batch.errors.get(index, "")
+                row = Row(choices[index], tokens[offset:end], finish[index], error)
+                self._settle(sink, row, first[index], sink.offer(row, first[index]))
+            offset = end
+
+    def _settle(self, sink: Sink, row: Row, first: int, outcome: Offer) -> None:
+        if outcome is Offer.DUPLICATE:
+            self._metrics.duplicates.inc()
+        elif outcome is Offer.GAP:
+            sink.put_aside(row, first)
+            self._refill(sink)
+        elif outcome is Offer.OVERFLOW:
+            self._metrics.slow_clients.inc()
+            reason = f"the client reads too slowly: {sink.bound} events wait"
+            sink.fail(ApiError(503, reason, code="slow_client"), cut=True)
+            self.close(sink.request_id, reason)
+
+    # Records: gaps and silence
+
+    async def _watch(self) -> None:
+        """Once a second: commands that Redis missed, gaps that are still open, requests unheard of."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if self._cluster.redis_error:
+                continue
+            while self._retry:
+                self._put(self._retry.popleft())
+            now = time.monotonic()
+            for sink in self._sinks.values():
+                if sink.ahead or now - max(sink.heard_at, sink.asked_at) > SILENT_S:
+                    self._refill(sink)
+
+    def _refill(self, sink: Sink) -> None:
+        if sink.refilling or sink.failure is not None:
+            return
+        sink.refilling = True
+        sink.asked_at = time.monotonic()
+
+        async def job() -> None:
+            try:
+                await self._read_record(sink)
+            except (*Unreachable, RedisError) as error:
+                log.warning("the record of %s was not read: %s", sink.request_id, error)
+            finally:
+                sink.refilling = False
+
+        self._put(job)
+
+    async def _read_record(self, sink: Sink) -> None:
+        if self._sinks.get(sink.request_id) is not sink:
+            return
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hgetall(self._keys.req(sink.request_id))
+        for choice in range(sink.choices):
+            pipe.getrange(self._keys.out(sink.request_id, choice), 4 * sink.received[choice], -1)
+        before = list(sink.received)
+        record, *outputs = await pipe.execute()
+        if not record:
+            sink.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
+            return
+        for choice, output in enumerate(outputs):
+            tokens = unpack(output[: len(output) // 4 * 4]).tolist()
+            if tokens:
+                self._metrics.refilled.inc()
+                row = Row(choice, tokens)
+                self._settle(sink, row, before[choice], sink.offer(row, before[choice]))
+        for item in sink.take_ahead():
+            # Still a gap: what is missing is not checkpointed yet; the watch asks again.
+            self._settle(sink, item.row, item.first, sink.offer(item.row, item.first))
+        error = record.get(b"error", b"").decode("utf-8", "replace")
+        for choice, finish in _finishes(record, sink.choices):
+            # What the stream still holds of these is late now.
+            at = sink.received[choice]
+            row = Row(choice, [], finish, error)
+            self._settle(sink, row, at, sink.offer(row, at))
+
+
+async def _hash(redis: Redis, key: str) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = await redis.hgetall(key)  # type: ignore[assignment]
+    return found
+
+
+def _finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
+    """(choice, finish) of the choices that a record says have ended; their `out` is whole."""
+    if record.get(b"state") == b"finished":
+        parts = record.get(b"finish", b"").split(b",")
+        return [(choice, int(part)) for choice, part in enumerate(parts[:choices]) if part]
+    found = [(choice, int(record.get(b"finish:%d" % choice, b"0"))) for choice in range(choices)]
+    return [(choice, finish) for choice, finish in found if finish]
+
+
+def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of an XREAD of one stream, in either form in which redis-py gives them."""
+    if not reply:
+        return []
+    streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply]
+    found = streams[0]
+    # RESP3 wraps each stream's entries in one more list.
+    return found[0] if isinstance(reply, dict) and found and isinstance(found[0], list) else found

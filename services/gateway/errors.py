@@ -1,0 +1,75 @@
+"""The errors a client can see, in OpenAI's shape: {"error": {message, type, param, code}}.
+
+Handlers raise ApiError; middleware and the exception handlers of app.py turn it into a response, streams.py into an
+SSE event when the first byte has left already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from shared.errors import OrcinusError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(OrcinusError):
+    """One answer that is not a success. `retry_after_s` becomes the Retry-After header."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
+
+    def body(self) -> dict[str, Any]:
+        """The error object of OpenAI's API."""
+        error_type = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
+
+    def json(self) -> bytes:
+        """`body` as JSON."""
+        return orjson.dumps(self.body())
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400 for one field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+    """503: nothing is wrong with the request, it may come again."""
+    return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as it may stand in an error message: short, one line."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."

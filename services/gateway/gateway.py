@@ -1,0 +1,145 @@
+"""The parts of one gateway process, and admission: who may come in, and whether there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+
+from services.gateway.cluster import MEMORY_MOST, Cluster
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.errors import ApiError, unavailable
+from services.gateway.generation import Generation
+from services.gateway.metrics import Metrics
+from services.gateway.sink import Sink
+from services.gateway.tokenizer import ModelText
+from services.gateway.validate import GenerationSpec, Limits
+from shared import ids
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+ANONYMOUS = "anonymous"
+
+
+class Gateway:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, settings: GatewaySettings, model: ModelText) -> None:
+        """Raises ConfigurationError when a key is needed and there is none."""
+        self.settings = settings
+        self.model = model
+        self.id = ids.process_id("gateway")
+        self.metrics = Metrics()
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys()]
+        fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
+        self.cluster = Cluster(settings, self.id, fallback)
+        self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
+        self.draining = False
+        self.started_s = int(time.time())
+        self._watching: asyncio.Task[None] | None = None
+        self.metrics.active.set_function(lambda: len(self.dispatcher.sinks))
+
+    def start(self) -> None:
+        self.dispatcher.start()
+        self._watching = asyncio.create_task(self.cluster.run())
+
+    async def stop(self) -> None:
+        await self.dispatcher.stop()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self.cluster.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Lets running requests end for a while, then ends them with an error."""
+        self.draining = True
+        end = time.monotonic() + seconds
+        while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
+            await asyncio.sleep(0.05)
+        for sink in list(self.dispatcher.sinks.values()):
+            sink.fail(unavailable("the gateway is shutting down", "shutting_down"), cut=True)
+        end = time.monotonic() + 5.0
+        while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    # Who
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._keys)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant of a request: a digest of its key, `anonymous` where none is asked for, None when refused."""
+        if not self._keys:
+            return ANONYMOUS
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        known = False
+        for expected in self._keys:  # all of them, so that the time says nothing
+            known |= hmac.compare_digest(digest, expected)
+        return digest.hex()[:16] if known and scheme.lower() == "bearer" else None
+
+    def salt(self, authorization: str | None) -> bytes:
+        """Keeps tenants from probing each other's prefix cache; the same at every gateway."""
+        if not self._keys:
+            return b""
+        key = (authorization or "").partition(" ")[2].strip()
+        return hmac.digest(key.encode("utf-8", "surrogateescape"), b"orcinus prefix cache", "sha256")[:16]
+
+    # Whether
+
+    def reason_not_ready(self) -> str:
+        """Empty when new work would be served."""
+        if self.draining:
+            return "shutting down"
+        if dead := self.dispatcher.dead_task():
+            return f"a task of this gateway died: {dead}"
+        return self.cluster.reason_not_ready()
+
+    def reason_stalled(self) -> str:
+        """Empty while work, if there is any, moves."""
+        stalled = self.cluster.stalled_s()
+        if stalled <= self.settings.progress_timeout_s:
+            return ""
+        return f"work is running and no step was answered for {stalled:.0f} s"
+
+    def admit(self, spec: GenerationSpec) -> None:
+        """Raises ApiError 429 or 503 when new work cannot be taken; the queue's own bound is the enqueue script's."""
+        cluster = self.cluster
+        if self.draining:
+            raise unavailable("the gateway is shutting down", "shutting_down", 5)
+        if cluster.redis_error or cluster.snapshot is None:
+            raise unavailable(f"Redis does not answer: {cluster.redis_error}", "redis_unavailable", 2)
+        if cluster.snapshot.memory_share > MEMORY_MOST:
+            share = f"{cluster.snapshot.memory_share:.0%}"
+            raise unavailable(f"Redis uses {share} of its memory; the rest is for running requests", "redis_memory", 5)
+        if not cluster.snapshot.leases:
+            raise unavailable("no scheduler is alive", "no_scheduler", 2)
+        predicted = cluster.predicted_ttft_ms()
+        if spec.ttft_slo_ms and predicted > spec.ttft_slo_ms:
+            raise ApiError(
+                429,
+                f"the first token is predicted in {predicted:.0f} ms, later than ttft_slo_ms = {spec.ttft_slo_ms}",
+                param="ttft_slo_ms",
+                code="slo_unreachable",
+                retry_after_s=(predicted - spec.ttft_slo_ms) / 1000,
+            )
+
+    async def begin(self, spec: GenerationSpec, tenant: str, salt: bytes, started: float) -> Generation:
+        """Admits and enqueues a request. Raises ApiError; the Generation must be closed."""
+        self.admit(spec)
+        sink = Sink(spec.id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
+        generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
+        try:
+            await self.dispatcher.enqueue(spec, sink, tenant, salt)
+        except ApiError:
+            self.dispatcher.close(spec.id)
+            raise
+        except BaseException:
+            generation.close("its handler ended")
+            raise
+        self.metrics.prompt_tokens.inc(spec.prompt_tokens)
+        return generation

@@ -1,0 +1,189 @@
+"""One running request: from rows of tokens to pieces of text, choice by choice.
+
+The text after token i of a choice is a function of the request and tokens 0..i alone (detokenize.py, stops.py), so any
+gateway produces the same. Used by the streaming and the whole answers alike.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from services.gateway.errors import ApiError
+from services.gateway.metrics import Metrics
+from services.gateway.sink import Sink
+from services.gateway.stops import StopMatcher
+from services.gateway.tokenizer import ModelText
+from services.gateway.validate import GenerationSpec
+
+
+class Finish(IntEnum):
+    """As in protos/queue.proto."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.DEADLINE: "deadline"}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice gained."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, int]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class ChoiceText:
+    """Tokens of one choice in, text out."""
+
+    __slots__ = ("_detokenizer", "_include", "_matcher", "_min_tokens", "_stop_ids", "count", "finish_reason")
+
+    def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int]) -> None:
+        self._detokenizer = model.text.start(prompt, spec.skip_special)
+        self._matcher = StopMatcher(spec.stop, spec.include_stop)
+        self._stop_ids = frozenset(spec.stop_ids)
+        self._include = spec.include_stop
+        self._min_tokens = spec.min_tokens
+        self.count = 0
+        self.finish_reason: str | None = None
+
+    def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
+        """Text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
+        text = ""
+        for used, token in enumerate(tokens, 1):
+            self.count += 1
+            if token in self._stop_ids and not self._include:
+                continue
+            text += self._match(self._detokenizer.feed(token))
+            if self._matcher.matched is not None:
+                self.finish_reason = "stop"
+                return text, tokens[:used], True
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            text += self._match(self._detokenizer.flush()) + self._matcher.flush()
+        return text, tokens, False
+
+    def _match(self, text: str) -> str:
+        if not text:
+            return ""
+        if self.count <= self._min_tokens:  # stop strings end nothing before min_tokens
+            return text
+        return self._matcher.feed(text)
+
+
+class Commands(Protocol):
+    """What a generation tells the dispatcher."""
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int) -> None: ...
+
+    def close(self, request_id: str, cancel_reason: str = "") -> None: ...
+
+
+class Generation:
+    """A request in flight. `close` must be called once, however it ends."""
+
+    def __init__(
+        self, spec: GenerationSpec, model: ModelText, sink: Sink, commands: Commands, metrics: Metrics, started: float
+    ) -> None:
+        """`started`: time.monotonic() at the request's arrival."""
+        self.spec = spec
+        self.sink = sink
+        self._commands = commands
+        self._metrics = metrics
+        self._started = started
+        self._last: float | None = None
+        self._closed = False
+        self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
+
+    def last_indices(self) -> str:
+        """`i0.i1...`: index of the last token of every choice, -1 before the first; half of the SSE id."""
+        return ".".join(str(choice.count - 1) for choice in self.choices)
+
+    async def next(self, timeout_s: float | None = None) -> list[Delta]:
+        """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
+
+        Raises ApiError when the request failed, was cancelled or its client was cut.
+        """
+        rows = await self.sink.take(timeout_s)
+        deltas: dict[int, Delta] = {}
+        for row in rows:
+            choice = self.choices[row.choice]
+            if choice.finish_reason is not None:
+                continue
+            if row.finish == Finish.ERROR:
+                raise ApiError(500, row.error or "the generation failed", code="generation_failed")
+            if row.finish == Finish.CANCELLED:
+                raise ApiError(409, "the request was cancelled", code="cancelled")
+            reason = REASONS.get(Finish(row.finish)) if row.finish else None
+            text, tokens, stopped = choice.feed(row.tokens, reason)
+            if stopped:
+                self.sink.end_choice(row.choice)
+                if not row.finish:
+                    self._commands.stop_choice(self.spec.id, row.choice, choice.count)
+            held = deltas.get(row.choice)
+            if held is None:
+                deltas[row.choice] = Delta(row.choice, text, tokens, choice.finish_reason)
+            else:
+                held.text += text
+                held.token_ids = held.token_ids + tokens
+                held.finish_reason = choice.finish_reason
+        self._observe(deltas)
+        return list(deltas.values())
+
+    def close(self, reason: str = "the client left") -> None:
+        """Ends the request's delivery; what still runs is cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.done:
+            self._metrics.duration.labels(self.spec.endpoint).observe(time.monotonic() - self._started)
+            self._commands.close(self.spec.id)
+        else:
+            self._metrics.cancelled.inc()
+            self._commands.close(self.spec.id, reason)
+
+    def _observe(self, deltas: dict[int, Delta]) -> None:
+        tokens = sum(len(delta.token_ids) for delta in deltas.values())
+        if not tokens:
+            return
+        now = time.monotonic()
+        self._metrics.output_tokens.inc(tokens)
+        if self._last is None:
+            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
+        else:
+            self._metrics.gap.observe(now - self._last)
+        self._last = now

@@ -1,0 +1,128 @@
+"""`orcinus gateway`: serves HTTP until it is told to stop.
+
+Listens before Redis is there (live, not ready), drains at the first SIGTERM or SIGINT, stops at once at the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.gateway.app import ops_app, public_app
+from services.gateway.gateway import Gateway
+from services.gateway.tokenizer import ModelText
+from shared import logs
+from shared.errors import ConfigurationError
+from shared.settings import GatewaySettings
+
+BACKLOG = 2048
+
+
+def run(settings: GatewaySettings) -> int:
+    """Blocks. 0 after a clean stop. Raises ConfigurationError for a model, a key or a port that will not do."""
+    log = logs.setup("gateway", settings.log_level, settings.log_json)
+    gateway = Gateway(settings, ModelText(settings.model))
+    with contextlib.ExitStack() as sockets:
+        public = sockets.enter_context(contextlib.closing(_listen(settings.host, settings.port, "port")))
+        ops = sockets.enter_context(contextlib.closing(_listen(settings.ops_host, settings.ops_port, "ops port")))
+        log.info("serving %s on http://%s:%d", settings.served_model_name, settings.host, settings.port)
+        uvloop.run(_serve(gateway, public, ops))
+    log.info("stopped")
+    return 0
+
+
+async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) -> None:
+    servers = [_server(public_app(gateway)), _server(ops_app(gateway))]
+    stopping = asyncio.Event()
+    hurried = asyncio.Event()
+
+    def stop() -> None:
+        (hurried if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    gateway.start()
+    serving = [
+        asyncio.create_task(server.serve(sockets=[listener]))
+        for server, listener in zip(servers, (public, ops), strict=True)
+    ]
+    asked = asyncio.create_task(stopping.wait())
+    await asyncio.wait({asked, *serving}, return_when=asyncio.FIRST_COMPLETED)
+    draining = asyncio.create_task(gateway.drain(gateway.settings.drain_s))
+    hurry = asyncio.create_task(hurried.wait())
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        await gateway.drain(0)
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*serving)
+    asked.cancel()
+    hurry.cancel()
+    await gateway.stop()
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, and a way to drop a connection whose client does not read."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {"orcinus.abort": {"call": self.transport.abort}}
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: two servers share the process, and draining comes first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: Any) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+        backlog=BACKLOG,
+    )
+    return _Server(config)
+
+
+def _listen(host: str, port: int, what: str) -> socket.socket:
+    """A bound socket. Raises ConfigurationError that says which port and what to do."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(
+                f"{what} {port} on {host} is in use; stop what uses it or choose another"
+            ) from error
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
+    listener.setblocking(False)
+    return listener

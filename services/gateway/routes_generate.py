@@ -1,0 +1,97 @@
+"""`/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from services.gateway.api_types import ChatBody, CompletionBody
+from services.gateway.bodies import parse_body
+from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
+from services.gateway.generation import Usage
+from services.gateway.schema import body_of, errors, event_stream
+from services.gateway.streams import EventStream, EventWriter
+from services.gateway.validate import GenerationSpec, chat_spec, completion_spec
+from services.gateway.whole import ClientLeft, answer, collect
+
+T = TypeVar("T", bound=BaseModel)
+GENERATION_ERRORS = errors(404, 409, 415, 429, 503)
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A JSON answer by orjson."""
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """The checked body of a request. Raises ApiError(400, 413, 415)."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(
+            415, f"content-type must be application/json; got {content_type!r}", code="unsupported_media_type"
+        )
+    return parse_body(await request.body(), kind)
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """The routes over one gateway."""
+    routes = APIRouter()
+    served = gateway.settings.served_model_name
+
+    @routes.post(
+        "/v1/completions",
+        responses={**event_stream("a completion, or its events"), **GENERATION_ERRORS},
+        openapi_extra=body_of(CompletionBody),
+    )
+    async def completions(request: Request) -> Response:
+        """Continues one or several prompts."""
+        started = time.monotonic()
+        body = await read_body(request, CompletionBody)
+        spec = await completion_spec(body, gateway.model, served, gateway.cluster.limits)
+        return await _serve(gateway, request, spec, started)
+
+    @routes.post(
+        "/v1/chat/completions",
+        responses={**event_stream("a chat completion, or its events"), **GENERATION_ERRORS},
+        openapi_extra=body_of(ChatBody),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
+        started = time.monotonic()
+        body = await read_body(request, ChatBody)
+        spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits)
+        return await _serve(gateway, request, spec, started)
+
+    return routes
+
+
+async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
+    fingerprint = gateway.model.fingerprint
+    if spec.max_tokens == 0:  # echo only: nothing is generated
+        return _echo_only(spec, fingerprint)
+    spec.traceparent = request.headers.get("traceparent", "")[:256]
+    generation = await gateway.begin(spec, request.state.tenant, request.state.salt, started)
+    headers = {"x-orcinus-request": spec.id}
+    if spec.stream:
+        return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
+    try:
+        response = json_response(await collect(generation, request, fingerprint))
+    except ClientLeft:
+        return Response(status_code=499)  # nobody reads it
+    response.headers.update(headers)
+    return response
+
+
+def _echo_only(spec: GenerationSpec, fingerprint: str) -> Response:
+    if spec.stream:
+        raise ApiError(400, "max_tokens 0 cannot be streamed; got stream true", param="stream")
+    empty = [""] * spec.choices
+    usage = Usage(spec.prompt_tokens, 0)
+    ids: list[list[int]] = [[] for _ in empty]
+    return json_response(answer(spec, fingerprint, empty, ids, ["length"] * spec.choices, usage))

@@ -1,0 +1,128 @@
+"""One request's mailbox between the token reader and the handler that serves the client.
+
+The reader puts rows in (never waits), the handler takes them out. Every token has its index: what is there already is
+dropped, what is missing is reported as a gap, so the handler sees each token once and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.gateway.errors import ApiError
+
+
+class Offer(Enum):
+    """What became of a row."""
+
+    TAKEN = auto()
+    DUPLICATE = auto()
+    LATE = auto()  # the choice has ended
+    GAP = auto()
+    OVERFLOW = auto()
+
+
+@dataclass(slots=True)
+class Row:
+    """New tokens of one choice, and how it ended (0: it has not)."""
+
+    choice: int
+    tokens: list[int]
+    finish: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Ahead:
+    """A row that came before its predecessors."""
+
+    first: int
+    row: Row
+
+
+@dataclass(slots=True)
+class Sink:
+    """Mailbox of one request. `bound`: rows kept for a slow client; 0: no bound (nobody reads slowly)."""
+
+    request_id: str
+    choices: int
+    bound: int = 0
+    received: list[int] = field(init=False)
+    finished: list[bool] = field(init=False)
+    failure: ApiError | None = None
+    ahead: list[Ahead] = field(default_factory=list)
+    refilling: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
+    asked_at: float = field(default_factory=time.monotonic)
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    _rows: list[Row] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.received = [0] * self.choices
+        self.finished = [False] * self.choices
+
+    @property
+    def done(self) -> bool:
+        return all(self.finished)
+
+    def offer(self, row: Row, first: int) -> Offer:
+        """Takes a row whose first token has index `first`."""
+        self.heard_at = time.monotonic()
+        choice = row.choice
+        if self.failure is not None or not 0 <= choice < self.choices or self.finished[choice]:
+            return Offer.LATE
+        have = self.received[choice]
+        if first > have and not row.error:
+            return Offer.GAP
+        tokens = row.tokens[have - first :] if first < have else row.tokens
+        if not tokens and not row.finish:
+            return Offer.DUPLICATE
+        if self.bound and len(self._rows) >= self.bound:
+            return Offer.OVERFLOW
+        self.received[choice] = have + len(tokens)
+        self.finished[choice] = row.finish != 0
+        self._rows.append(Row(choice, tokens, row.finish, row.error))
+        self._wake.set()
+        return Offer.TAKEN
+
+    def put_aside(self, row: Row, first: int) -> None:
+        """Keeps a row that came too early, until what is before it was offered."""
+        self.ahead.append(Ahead(first, row))
+
+    def take_ahead(self) -> list[Ahead]:
+        """Rows put aside, in order; they are to be offered again."""
+        waiting, self.ahead = sorted(self.ahead, key=lambda item: item.first), []
+        return waiting
+
+    def end_choice(self, choice: int) -> None:
+        """A stop string ended the choice: later rows of it are dropped."""
+        self.finished[choice] = True
+
+    def fail(self, error: ApiError, cut: bool = False) -> None:
+        """Ends the request for the client. With `cut` its writer is stopped even where it waits for the socket."""
+        if self.failure is None:
+            self.failure = error
+            self._rows.clear()
+            self._wake.set()
+        if cut:
+            self.cut.set()
+
+    async def take(self, timeout_s: float | None = None) -> list[Row]:
+        """Rows since the last call; empty after `timeout_s`. Raises ApiError once the request failed."""
+        if not self._rows and self.failure is None:
+            if timeout_s is None:
+                await self._wake.wait()
+            else:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    return []
+        self._wake.clear()
+        if self.failure is not None:
+            raise self.failure
+        rows, self._rows = self._rows, []
+        return rows

@@ -1,0 +1,188 @@
+"""Server-sent events of one request, as bytes.
+
+What is constant in an event is built once per request; only text and reasons are encoded per event. Every event has an
+id, `request:i0.i1...` (index of the last token of every choice), with which a client can say what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.errors import ApiError
+from services.gateway.generation import Delta, Generation, Usage
+
+log = logging.getLogger("orcinus.gateway")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+SLOW_FLUSH_S = 5.0
+"""What a client that was cut for slowness gets to read the error event."""
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error after the first byte; the stream ends behind it."""
+    return b"data: " + error.json() + b"\n\n"
+
+
+class EventWriter:
+    """Turns deltas into events in OpenAI's form."""
+
+    def __init__(self, generation: Generation, fingerprint: str) -> None:
+        spec = generation.spec
+        self._generation = generation
+        self._spec = spec
+        self._chat = spec.endpoint == "chat"
+        head = {
+            "id": spec.id,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": spec.created,
+            "model": spec.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._id = b"id: " + spec.id.encode() + b":"
+        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
+        self._begun = [False] * spec.choices
+
+    def echo(self) -> bytes:
+        """The prompts, when they were asked for: before the first token of each choice."""
+        return b"".join(
+            self._event(choice, self._spec.prompt_texts[choice // self._spec.n], [], None)
+            for choice in range(self._spec.choices)
+            if self._spec.echo
+        )
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Events of one delivery; empty when all its text is still held back."""
+        parts = []
+        for delta in deltas:
+            if self._chat and not self._begun[delta.choice]:
+                self._begun[delta.choice] = True
+                parts.append(self._raw(delta.choice, b'"delta":{"role":"assistant","content":""}', [], None))
+            ids = delta.token_ids if self._spec.return_token_ids else []
+            if delta.text or (ids and delta.finish_reason is None):
+                parts.append(self._event(delta.choice, delta.text, ids, None))
+                ids = []
+            if delta.finish_reason is not None:
+                parts.append(self._event(delta.choice, "", ids, delta.finish_reason))
+        return b"".join(parts)
+
+    def end(self, usage: Usage) -> bytes:
+        """The usage, when asked for, and the end mark."""
+        if not self._spec.include_usage:
+            return DONE
+        return self._stamp() + self._head + b'],"usage":' + orjson.dumps(usage.body()) + b"}\n\n" + DONE
+
+    def _event(self, choice: int, text: str, ids: list[int], reason: str | None) -> bytes:
+        if not self._chat:
+            return self._raw(choice, b'"text":' + orjson.dumps(text), ids, reason)
+        content = b'{"content":' + orjson.dumps(text) + b"}" if text or reason is None else b"{}"
+        return self._raw(choice, b'"delta":' + content, ids, reason)
+
+    def _raw(self, choice: int, content: bytes, ids: list[int], reason: str | None) -> bytes:
+        tokens = b',"token_ids":' + orjson.dumps(ids) if self._spec.return_token_ids else b""
+        finish = b"null" if reason is None else orjson.dumps(reason)
+        return b'%b%b{"index":%d,%b,"logprobs":null,"finish_reason":%b%b}%b' % (
+            self._stamp(), self._head, choice, content, finish, tokens, self._tail,
+        )  # fmt: skip
+
+    def _stamp(self) -> bytes:
+        return self._id + self._generation.last_indices().encode() + b"\n"
+
+
+class EventStream(Response):
+    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, writer: EventWriter, keepalive_s: float, headers: dict[str, str] | None = None
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._writer = writer
+        self._keepalive_s = keepalive_s
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        writing = asyncio.create_task(self._write(send))
+        leaving = asyncio.create_task(until_disconnect(receive))
+        cutting = asyncio.create_task(generation.sink.cut.wait())
+        try:
+            await asyncio.wait({writing, leaving, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            if cutting.done() and not leaving.done() and not writing.done():
+                await _cancelled(writing)
+                await self._cut(scope, send)
+            elif writing.done():
+                writing.result()
+        finally:
+            await _cancelled(writing, leaving, cutting)
+            failure = generation.sink.failure
+            generation.close(failure.message if failure else "the client left")
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._write_events(send)
+        except ApiError as error:
+            await _body(send, error_event(error), last=True)
+        except Exception:
+            log.exception("a stream failed")
+            failed = ApiError(500, "the gateway failed; its log says more", code="internal_error")
+            await _body(send, error_event(failed), last=True)
+
+    async def _write_events(self, send: Send) -> None:
+        generation, writer = self._generation, self._writer
+        if echoed := writer.echo():
+            await _body(send, echoed)
+        while not generation.done:
+            deltas = await generation.next(self._keepalive_s)
+            events = writer.events(deltas) if deltas else KEEP_ALIVE
+            if generation.done:
+                await _body(send, events + writer.end(generation.usage), last=True)
+                return
+            if events:
+                await _body(send, events)
+        await _body(send, writer.end(generation.usage), last=True)
+
+    async def _cut(self, scope: Scope, send: Send) -> None:
+        """The client does not read: the error event may still fit, then the connection goes."""
+        failure = self._generation.sink.failure or ApiError(503, "the stream was cut", code="cut")
+        try:
+            async with asyncio.timeout(SLOW_FLUSH_S):
+                await _body(send, error_event(failure), last=True)
+        except TimeoutError:
+            abort: Callable[[], None] | None = scope.get("extensions", {}).get("orcinus.abort", {}).get("call")
+            if abort is not None:
+                abort()
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while True:
+        message: Any = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+async def _body(send: Send, body: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits for their ends."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,151 @@
+"""Everything the gateway knows about one model: its tokenizer, chat template, end-of-text ids and context length.
+
+Loaded once from a Hugging Face directory; a directory that cannot be served raises ModelError naming file and remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import orjson
+from tokenizers import Tokenizer
+
+from services.gateway.chat import ChatTemplate, Message
+from services.gateway.detokenize import TokenText
+from services.gateway.errors import invalid
+from shared.errors import ModelError
+
+MOST_EOS_IDS = 8
+"""A worker bans and a scheduler checks at most 16 stop ids a sequence; the other 8 are the request's own."""
+
+
+class ModelText:
+    """Text of one model, in and out."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ModelError."""
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise ModelError(f"model directory {directory} does not exist")
+        config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
+        if not any(directory.glob("*.safetensors")):
+            raise ModelError(f"{directory} holds no *.safetensors: the weights are missing")
+        self.tokenizer = _read_tokenizer(directory)
+        tokenizer_config = _read_json(directory, "tokenizer_config.json")
+        generation_config = _read_json(directory, "generation_config.json")
+        config = {**config, **(config.get("text_config") or {})}
+
+        self.max_model_len = _context(directory, config)
+        self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
+        self.text = TokenText(self.tokenizer)
+        names = {
+            name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (text := _token_text(tokenizer_config.get(name))) is not None
+        }  # fmt: skip
+        # Flags in tokenizer_config.json replace what tokenizer.json would add, as in transformers.
+        self._explicit = any(isinstance(tokenizer_config.get(f"add_{end}_token"), bool) for end in ("bos", "eos"))
+        self._before = self._flagged(tokenizer_config, "add_bos_token", names.get("bos_token"))
+        self._after = self._flagged(tokenizer_config, "add_eos_token", names.get("eos_token"))
+        self.eos_ids = self._eos_ids(directory, config, generation_config, names.get("eos_token"))
+        self._chat = self._template(directory, tokenizer_config, names)
+        self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+        """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
+        self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
+
+    @property
+    def has_chat(self) -> bool:
+        return self._chat is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt; control tokens written in it count, as with transformers."""
+        if add_special_tokens and self._explicit:
+            return [*self._before, *self.tokenizer.encode(text, add_special_tokens=False).ids, *self._after]
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation by the model's template. Raises ApiError(400)."""
+        if self._chat is None:
+            raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
+        return self._chat.encode(messages, add_generation_prompt)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's strings of some ids."""
+        return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
+
+    def _flagged(self, config: dict[str, Any], flag: str, token: str | None) -> list[int]:
+        if config.get(flag) is not True:
+            return []
+        id_ = self.tokenizer.token_to_id(token) if token else None
+        if id_ is None:
+            raise ModelError(f"tokenizer_config.json sets {flag}, but its token {token!r} is not in tokenizer.json")
+        return [int(id_)]
+
+    def _eos_ids(
+        self, directory: Path, config: dict[str, Any], generation: dict[str, Any], eos_token: str | None
+    ) -> list[int]:
+        found = generation.get("eos_token_id", config.get("eos_token_id"))
+        if found is None and eos_token is not None:
+            found = self.tokenizer.token_to_id(eos_token)
+        ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+        if len(ids) > MOST_EOS_IDS:
+            raise ModelError(f"{directory} names {len(ids)} end-of-text ids; at most {MOST_EOS_IDS} are supported")
+        return [int(id_) for id_ in ids]
+
+    def _template(self, directory: Path, config: dict[str, Any], names: dict[str, str]) -> ChatTemplate | None:
+        path = directory / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):
+            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        if source is None:
+            return None
+        try:
+            return ChatTemplate(source, self.tokenizer, names)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
+
+
+def _context(directory: Path, config: dict[str, Any]) -> int:
+    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings")
+
+
+def _read_json(directory: Path, name: str, required: str | None = None) -> dict[str, Any]:
+    path = directory / name
+    if not path.is_file():
+        if required:
+            raise ModelError(f"{path} is missing; {required}")
+        return {}
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def _read_tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; save the tokenizer with transformers' save_pretrained (fast tokenizer)")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the bindings raise plain Exception
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _token_text(token: Any) -> str | None:
+    """A token of tokenizer_config.json, which may be text or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

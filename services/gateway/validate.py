@@ -1,0 +1,313 @@
+"""From the bytes of a body to a GenerationSpec that can be served: the last place where a request can be wrong.
+
+Every refusal is an ApiError(400) that names the field, what was sent and what is allowed. Bad input never passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from protos import queue_pb2
+from services.gateway.api_types import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
+from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.tokenizer import ModelText
+from shared import ids
+from shared.columns import pack, pack_float
+
+THREAD_CHARS = 32 * 1024
+"""Longer texts are tokenized beside the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers can take; from their records, else from the model's own config."""
+
+    max_model_len: int
+    max_input_tokens: int = 0  # 0: as much as the context allows
+    max_output_tokens: int = 0
+    max_choices: int = 128
+
+
+@dataclass(slots=True)
+class GenerationSpec:
+    """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""
+
+    id: str
+    endpoint: str  # completions | chat
+    model: str
+    created: int
+    prompts: list[list[int]]
+    prompt_texts: list[str]  # for echo, else empty
+    n: int
+    max_tokens: int
+    min_tokens: int
+    stop: list[str]
+    stop_ids: list[int]
+    sampling: queue_pb2.Sampling
+    priority: str
+    stream: bool
+    include_usage: bool
+    echo: bool
+    return_token_ids: bool
+    include_stop: bool
+    skip_special: bool
+    ttft_slo_ms: int = 0
+    tbt_slo_ms: int = 0
+    deadline_ms: int = 0
+    traceparent: str = ""
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = sum(map(len, self.prompts))
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the tenant's bucket pays in advance: prompts and the most that can come out."""
+        return self.prompt_tokens + self.choices * self.max_tokens
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Raises ApiError(404) naming what is served."""
+    if name is not None and name != served:
+        raise ApiError(
+            404,
+            f"The model {shown(name)} does not exist; this server has {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def completion_spec(
+    body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+) -> GenerationSpec:
+    """Raises ApiError."""
+    check_model(body.model, served)
+    prompts, texts = await _prompts(body, model, limits)
+    echo = bool(body.echo)
+    if echo and not texts:
+        texts = [model.text.decode(prompt, body.skip_special_tokens is not False) for prompt in prompts]
+    max_tokens = body.max_tokens
+    if max_tokens == 0 and not echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
+    longest = max(map(len, prompts))
+    room = _room(longest, limits, "prompt", needs=0 if max_tokens == 0 else 1)
+    if max_tokens is None:
+        max_tokens = min(16, room)
+    _check_output(max_tokens, longest, room, limits, "max_tokens")
+    return _spec(body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id)
+
+
+async def chat_spec(
+    body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+) -> GenerationSpec:
+    """Raises ApiError."""
+    check_model(body.model, served)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
+    name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens == 0:
+        raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
+    prompt = await encode_messages(body.messages, model, limits)
+    room = _room(len(prompt), limits, "messages")
+    if max_tokens is None:
+        max_tokens = room
+    _check_output(max_tokens, len(prompt), room, limits, name)
+    return _spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
+
+
+async def encode_messages(
+    messages: Sequence[ChatMessage], model: ModelText, limits: Limits, add_generation_prompt: bool = True
+) -> list[int]:
+    """Token ids of a conversation. Raises ApiError(400)."""
+    plain = []
+    for index, message in enumerate(messages):
+        for name in ("tool_calls", "function_call"):
+            if getattr(message, name):
+                raise invalid(f"messages[{index}].{name}", f"{name} is not supported yet", "unsupported_parameter")
+        content = message.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        role = "system" if message.role == "developer" else message.role
+        plain.append({"role": role, "content": content} | ({"name": message.name} if message.name else {}))
+    size = sum(len(message["content"]) for message in plain)
+    _check_hopeless(size // model.longest, limits, "messages")
+    if size > THREAD_CHARS:
+        return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt)
+    return model.encode_chat(plain, add_generation_prompt)
+
+
+async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a raw prompt. Raises ApiError(400)."""
+    _check_hopeless(len(text) // model.longest, limits, "prompt")
+    if len(text) > THREAD_CHARS:
+        return await asyncio.to_thread(model.encode, text, add_special_tokens)
+    return model.encode(text, add_special_tokens)
+
+
+async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:
+    """Token ids of every prompt and, when prompts were texts, the texts."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+        texts = prompt
+    else:
+        return _token_prompts(prompt, model, limits), []
+    _check_choices(len(texts), body.n or 1, limits)
+    special = body.add_special_tokens is not False
+    encoded = [await encode_text(text, model, limits, special) for text in texts]
+    for index, tokens in enumerate(encoded):
+        if not tokens:
+            name = "prompt" if len(texts) == 1 else f"prompt[{index}]"
+            raise invalid(name, f"{name} is empty: it has no token; got {shown(texts[index])}")
+    return encoded, texts
+
+
+def _token_prompts(prompt: Any, model: ModelText, limits: Limits) -> list[list[int]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", f"prompt must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
+    lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+    for index, tokens in enumerate(lists):
+        name = "prompt" if lists[0] is prompt else f"prompt[{index}]"
+        if not tokens:
+            raise invalid(name, f"{name} is empty")
+        for at, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < model.vocab_size:
+                raise invalid(
+                    f"{name}[{at}]",
+                    f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {shown(token)}",
+                )
+    return lists
+
+
+def _check_choices(prompts: int, n: int, limits: Limits) -> None:
+    if prompts * n > limits.max_choices:
+        raise invalid(
+            "n",
+            f"prompts x n = {prompts} x {n} = {prompts * n} is more than this server's limit of {limits.max_choices}",
+        )
+
+
+def _check_hopeless(least: int, limits: Limits, param: str) -> None:
+    """Refuses texts so long that tokenizing them would be waste; the factor leaves room for normalizers."""
+    if least > 4 * limits.max_model_len:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, "
+            f"however your {param} alone has more than {least // 4}. Please shorten it.",
+            "context_length_exceeded",
+        )
+
+
+def _room(prompt_tokens: int, limits: Limits, param: str, needs: int = 1) -> int:
+    """Tokens that can follow the prompt. Raises when the prompt leaves less than `needs`."""
+    if limits.max_input_tokens and prompt_tokens > limits.max_input_tokens:
+        raise invalid(
+            param,
+            f"{param} has {prompt_tokens} tokens; this server accepts at most {limits.max_input_tokens}",
+            "context_length_exceeded",
+        )
+    room = limits.max_model_len - prompt_tokens
+    if room < needs:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, "
+            f"however your {param} has {prompt_tokens} tokens. Please shorten it.",
+            "context_length_exceeded",
+        )
+    return min(room, limits.max_output_tokens or room)
+
+
+def _check_output(max_tokens: int, prompt_tokens: int, room: int, limits: Limits, param: str) -> None:
+    if limits.max_output_tokens and max_tokens > limits.max_output_tokens:
+        raise invalid(param, f"{param} must be at most {limits.max_output_tokens} on this server; got {max_tokens}")
+    if max_tokens > room:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, however you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt; {max_tokens} for the completion). "
+            f"Please reduce the prompt or {param}.",
+            "context_length_exceeded",
+        )
+
+
+def _spec(
+    body: GenerationBody,
+    model: ModelText,
+    limits: Limits,
+    endpoint: str,
+    prompts: list[list[int]],
+    prompt_texts: list[str],
+    max_tokens: int,
+    echo: bool,
+    request_id: str | None,
+) -> GenerationSpec:
+    _check_choices(len(prompts), body.n or 1, limits)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}")
+    for index, token in enumerate(body.stop_token_ids or []):
+        if token >= model.vocab_size:
+            raise invalid(
+                f"stop_token_ids[{index}]",
+                f"stop_token_ids[{index}] must be a token id from 0 to {model.vocab_size - 1}; got {token}",
+            )
+    eos = [] if body.ignore_eos else model.eos_ids
+    return GenerationSpec(
+        id=request_id or ids.request_id(endpoint),
+        endpoint=endpoint,
+        model=body.model,
+        created=int(time.time()),
+        prompts=prompts,
+        prompt_texts=prompt_texts,
+        n=body.n or 1,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=body.stop or [],
+        stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
+        sampling=_sampling(body, model),
+        priority=body.priority or "normal",
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        echo=echo,
+        return_token_ids=bool(body.return_token_ids),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        ttft_slo_ms=body.ttft_slo_ms or 0,
+        tbt_slo_ms=body.tbt_slo_ms or 0,
+        deadline_ms=body.deadline_ms or 0,
+    )
+
+
+def _sampling(body: GenerationBody, model: ModelText) -> queue_pb2.Sampling:
+    bias: dict[int, float] = {}
+    for name, value in (body.logit_bias or {}).items():
+        if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= model.vocab_size:
+            raise invalid(
+                "logit_bias", f"logit_bias keys must be token ids from 0 to {model.vocab_size - 1}; got {shown(name)}"
+            )
+        bias[int(name)] = value
+    return queue_pb2.Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        seed=ids.seed() if body.seed is None else body.seed % (2 * INT64),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        bias_ids=pack(list(bias)) if bias else b"",
+        bias_values=pack_float(list(bias.values())) if bias else b"",
+    )

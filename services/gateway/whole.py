@@ -1,0 +1,69 @@
+"""The answer of a request that does not stream: everything at once, and a cancel when the client does not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+
+from services.gateway.generation import Generation, Usage
+from services.gateway.streams import until_disconnect
+from services.gateway.validate import GenerationSpec
+
+
+class ClientLeft(Exception):  # noqa: N818 - an event, not an error
+    """Nobody is there to answer."""
+
+
+async def collect(generation: Generation, request: Request, fingerprint: str) -> dict[str, Any]:
+    """The body of the answer. Raises ApiError, or ClientLeft after cancelling the request."""
+    working = asyncio.create_task(_run(generation))
+    leaving = asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        texts, ids = working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+        generation.close()
+    reasons = [choice.finish_reason or "stop" for choice in generation.choices]
+    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage)
+
+
+def answer(
+    spec: GenerationSpec, fingerprint: str, texts: list[str], ids: list[list[int]], reasons: list[str], usage: Usage
+) -> dict[str, Any]:
+    """OpenAI's completion or chat completion."""
+    choices = []
+    for index, text in enumerate(texts):
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reasons[index]}
+        if spec.endpoint == "chat":
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
+        if spec.return_token_ids:
+            choice["token_ids"] = ids[index]
+        choices.append(choice)
+    return {
+        "id": spec.id,
+        "object": "chat.completion" if spec.endpoint == "chat" else "text_completion",
+        "created": spec.created,
+        "model": spec.model,
+        "system_fingerprint": fingerprint,
+        "choices": choices,
+        "usage": usage.body(),
+    }
+
+
+async def _run(generation: Generation) -> tuple[list[str], list[list[int]]]:
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    ids: list[list[int]] = [[] for _ in generation.choices]
+    while not generation.done:
+        for delta in await generation.next():
+            texts[delta.choice].append(delta.text)
+            ids[delta.choice] += delta.token_ids
+    return ["".join(parts) for parts in texts], ids
