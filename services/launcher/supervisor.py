@@ -20,6 +20,7 @@ from services.launcher.rundir import RunDir
 from services.launcher.service import Service, ServiceSpec, describe_exit
 
 LOG_LIMIT_BYTES = 64 << 20
+AGAIN_S = 1.0  # make passes a signal on that its whole group got too: within this time it is the same one
 
 
 class Report(Protocol):
@@ -69,7 +70,8 @@ class Supervisor:
         self._backoff = backoff or Backoff()
         self._parent = os.getppid() if stop_with_parent else None
         self._guard = guard
-        self._stop_signals = 0
+        self._stopping_since: float | None = None
+        self._impatient = False
         self._announced = False
         self._exit_code: int | None = None
         self._next_probe = 0.0
@@ -102,10 +104,14 @@ class Supervisor:
         return self._exit_code if self._exit_code is not None else 1
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._stop_signals += 1
+        now = time.monotonic()
+        if self._stopping_since is None:
+            self._stopping_since = now
+        elif number == signal.SIGINT and now - self._stopping_since > AGAIN_S:
+            self._impatient = True
 
     def _tick(self, now: float) -> None:
-        if self._stop_signals:
+        if self._stopping_since is not None:
             self._exit_code = 0
             return
         if self._parent is not None and os.getppid() != self._parent:
@@ -196,8 +202,7 @@ class Supervisor:
         _sleep_until_woken(wake, max(timeout, 0.0))
 
     def _stop(self, wake: socket.socket) -> None:
-        """In reverse order, each with its own deadline; another Ctrl-C or SIGTERM kills at once."""
-        signals = self._stop_signals
+        """In reverse order, each with its own deadline; another Ctrl-C kills at once."""
         for service in reversed(self._services):
             if service.process is None:
                 service.state = "stopped"
@@ -207,7 +212,7 @@ class Supervisor:
             deadline = time.monotonic() + service.spec.stop_s
             while (code := service.exit_code()) is None:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._stop_signals > signals:
+                if left <= 0 or self._impatient:
                     if left <= 0:
                         text = f"{service.name} did not stop in {service.spec.stop_s:.0f} s: killed"
                         self._report.event(text, "warning")

@@ -38,7 +38,8 @@ def test_service_waits_until_the_one_before_it_is_ready(tmp_path: Path) -> None:
 
 
 def test_killed_service_is_restarted_and_named_with_its_last_words(tmp_path: Path) -> None:
-    services = {"alpha": SERVE, "beta": "print('beta says hello', flush=True)\nserve()\n"}
+    slow_again = "print('beta says hello', flush=True)\nif starts() > 1:\n    time.sleep(0.5)\nserve()\n"
+    services = {"alpha": SERVE, "beta": slow_again}
     with Stack(tmp_path, services) as stack:
         before = stack.wait_ready()
         os.kill(before["beta"], signal.SIGKILL)
@@ -48,6 +49,7 @@ def test_killed_service_is_restarted_and_named_with_its_last_words(tmp_path: Pat
         assert "beta | beta says hello" in text
         assert after["alpha"] == before["alpha"]
         assert after["beta"] != before["beta"] and alive(after["beta"])
+        assert (tmp_path / "beta.ready").read_text() == str(after["beta"])  # readiness of the new one, not the old
 
 
 def test_service_that_ends_with_0_is_restarted_too(tmp_path: Path) -> None:
@@ -136,15 +138,35 @@ def test_stopped_service_is_killed_after_its_deadline(tmp_path: Path) -> None:
         assert not alive(pids["alpha"])
 
 
-def test_second_signal_kills_at_once(tmp_path: Path) -> None:
-    deaf = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nready()\nwhile True:\n    time.sleep(60)\n"
-    with Stack(tmp_path, {"alpha": deaf}, stop_s=3600) as stack:
+DEAF = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nready()\nwhile True:\n    time.sleep(60)\n"
+
+
+def test_ctrl_c_again_kills_at_once(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": DEAF}, stop_s=3600) as stack:
         pids = stack.wait_ready()
-        assert stack.process is not None
-        stack.process.send_signal(signal.SIGTERM)
-        until("the service was asked to stop", lambda: stack.notes() == ["deaf"])
-        assert stack.stop() == 0
+        process = stack.process
+        assert process is not None
+
+        def pressed_until_gone() -> bool:
+            process.send_signal(signal.SIGINT)
+            return process.poll() is not None
+
+        until("an impatient user gets out", pressed_until_gone, every=0.3)
+        assert process.returncode == 0
         assert not alive(pids["alpha"])
+        assert stack.notes() == ["deaf"]
+
+
+def test_same_signal_twice_at_once_still_lets_services_finish(tmp_path: Path) -> None:
+    slow = "def stop(*_):\n    time.sleep(0.5)\n    note('finished')\n    sys.exit(0)\n"
+    slow += "signal.signal(signal.SIGTERM, stop)\nready()\nwhile True:\n    signal.pause()\n"
+    with Stack(tmp_path, {"alpha": slow}) as stack:
+        stack.wait_ready()
+        assert stack.process is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            stack.process.send_signal(number)
+        assert stack.process.wait(30) == 0
+        assert stack.notes() == ["finished"]
 
 
 @pytest.mark.parametrize("guard", [False, True], ids=["pdeathsig", "guard"])
