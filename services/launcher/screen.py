@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from rich.console import Console
@@ -15,11 +16,18 @@ from services.launcher.service import Service
 STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
 
 
+class _Console(Console):
+    """The terminal may go away before the stack does: closed, or `| head`. The stack must still stop in order."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Screen:
     """Report of a Supervisor. `settle()` ends the changing lines once the stack is ready."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._settled = False
         self._seen: dict[str, str] = {}
@@ -27,25 +35,33 @@ class Screen:
         self._spinner = Spinner("dots")
 
     def event(self, text: str, kind: str = "info") -> None:
-        self._console.print(escape(text), style=STYLES[kind] or None)
+        with contextlib.suppress(OSError):
+            self._console.print(escape(text), style=STYLES[kind] or None)
 
     def update(self, services: list[Service]) -> None:
         if self._settled:
             return
-        if not self._console.is_terminal:
-            self._lines(services)
-            return
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        self._live.update(self._table(services), refresh=True)
+        with contextlib.suppress(OSError):
+            if not self._console.is_terminal:
+                self._lines(services)
+                return
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(self._table(services), refresh=True)
 
     def settle(self) -> None:
         """From now on only events are printed."""
         self._settled = True
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
+
+    def result(self, lines: list[str]) -> None:
+        """What a program may read: on stdout, one plain line each."""
+        with contextlib.suppress(OSError):
+            print("\n".join(lines), flush=True)
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self._begun

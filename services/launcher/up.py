@@ -55,7 +55,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         def on_ready() -> None:
             screen.settle()
             screen.event(f"ready in {screen.elapsed_s():.1f} s; logs in {run_dir.logs}; Ctrl-C stops everything")
-            print("\n".join(greeting(gateway)), flush=True)
+            screen.result(greeting(gateway))
 
         try:
             return Supervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()

@@ -39,12 +39,13 @@ def main() -> int:
         )
         for spec in plan["specs"]
     ]
+    screen = Screen()
     with RunDir(Path(plan["run_dir"])) as run_dir:
         return Supervisor(
             run_dir,
             specs,
-            Screen(),
-            on_ready=lambda: print(f"STACK READY pid {os.getpid()}", flush=True),
+            screen,
+            on_ready=lambda: screen.result([f"STACK READY pid {os.getpid()}"]),
             backoff=Backoff(**plan.get("backoff", {})),
             stop_with_parent=plan.get("stop_with_parent", False),
             guard=plan.get("guard", False),

@@ -242,6 +242,28 @@ def test_signal_to_make_alone_stops_everything(tmp_path: Path, number: int) -> N
         make.wait()
 
 
+def test_closed_terminal_does_not_keep_services_from_stopping_in_order(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, {"alpha": SERVE, "beta": SERVE})
+    launcher = subprocess.Popen(
+        stack.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=clean_env(), start_new_session=True
+    )
+    try:
+        until("both run", lambda: len(stack.pids()) == 2 and (tmp_path / "beta.ready").exists())
+        pids = stack.pids()
+        assert launcher.stdout is not None
+        launcher.stdout.close()  # as `make run | head -1` does
+        os.kill(pids["beta"], signal.SIGKILL)  # the launcher now has something to say
+        until("beta is back", lambda: stack.pids().get("beta", pids["beta"]) != pids["beta"])
+        until("beta serves", lambda: (tmp_path / "beta.ready").exists())
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.wait(30) == 0
+        assert stack.notes() == ["stop beta", "stop alpha"]
+        assert sorted(path.name for path in stack.run_dir.iterdir()) == ["logs"]
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
 def test_command_that_does_not_exist_is_a_configuration_error(tmp_path: Path) -> None:
     service = Service(ServiceSpec("ghost", ["/nonexistent/orcinus-service"]), tmp_path / "ghost.log")
     service.start()
