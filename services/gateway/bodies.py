@@ -76,11 +76,14 @@ def _refusal(error: ValidationError) -> ApiError:
     param = ""
     for part in location:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    place = param
+    if location and location[0] != "messages":  # the field is enough; the message says which of its items
+        param = str(location[0])
     if first["type"] == "extra_forbidden":
-        return invalid(param, f"Unrecognized request argument supplied: {param}", "unknown_parameter")
+        return invalid(place, f"Unrecognized request argument supplied: {place}", "unknown_parameter")
     if first["type"] == "missing":
-        return invalid(param, f"you must provide a {param} parameter", "missing_required_parameter")
-    return invalid(param, f"Invalid value for '{param}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
+        return invalid(place, f"you must provide a {place} parameter", "missing_required_parameter")
+    return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
 
 
 def _depth(value: Any) -> int:

@@ -85,11 +85,10 @@ class RequireKey:
         tenant = self._gateway.tenant(authorization)
         if tenant is None:
             message = "you didn't provide an API key" if not authorization else "the API key is not valid"
-            code = None if not authorization else "invalid_api_key"
             error = ApiError(
                 401,
                 f"{message}; send it as Authorization: Bearer KEY",
-                code=code,
+                code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await send_error(error, send)

@@ -79,7 +79,7 @@ def router(gateway: Gateway) -> APIRouter:
         for index, token in enumerate(body.tokens):
             if token >= gateway.model.vocab_size:
                 raise invalid(
-                    f"tokens[{index}]",
+                    "tokens",
                     f"tokens[{index}] must be a token id from 0 to {gateway.model.vocab_size - 1}; got {token}",
                 )
         text = gateway.model.text.decode(body.tokens, bool(body.skip_special_tokens))

@@ -46,10 +46,6 @@ class ModelText:
             name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if (text := _token_text(tokenizer_config.get(name))) is not None
         }  # fmt: skip
-        # Flags in tokenizer_config.json replace what tokenizer.json would add, as in transformers.
-        self._explicit = any(isinstance(tokenizer_config.get(f"add_{end}_token"), bool) for end in ("bos", "eos"))
-        self._before = self._flagged(tokenizer_config, "add_bos_token", names.get("bos_token"))
-        self._after = self._flagged(tokenizer_config, "add_eos_token", names.get("eos_token"))
         self.eos_ids = self._eos_ids(directory, config, generation_config, names.get("eos_token"))
         self._chat = self._template(directory, tokenizer_config, names)
         self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
@@ -61,9 +57,10 @@ class ModelText:
         return self._chat is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a raw prompt; control tokens written in it count, as with transformers."""
-        if add_special_tokens and self._explicit:
-            return [*self._before, *self.tokenizer.encode(text, add_special_tokens=False).ids, *self._after]
+        """Ids of a raw prompt; control tokens written in it count.
+
+        What is added is tokenizer.json's business alone; transformers 5 ignores add_bos_token beside it, too.
+        """
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
@@ -75,14 +72,6 @@ class ModelText:
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's strings of some ids."""
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
-
-    def _flagged(self, config: dict[str, Any], flag: str, token: str | None) -> list[int]:
-        if config.get(flag) is not True:
-            return []
-        id_ = self.tokenizer.token_to_id(token) if token else None
-        if id_ is None:
-            raise ModelError(f"tokenizer_config.json sets {flag}, but its token {token!r} is not in tokenizer.json")
-        return [int(id_)]
 
     def _eos_ids(
         self, directory: Path, config: dict[str, Any], generation: dict[str, Any], eos_token: str | None

@@ -169,7 +169,7 @@ async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tu
     for index, tokens in enumerate(encoded):
         if not tokens:
             name = "prompt" if len(texts) == 1 else f"prompt[{index}]"
-            raise invalid(name, f"{name} is empty: it has no token; got {shown(texts[index])}")
+            raise invalid("prompt", f"{name} is empty: it has no token; got {shown(texts[index])}")
     return encoded, texts
 
 
@@ -180,11 +180,11 @@ def _token_prompts(prompt: Any, model: ModelText, limits: Limits) -> list[list[i
     for index, tokens in enumerate(lists):
         name = "prompt" if lists[0] is prompt else f"prompt[{index}]"
         if not tokens:
-            raise invalid(name, f"{name} is empty")
+            raise invalid("prompt", f"{name} is empty")
         for at, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < model.vocab_size:
                 raise invalid(
-                    f"{name}[{at}]",
+                    "prompt",
                     f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {shown(token)}",
                 )
     return lists
@@ -261,7 +261,7 @@ def _spec(
     for index, token in enumerate(body.stop_token_ids or []):
         if token >= model.vocab_size:
             raise invalid(
-                f"stop_token_ids[{index}]",
+                "stop_token_ids",
                 f"stop_token_ids[{index}] must be a token id from 0 to {model.vocab_size - 1}; got {token}",
             )
     eos = [] if body.ignore_eos else model.eos_ids

@@ -1,0 +1,80 @@
+"""Stop strings against brute force: reading the whole text character by character."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from services.gateway.stops import StopMatcher
+
+LETTERS = st.text(alphabet="ab\n€🐋", max_size=30)
+STOPS = st.lists(st.text(alphabet="ab\n€🐋", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def brute_force(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """The first end at which a stop string ends, the longest of those."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+@given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=10), st.booleans())
+@example("aab", ["ab"], [1, 2], False)
+@example("xaaab", ["aab", "ab"], [1, 2, 3], True)
+@settings(max_examples=500, deadline=None)
+def test_any_cutting_gives_what_brute_force_finds(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+    matcher = StopMatcher(stops, include)
+    shown = "".join(matcher.feed(piece) for piece in pieces_of(text, cuts))
+    if matcher.matched is None:
+        shown += matcher.flush()
+    assert (shown, matcher.matched) == brute_force(text, stops, include)
+
+
+@given(LETTERS, st.text(alphabet="ab\n€🐋", min_size=1, max_size=5), st.lists(st.integers(0, 100), max_size=10))
+@settings(max_examples=300, deadline=None)
+def test_one_stop_string_is_found_where_str_find_finds_it(text: str, stop: str, cuts: list[int]) -> None:
+    matcher = StopMatcher([stop])
+    shown = "".join(matcher.feed(piece) for piece in pieces_of(text, cuts)) + matcher.flush()
+    at = text.find(stop)
+    assert shown == (text if at < 0 else text[:at])
+    assert (matcher.matched is not None) == (at >= 0)
+
+
+@given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=10))
+@settings(max_examples=300, deadline=None)
+def test_what_is_held_back_is_always_the_beginning_of_a_stop_string(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    matcher = StopMatcher(stops)
+    fed = shown = ""
+    for piece in pieces_of(text, cuts):
+        fed += piece
+        shown += matcher.feed(piece)
+        if matcher.matched is not None:
+            return
+        held = fed[len(shown) :]
+        assert fed.startswith(shown)
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
+    matcher = StopMatcher(["STOP"])
+    assert [matcher.feed(piece) for piece in ("abc", "S", "TO", "x", "ST")] == ["abc", "", "", "STOx", ""]
+    assert matcher.flush() == "ST"
+
+
+def test_nothing_comes_after_a_match() -> None:
+    matcher = StopMatcher(["."])
+    assert matcher.feed("a.b") == "a"
+    assert matcher.feed("c") == ""
+    assert matcher.flush() == ""
