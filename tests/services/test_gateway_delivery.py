@@ -1,0 +1,429 @@
+"""Every token once and in order, whatever the stream of tokens goes through: a real gateway, a real Redis."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.services.gateway_process import GatewayProcess, running_gateway
+from tests.services.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
+from tests.stack import RedisServer
+from tests.tokenizers_for_tests import byte_level, write_model
+from tests.waiting import until
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    with running_gateway(
+        tmp_path_factory.mktemp("gateway"), model, redis_server, client_buffer_events=64, keepalive_s=0.2
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def scheduler(gateway: GatewayProcess, redis_server: RedisServer) -> ScriptedScheduler:
+    leading = ScriptedScheduler(redis_server.client, gateway.keys).lead()
+    gateway.wait_ready()
+    return leading
+
+
+class Stream:
+    """One streaming request, read by a thread of its own."""
+
+    def __init__(self, gateway: GatewayProcess, path: str = "/v1/completions", **body: Any) -> None:
+        fields = {"model": gateway.name, "stream": True, "return_token_ids": True, "max_tokens": 400, **body}
+        if path == "/v1/completions":
+            fields.setdefault("prompt", "The")
+        self.events: list[dict[str, Any]] = []
+        self.ids: list[str] = []
+        self.comments = 0
+        self.done = False
+        self.status = 0
+        self._thread = threading.Thread(target=self._read, args=(gateway.url + path, fields), daemon=True)
+        self._thread.start()
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            self.status = answer.status_code
+            for line in answer.iter_lines():
+                if line.startswith("id: "):
+                    self.ids.append(line[4:])
+                elif line.startswith(":"):
+                    self.comments += 1
+                elif line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    self.events.append(json.loads(line[6:]))
+
+    def join(self) -> Stream:
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the stream did not end"
+        return self
+
+    def choices(self, index: int = 0) -> list[dict[str, Any]]:
+        return [choice for event in self.events for choice in event.get("choices", []) if choice["index"] == index]
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [token for choice in self.choices(index) for token in choice["token_ids"]]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(choice["text"] for choice in self.choices(index))
+
+    @property
+    def reason(self) -> str | None:
+        return self.choices()[-1]["finish_reason"] if self.choices() else None
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        return self.events[-1].get("error") if self.events else None
+
+
+def test_tokens_arrive_in_order_with_their_ids(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    text = "The quick brown fox 🐋 jumps"
+    tokens = tokenizer.encode(text).ids
+    stream = Stream(gateway, temperature=0)
+    claimed = scheduler.claim()
+    assert claimed.prompts == [tokenizer.encode("The").ids]
+    scheduler.serve(claimed, tokens)
+    stream.join()
+    assert (stream.tokens(), stream.text(), stream.reason, stream.done) == (tokens, text, "length", True)
+    assert stream.ids[-1] == f"{claimed.id}:{len(tokens) - 1}"
+    assert all("\ufffd" not in choice["text"] for choice in stream.choices())
+
+
+def test_rows_sent_twice_are_dropped(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("The quick brown fox").ids
+    before = gateway.metric("orcinus_gateway_duplicate_rows_total")
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, tokens[:2]))
+    scheduler.publish(Line(claimed.id, 0, tokens[:2]))
+    scheduler.publish(Line(claimed.id, 1, tokens[1:4]))  # half of it is new
+    scheduler.publish(Line(claimed.id, 4, tokens[4:], finish=LENGTH))
+    scheduler.end(claimed, [tokens], [LENGTH])
+    stream.join()
+    assert stream.tokens() == tokens
+    assert gateway.metric("orcinus_gateway_duplicate_rows_total") == before + 1
+
+
+def test_a_gap_is_filled_from_the_record(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("The quick brown fox jumps").ids
+    before = gateway.metric("orcinus_gateway_refilled_rows_total")
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, tokens[:1]))
+    scheduler.publish(checkpoints=[(claimed.id, 0, 0, tokens[:4])])
+    scheduler.publish(Line(claimed.id, 4, tokens[4:], finish=LENGTH))
+    stream.join()
+    assert (stream.tokens(), stream.reason) == (tokens, "length")
+    assert gateway.metric("orcinus_gateway_refilled_rows_total") > before
+
+
+def test_a_gap_whose_tokens_are_checkpointed_later_is_waited_for(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("The quick brown fox").ids
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 2, tokens[2:3]))
+    scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH))
+    until("the gateway has asked for the record", lambda: stream.comments > 2)
+    assert not stream.events
+    scheduler.publish(checkpoints=[(claimed.id, 0, 0, tokens[:2])])
+    stream.join()
+    assert (stream.tokens(), stream.done) == (tokens, True)
+
+
+def test_a_request_whose_stream_was_trimmed_unread_is_served_from_its_record(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("The quick brown fox").ids
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, tokens[:1]))
+    scheduler.end(claimed, [tokens], [LENGTH])
+    stream.join()
+    assert (stream.tokens(), stream.reason) == (tokens, "length")
+
+
+def test_a_stop_string_across_tokens_cuts_the_text_and_stops_the_sequence(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("a quick brown fox").ids
+    needed = next(n for n in range(len(tokens)) if "k br" in tokenizer.decode(tokens[:n]))
+    stream = Stream(gateway, stop=["k br", "zzz"])
+    claimed = scheduler.claim()
+    for index, token in enumerate(tokens):
+        scheduler.publish(Line(claimed.id, index, [token]))
+    stream.join()
+    assert (stream.text(), stream.reason) == ("a quic", "stop")
+    assert stream.tokens() == tokens[:needed]
+    stop = scheduler.wait_control("stop", claimed.id).stop
+    assert (stop.choice, stop.at_token) == (0, needed)
+
+
+def test_each_choice_ends_by_itself(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("one. two").ids
+    stream = Stream(gateway, n=2, stop=".", stream_options={"include_usage": True})
+    claimed = scheduler.claim()
+    for index, token in enumerate(tokens):
+        scheduler.publish(Line(claimed.id, index, [token], choice=0))
+    other = tokenizer.encode("other").ids
+    scheduler.publish(Line(claimed.id, 0, other, choice=1, finish=LENGTH))
+    stream.join()
+    assert (stream.text(0), stream.choices(0)[-1]["finish_reason"]) == ("one", "stop")
+    assert (stream.text(1), stream.choices(1)[-1]["finish_reason"]) == ("other", "length")
+    kept = len(stream.tokens(0))
+    assert stream.events[-1]["choices"] == []
+    assert stream.events[-1]["usage"]["completion_tokens"] == kept + len(other)
+    assert all(event["usage"] is None for event in stream.events[:-1])
+
+
+def test_a_stop_token_counts_but_is_not_text(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    word = tokenizer.encode("fox").ids
+    for stop_ids, last in (([], EOS), ([word[-1]], word[-1])):
+        stream = Stream(gateway, stop_token_ids=stop_ids, stream_options={"include_usage": True})
+        claimed = scheduler.claim()
+        sent = [*tokenizer.encode("The").ids, last]
+        scheduler.serve(claimed, sent, finish=STOP)
+        stream.join()
+        assert (stream.text(), stream.reason) == ("The", "stop")
+        assert stream.tokens() == sent
+        assert stream.events[-1]["usage"]["completion_tokens"] == len(sent)
+
+
+@pytest.mark.parametrize(
+    ("finish", "error", "code"),
+    [(ERROR, "the block pool is on fire", "generation_failed"), (CANCELLED, "", "cancelled")],
+)
+def test_a_failure_after_the_first_byte_is_an_error_event_and_the_end(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, finish: int, error: str, code: str
+) -> None:
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [50]))
+    scheduler.publish(Line(claimed.id, 1, finish=finish, error=error))
+    stream.join()
+    assert stream.error is not None
+    assert stream.error["code"] == code
+    assert error in stream.error["message"]
+    assert not stream.done
+
+
+@pytest.mark.parametrize(("finish", "status"), [(ERROR, 500), (CANCELLED, 409)])
+def test_a_failure_of_a_whole_answer_has_its_status(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, finish: int, status: int
+) -> None:
+    with _posted(gateway, {"prompt": "x"}) as answers:
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, finish=finish, error="why" if finish == ERROR else ""))
+    assert answers[0].status_code == status
+    assert answers[0].json()["error"]["message"]
+
+
+def test_a_deadline_has_its_own_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    with _posted(gateway, {"prompt": "x", "deadline_ms": 5}) as answers:
+        claimed = scheduler.claim()
+        assert claimed.request.deadline_ms == 5
+        scheduler.serve(claimed, [50], finish=DEADLINE)
+    assert answers[0].json()["choices"][0]["finish_reason"] == "deadline"
+
+
+def test_a_client_that_leaves_a_stream_is_cancelled(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    with httpx.stream(
+        "POST", gateway.url + "/v1/completions", json={"model": gateway.name, "prompt": "x", "stream": True}, timeout=30
+    ):
+        claimed = scheduler.claim()
+    scheduler.wait_control("cancel", claimed.id)
+    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
+
+
+def test_a_client_that_leaves_while_waiting_for_a_whole_answer_is_cancelled(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
+    with _raw_post(gateway, body):
+        claimed = scheduler.claim()
+    assert scheduler.wait_control("cancel", claimed.id).cancel.reason
+
+
+def test_a_client_that_does_not_read_is_cut_and_others_are_not(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    before = gateway.metric("orcinus_gateway_slow_clients_total")
+    body = {"model": gateway.name, "prompt": "x", "stream": True, "max_tokens": 500, "return_token_ids": True, "n": 64}
+    with _raw_post(gateway, json.dumps(body).encode(), receive_buffer=4096):
+        slow = scheduler.claim()
+        other = Stream(gateway)
+        quick = scheduler.claim()
+        step = 0
+
+        def pushed_until_cut() -> bool:
+            nonlocal step
+            rows = [Line(slow.id, 5 * step, [60, 61, 62, 63, 64], choice) for choice in range(64)]
+            scheduler.publish(*rows, Line(quick.id, step, [65]))
+            step += 1
+            return gateway.metric("orcinus_gateway_slow_clients_total") > before or step >= 390
+
+        until("the slow client is cut", pushed_until_cut, 60, every=0.001)
+        assert gateway.metric("orcinus_gateway_slow_clients_total") == before + 1
+        reason = scheduler.wait_control("cancel", slow.id).cancel.reason
+        assert "slow" in reason
+    scheduler.publish(Line(quick.id, step, [66], finish=LENGTH))
+    other.join()
+    assert other.tokens() == [65] * step + [66]
+    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
+
+
+def test_keep_alive_comments_come_while_nothing_else_does(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    until("two comments", lambda: stream.comments >= 2)
+    scheduler.serve(claimed, [50])
+    assert stream.join().done
+
+
+def test_a_broken_entry_in_the_stream_is_skipped(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    key = gateway.keys.tokens(claimed.request.gateway)
+    scheduler.client.xadd(key, {"b": b"\xff\xff\xff"})
+    scheduler.client.xadd(key, {"other": b""})
+    broken = scheduler.batch([Line(claimed.id, 0, [50])])
+    broken.counts = b"\x01"
+    scheduler.client.xadd(key, {"b": broken.SerializeToString()})
+    scheduler.serve(claimed, [50, 51])
+    assert stream.join().tokens() == [50, 51]
+
+
+def test_streams_go_on_after_redis_was_killed_and_restarted(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
+    with (
+        RedisServer(tmp_path / "redis", "--appendfsync", "always") as server,
+        running_gateway(tmp_path, model, server) as own,
+    ):
+        scheduler = ScriptedScheduler(server.client, own.keys).lead()
+        own.wait_ready()
+        stream = Stream(own)
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, tokens[:3]))
+        until("the first tokens arrived", lambda: len(stream.tokens()) == 3)
+        server.stop(signal.SIGKILL)
+        until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
+        refused = own.post("/v1/completions", {"prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert own.status("/health/live") == 200
+        server.start()
+        scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH))
+        stream.join()
+        assert stream.tokens() == tokens
+        own.wait_ready()
+        again = Stream(own)
+        scheduler.serve(scheduler.claim(), tokens)
+        assert again.join().tokens() == tokens
+
+
+def test_a_cancel_that_redis_missed_is_sent_when_it_is_back(tmp_path: Path, model: Path) -> None:
+    with (
+        RedisServer(tmp_path / "redis", "--appendfsync", "always") as server,
+        running_gateway(tmp_path, model, server) as own,
+    ):
+        scheduler = ScriptedScheduler(server.client, own.keys).lead()
+        own.wait_ready()
+        body = json.dumps({"model": own.name, "prompt": "x", "stream": True}).encode()
+        with _raw_post(own, body):
+            claimed = scheduler.claim()
+            server.stop(signal.SIGKILL)
+            until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
+        until("the request is forgotten", lambda: own.metric("orcinus_gateway_active_requests") == 0)
+        server.start()
+        scheduler.wait_control("cancel", claimed.id)
+
+
+def test_a_request_finished_while_the_gateway_slept_is_not_lost(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
+) -> None:
+    stream = Stream(gateway)
+    claimed = scheduler.claim()
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGSTOP)
+    try:
+        scheduler.publish(Line(claimed.id, 0, [50, 51]))
+        redis_server.client.delete(gateway.keys.tokens(claimed.request.gateway))
+        scheduler.publish(Line(claimed.id, 2, [52], finish=LENGTH))
+        scheduler.end(claimed, [[50, 51, 52]], [LENGTH])
+    finally:
+        gateway.process.send_signal(signal.SIGCONT)
+    assert stream.join().tokens() == [50, 51, 52]
+
+
+class _posted:  # noqa: N801 - reads as a verb where it is used
+    """A whole-answer request in a thread; its answer is in the list after the block."""
+
+    def __init__(self, gateway: GatewayProcess, body: dict[str, Any]) -> None:
+        self._answers: list[httpx.Response] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(gateway.post("/v1/completions", body)), daemon=True
+        )
+
+    def __enter__(self) -> list[httpx.Response]:
+        self._thread.start()
+        return self._answers
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(60)
+
+
+def _raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0) -> socket.socket:
+    """A connection that sent a request and reads nothing."""
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", gateway.port))
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    connection.sendall(head.encode() + b"\r\n" + body)
+    return connection
