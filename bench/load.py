@@ -18,11 +18,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shared.errors import ConfigurationError
+
+try:
+    import aiohttp
+except ModuleNotFoundError as error:
+    raise ConfigurationError("`orcinus bench serve` needs aiohttp: run `make install-dev` first") from error
 
 from bench import load_arrivals, load_client, load_report
 from bench.load_arrivals import Arrival

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from aiohttp import web
 
 from bench import load
 from bench.load_client import SseLines
+from shared.settings import ROOT
 
 
 class ScriptedServer:
@@ -297,3 +300,18 @@ def test_sse_payloads_come_out_whole_wherever_the_network_cuts_them() -> None:
     for cut in range(len(stream) + 1):
         lines = SseLines()
         assert lines.feed(stream[:cut]) + lines.feed(stream[cut:]) == [b'{"a": 1}', b'{"b": "\xc3\xa9"}', b"[DONE]"]
+
+
+def test_without_aiohttp_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['aiohttp'] = None; from services.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "bench", "serve"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "make install-dev" in ended.stderr
+    assert "Traceback" not in ended.stderr
