@@ -12,11 +12,11 @@ PROTOS := protos/queue_pb2.py protos/worker_pb2.py
 TESTS ?= tests
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
-KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS TESTS MAKEFLAGS SHELL
+KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS TESTS EXAMPLES MAKEFLAGS SHELL
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
 UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
 ifneq ($(strip $(UNKNOWN)),)
-$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS PYTHON TORCH_INDEX TESTS)
+$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS PYTHON TORCH_INDEX TESTS EXAMPLES)
 endif
 
 # Installed is what a stamp says, and a stamp is named after the pins: touching pyproject.toml reinstalls nothing.
@@ -45,6 +45,9 @@ install-dev: $(TEST_STAMP) $(PROTOS) ## install what tests, lint and benches nee
 
 test: install-dev ## run the tests (TESTS=path for some)
 	$(PY) -m pytest $(TESTS)
+
+schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation)
+	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES))
 
 lint: install-dev ## format check, ruff, mypy
 	$(BIN)/ruff format --check .
@@ -115,4 +118,4 @@ endif
 endif
 endif
 
-.PHONY: help run install install-dev test lint format protos bench doctor up down compose-test kernels-check demo-model-check clean
+.PHONY: help run install install-dev test schemathesis lint format protos bench doctor up down compose-test kernels-check demo-model-check clean

@@ -1,0 +1,96 @@
+"""The Makefile on machines that lack something: what it says, and that it leaves no half-made environment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.services.launcher_support import ROOT, clean_env
+
+TARGETS = ("run", "test", "lint", "format", "protos", "bench", "up", "down", "compose-test", "schemathesis", "doctor")
+
+
+def make(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    drop = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON"}
+    env = {name: value for name, value in clean_env().items() if name not in drop}
+    return subprocess.run(["make", *args], cwd=directory, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A fresh clone, as far as make looks at it before it installs."""
+    directory = tmp_path / "clone"
+    shutil.copytree(ROOT / "protos", directory / "protos", ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, directory)
+    return directory
+
+
+def python_that(checkout: Path, name: str, refuses: str) -> Path:
+    """A Python that works, but for programs that hold `refuses`."""
+    path = checkout / name
+    path.write_text(f'#!/bin/sh\ncase "$*" in *"{refuses}"*) exit 1;; esac\nexec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("refuses", "said"),
+    [
+        ("ensurepip", "sudo apt-get install python3-venv"),
+        ("sys.version_info < (3, 11)", "too old, 3.11 or 3.12 is needed: make PYTHON=python3.12"),
+        ("--version", "not found: sudo apt-get install python3 python3-venv"),
+    ],
+)
+def test_python_that_cannot_be_used_is_named_with_what_to_do(checkout: Path, refuses: str, said: str) -> None:
+    done = make(checkout, "run", f"PYTHON={python_that(checkout, 'broken-python', refuses)}")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (checkout / ".venv" / "bin").exists()
+
+
+def test_help_lists_every_target(checkout: Path) -> None:
+    listed = {line.split()[0] for line in make(checkout).stdout.splitlines()}
+    assert listed >= set(TARGETS)
+
+
+def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) -> None:
+    pins = checkout / "pyproject.toml"
+    text = pins.read_text()
+    version = next(line for line in text.splitlines() if '"torch==' in line).split("==")[1].rstrip('",')
+    pins.write_text(text.replace(f"torch=={version}", "torch==9.9.9"))
+    steps = [line for line in make(checkout, "-n", "run").stdout.splitlines() if "pip install" in line]
+    assert "torch==9.9.9" in steps[0]
+    assert not any("dev" in step or "bench" in step for step in steps)
+
+
+def test_index_for_torch_is_used_for_torch_alone(checkout: Path) -> None:
+    done = make(checkout, "-n", "run", "TORCH_INDEX=https://index.invalid/cpu")
+    steps = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert ["--index-url" in step for step in steps] == [True, *[False] * (len(steps) - 1)]
+
+
+def test_another_python_than_the_environments_is_refused(checkout: Path) -> None:
+    other = checkout / "python-2"
+    other.write_text("#!/bin/sh\necho '(2, 7)'\n")
+    other.chmod(0o755)
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    done = make(checkout, "run", f"PYTHON={other}")
+    assert done.returncode == 2
+    assert "made with another Python" in done.stderr
+    assert make(checkout, "help", f"PYTHON={other}").returncode == 0
+
+
+def test_settings_of_make_reach_the_launcher_as_one_word_each(checkout: Path) -> None:
+    done = make(checkout, "-n", "run", "MODEL=a b/it's", "PORT=81", "DEVICE=cpu", "POLICY=orca", "ARGS=--threads 2")
+    line = done.stdout.splitlines()[-1]
+    echoed = subprocess.run(
+        ["bash", "-c", line.replace("exec", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    options = {"--model": "a b/it's", "--port": "81", "--device": "cpu", "--policy": "orca", "--threads": "2"}
+    assert echoed[-10:] == [word for pair in options.items() for word in pair]
