@@ -18,14 +18,17 @@ from kernels.ops import Batch, CacheShape, Int32, Int64, Ops, Prepared, Sampled,
 from kernels.reference.cache import ReferenceCache
 from kernels.reference.sampling import sample
 
+GATHERED_NUMBERS = 1 << 22  # of K in one decode group at most: bounds memory whatever the batch
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """B sequences with one row each, padded to T tokens. `rows` is None when the group is the whole batch."""
+    """B sequences with one row each, padded to T tokens, whole blocks. `rows` is None when it is the whole batch."""
 
     rows: Tensor | None  # [B] int64
-    index: Tensor  # [B * kv_heads * T] rows of layer 0's K
-    mask: Tensor | None  # [B, 1, 1, T] True where there is a token; None: no padding
+    tiles: Tensor  # [B * kv_heads * T / block_size] of layer 0's K
+    tail: Tensor  # places past a sequence's end in its last block, in the gathered [B * kv_heads * T]
+    masked: Tensor  # [B, 1, 1, T] True where there is no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Chunk:
     first: int
     length: int
     context: int
-    index: Tensor  # [kv_heads * context]
+    tiles: Tensor  # [kv_heads * blocks] of layer 0's K
     mask: Tensor | None  # [length, context]; None: the chunk starts at position 0, plain causal
 
 
@@ -81,20 +84,33 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         blocks = -(-batch.context[sequences] // cache.shape.block_size)
         bucket = np.ceil(np.log2(blocks)).astype(np.int64)
         groups = []
+        per_block = cache.shape.kv_heads * cache.shape.block_size * cache.shape.head_dim
         for value in np.unique(bucket):
             members = sequences[bucket == value]
-            context = batch.context[members]
-            longest = int(context.max())
-            whole = len(members) == len(batch.tokens)
-            mask = None if context.min() == longest else np.arange(longest, dtype=np.int32) < context[:, None]
-            groups.append(
-                DecodeGroup(
-                    rows=None if whole else self._put(batch.query_start[members].astype(np.int64)),
-                    index=self._put(_read_index(batch.tables[members], context, longest, cache)),
-                    mask=None if mask is None else self._put(mask)[:, None, None, :],
-                )
-            )
+            at_most = max(1, GATHERED_NUMBERS // (per_block << int(value)))
+            groups += [
+                self._decode_group(batch, members[first : first + at_most], cache)
+                for first in range(0, len(members), at_most)
+            ]
         return groups
+
+    def _decode_group(self, batch: Batch, members: Int64, cache: ReferenceCache) -> DecodeGroup:
+        size, kv_heads = cache.shape.block_size, cache.shape.kv_heads
+        context = batch.context[members]
+        tiles = _tiles(batch.tables[members], context, cache)
+        longest = tiles.shape[2] * size
+        positions = np.arange(longest, dtype=np.int32)
+        masked = positions >= context[:, None]
+        whole = len(members) == len(batch.tokens)
+        # Past the end of a last block lie numbers of earlier owners, NaN perhaps, which no mask would stop: 0 * NaN.
+        row, offset = np.nonzero(masked & (positions < (-(-context // size) * size)[:, None]))
+        tail = (row[:, None] * kv_heads + np.arange(kv_heads)) * longest + offset[:, None]
+        return DecodeGroup(
+            rows=None if whole else self._put(batch.query_start[members].astype(np.int64)),
+            tiles=self._put(tiles.ravel()),
+            tail=self._put(tail.ravel()),
+            masked=self._put(masked)[:, None, None, :],
+        )
 
     def _chunk(self, batch: Batch, sequence: int, cache: ReferenceCache) -> Chunk:
         first, end = int(batch.query_start[sequence]), int(batch.query_start[sequence + 1])
@@ -102,10 +118,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         mask = None
         if length != context:
             mask = self._put(np.arange(context) <= np.arange(context - length, context)[:, None])
-        index = _read_index(
-            batch.tables[sequence : sequence + 1], batch.context[sequence : sequence + 1], context, cache
-        )
-        return Chunk(first, length, context, self._put(index), mask)
+        alone = slice(sequence, sequence + 1)
+        tiles = _tiles(batch.tables[alone], batch.context[alone], cache)
+        return Chunk(first, length, context, self._put(tiles.ravel()), mask)
 
     def _put(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -146,40 +161,19 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     def attention(
         self, q: Tensor, prepared: ReferencePrepared, cache: ReferenceCache, layer: int, scale: float
     ) -> Tensor:
-        kv_heads, head_dim = cache.shape.kv_heads, cache.shape.head_dim
-        group = q.shape[1] // (kv_heads * head_dim)
-        keys, values = cache.layer_rows(layer, value=False), cache.layer_rows(layer, value=True)
+        keys, values = cache.layer_tiles(layer, value=False), cache.layer_tiles(layer, value=True)
         out: Tensor | None = None
-        for decode in prepared.groups:
-            rows = q if decode.rows is None else q.index_select(0, decode.rows)
-            # The query heads that share a KV head stand where SDPA expects query positions: no copy of K and V for GQA.
-            found = F.scaled_dot_product_attention(
-                rows.view(-1, kv_heads, group, head_dim),
-                keys.index_select(0, decode.index).view(rows.shape[0], kv_heads, -1, head_dim),
-                values.index_select(0, decode.index).view(rows.shape[0], kv_heads, -1, head_dim),
-                attn_mask=decode.mask,
-                scale=scale,
-            ).reshape(rows.shape[0], -1)
-            if decode.rows is None:
+        for group in prepared.groups:
+            rows = q if group.rows is None else q.index_select(0, group.rows)
+            found = _decode(rows, group, keys, values, cache.shape, scale)
+            if group.rows is None:
                 return found
             out = torch.empty_like(q) if out is None else out
-            out.index_copy_(0, decode.rows, found)
+            out.index_copy_(0, group.rows, found)
         out = torch.empty_like(q) if out is None else out
         for chunk in prepared.chunks:
-            rows = q[chunk.first : chunk.first + chunk.length]
-            out[chunk.first : chunk.first + chunk.length] = (
-                F.scaled_dot_product_attention(
-                    rows.view(1, chunk.length, -1, head_dim).transpose(1, 2),
-                    keys.index_select(0, chunk.index).view(1, kv_heads, chunk.context, head_dim),
-                    values.index_select(0, chunk.index).view(1, kv_heads, chunk.context, head_dim),
-                    attn_mask=chunk.mask,
-                    is_causal=chunk.mask is None,
-                    scale=scale,
-                    enable_gqa=group > 1,
-                )
-                .transpose(1, 2)
-                .reshape(chunk.length, -1)
-            )
+            part = slice(chunk.first, chunk.first + chunk.length)
+            out[part] = _prefill(q[part], chunk, keys, values, cache.shape, scale)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -190,12 +184,39 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return sample(logits, rows)
 
 
-def _read_index(tables: Int32, context: Int32, longest: int, cache: ReferenceCache) -> Int64:
-    """[B * kv_heads * longest] rows of layer 0's K, sequence by sequence and head by head; zero rows past the end."""
-    shape = cache.shape
-    positions = np.arange(longest, dtype=np.int64)
-    rows = tables[:, : -(-longest // shape.block_size)].astype(np.int64) * cache.rows_per_block
-    rows = np.repeat(rows, shape.block_size, axis=1)[:, :longest] + positions % shape.block_size
-    rows[positions >= context[:, None]] = shape.blocks * cache.rows_per_block
-    heads = np.arange(shape.kv_heads, dtype=np.int64) * shape.block_size
-    return (rows[:, None, :] + heads[:, None]).ravel()
+def _decode(q: Tensor, group: DecodeGroup, keys: Tensor, values: Tensor, shape: CacheShape, scale: float) -> Tensor:
+    """q [B, heads * head_dim] -> the same shape. The query heads that share a KV head stand side by side: no copies."""
+    q = q.view(q.shape[0], shape.kv_heads, -1, shape.head_dim)
+    k = keys.index_select(0, group.tiles).view(-1, shape.head_dim).index_fill_(0, group.tail, 0.0)
+    v = values.index_select(0, group.tiles).view(-1, shape.head_dim).index_fill_(0, group.tail, 0.0)
+    k, v = k.view(*q.shape[:2], -1, shape.head_dim), v.view(*q.shape[:2], -1, shape.head_dim)
+    if q.dtype != torch.float32:
+        # Scores must not be rounded to 8 bits on their way to the softmax; SDPA keeps them in float32.
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~group.masked, scale=scale).reshape(q.shape[0], -1)
+    scores = torch.matmul(q, k.transpose(2, 3)).mul_(scale).masked_fill_(group.masked, -torch.inf)
+    return torch.matmul(scores.softmax(-1), v).reshape(q.shape[0], -1)
+
+
+def _prefill(q: Tensor, chunk: Chunk, keys: Tensor, values: Tensor, shape: CacheShape, scale: float) -> Tensor:
+    """q [length, heads * head_dim] -> the same shape."""
+    k = keys.index_select(0, chunk.tiles).view(1, shape.kv_heads, -1, shape.head_dim)[:, :, : chunk.context]
+    v = values.index_select(0, chunk.tiles).view(1, shape.kv_heads, -1, shape.head_dim)[:, :, : chunk.context]
+    q = q.view(1, chunk.length, -1, shape.head_dim).transpose(1, 2)
+    found = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != shape.kv_heads,
+    )
+    return found.transpose(1, 2).reshape(chunk.length, -1)
+
+
+def _tiles(tables: Int32, context: Int32, cache: ReferenceCache) -> Int64:
+    """[B, kv_heads, blocks of the longest] tiles of layer 0's K; the zero block where a sequence has none."""
+    used = -(-context // cache.shape.block_size)
+    blocks = tables[:, : int(used.max())].astype(np.int64)
+    blocks[np.arange(blocks.shape[1]) >= used[:, None]] = cache.shape.blocks
+    return blocks[:, None, :] * cache.tiles_per_block + np.arange(cache.shape.kv_heads)[:, None]

@@ -1,7 +1,7 @@
 """The reference backend's paged KV pool: [block, layer, K/V, kv_head, block_size, head_dim].
 
-Seen as rows of head_dim numbers, so that gathering a sequence is one index_select. One block more than the shape says
-is kept at zero: reads past a sequence's end go there, so stale numbers (NaN among them) never reach another sequence.
+Written row by row (head_dim numbers of one token), read tile by tile (block_size rows of one head), so that gathering
+a batch is one index_select. One block more than the shape says is kept at zero: shorter sequences are padded with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kernels.ops import Cache, CacheShape, Int32
 
 
 class ReferenceCache(Cache):
-    """`rows` is the pool as [(blocks + 1) * layers * 2 * kv_heads * block_size, head_dim]."""
+    """The pool, and two views of it: `rows` [-1, head_dim] and `tiles` [-1, block_size * head_dim]."""
 
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.shape = shape
@@ -22,13 +22,17 @@ class ReferenceCache(Cache):
         self.pool = torch.empty((shape.blocks + 1, *block), dtype=shape.dtype, device=device).zero_()
         self.host = torch.empty((shape.host_blocks, *block), dtype=shape.dtype).zero_()
         self.rows = self.pool.view(-1, shape.head_dim)
-        self.rows_per_kv = shape.kv_heads * shape.block_size
-        self.rows_per_layer = 2 * self.rows_per_kv
-        self.rows_per_block = shape.layers * self.rows_per_layer
+        self.tiles = self.pool.view(-1, shape.block_size * shape.head_dim)
+        self.tiles_per_block = shape.layers * 2 * shape.kv_heads
+        self.rows_per_block = self.tiles_per_block * shape.block_size
+
+    def layer_tiles(self, layer: int, value: bool) -> Tensor:
+        """The tiles from a layer's K (or V) of block 0 on: an index made for layer 0's K then finds this layer's."""
+        return self.tiles[(2 * layer + value) * self.shape.kv_heads :]
 
     def layer_rows(self, layer: int, value: bool) -> Tensor:
-        """The rows from a layer's K (or V) of block 0 on: an index made for layer 0's K then finds this layer's."""
-        return self.rows[layer * self.rows_per_layer + (self.rows_per_kv if value else 0) :]
+        """The same for rows."""
+        return self.rows[(2 * layer + value) * self.shape.kv_heads * self.shape.block_size :]
 
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         self.host.index_copy_(0, _index(host_blocks), self.pool.index_select(0, _index(blocks)).cpu())
