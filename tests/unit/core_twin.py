@@ -32,6 +32,8 @@ def answer(request: NewRequest, choice: int, max_model_len: int) -> tuple[list[i
     """What a sequence must produce, computed directly."""
     tokens = [int(t) for t in request.prompts[choice // request.n]]
     prompt, h = len(tokens), 0
+    if request.max_tokens == 0:
+        return [], Finish.LENGTH
     for token in tokens:
         h = chain(h, token)
     while True:
@@ -50,6 +52,8 @@ class Row:
     seed: int
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)  # of tokens 0..p
+    failed: bool = False
 
 
 class TwinWorker:
@@ -88,7 +92,8 @@ class TwinWorker:
             strict=True,
         )
         for i, (slot, start, length, samples) in enumerate(chunks):
-            if i in self.fail_next:
+            if self.rows[slot].failed or i in self.fail_next:  # failed: in a step sent before the scheduler knew
+                self.rows[slot].failed = True
                 errors.append((slot, "nan_logits", "the logits are not finite"))
                 continue
             token = self._chunk(self.rows[slot], start, length)
@@ -109,17 +114,17 @@ class TwinWorker:
         size, known = self.limits.block_size, len(row.tokens)
         assert length > 0 and start + length <= known, "a chunk runs tokens that nobody knows"
         assert known < self.limits.max_model_len, "a step past the context"
-        h = 0
+        while len(row.hashes) < start + length:
+            row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, row.tokens[len(row.hashes)]))
         for p in range(start + length):
-            h = chain(h, row.tokens[p])
             place = (row.blocks[p // size], p % size)
             if p < start:
-                assert self.kv.get(place) == h, f"position {p} reads KV that is not its own"
+                assert self.kv.get(place) == row.hashes[p], f"position {p} reads KV that is not its own"
             else:
-                self.kv[place] = h
+                self.kv[place] = row.hashes[p]
         if start + length < known:
             return None
-        token = sample(h, row.seed)
+        token = sample(row.hashes[-1], row.seed)
         row.tokens.append(token)
         return token
 
@@ -176,9 +181,11 @@ class House:
         return outcome
 
     def stop(self, request_id: str, choice: int, at_token: int) -> None:
-        if (request_id, choice) not in self.over:
+        outcome = self.core.stop(request_id, choice, at_token, self.now)
+        rows = zip(outcome.requests, outcome.choices.tolist(), outcome.finish.tolist(), strict=True)
+        if (request_id, choice, Finish.STOP) in [(r.id, c, f) for r, c, f in rows]:
             self.stopped[request_id, choice] = at_token
-        self.take(self.core.stop(request_id, choice, at_token, self.now))
+        self.take(outcome)
 
     def take(self, outcome: Outcome) -> None:
         """Every token once and in order; rows of a gateway together; ends exactly once."""

@@ -16,10 +16,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.core import Core
+from services.scheduler.core.parts.batch import Chunked
+from services.scheduler.core.parts.memory import Watermark
+from services.scheduler.core.parts.order import ClassThenArrival
+from services.scheduler.core.parts.relief import LeastLost
+from services.scheduler.core.parts.tokens import Fixed
+from services.scheduler.core.policy import Policy
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.core_twin import MS, House, answer, request
 
 POLICIES = ("orca", "sarathi", "orcinus")
+
+
+def policy_of(name: str) -> str | Policy:
+    """A preset, or `eager`: parts of all three, and no thought for the next token, so that it preempts most."""
+    if name != "eager":
+        return name
+    return Policy("eager", ClassThenArrival(50 * MS), Watermark(0.0), Fixed(16), Chunked(), LeastLost())
+
+
 ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 
 
@@ -27,7 +42,7 @@ class CoreTwin(RuleBasedStateMachine):
     """Everything that can happen to a core, in any order, on a replica that is too small for it."""
 
     @initialize(
-        policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from((*POLICIES, "eager")),
         microbatches=st.integers(1, 3),
         lookahead=st.integers(0, 2),
         slots=st.integers(1, 6),
@@ -53,7 +68,7 @@ class CoreTwin(RuleBasedStateMachine):
     ) -> None:
         self.limits = Limits(slots, blocks, block_size, context, step_max)
         core = Core(
-            policy,
+            policy_of(policy),
             max_seqs=max_seqs,
             microbatches=microbatches,
             lookahead=lookahead,
@@ -181,7 +196,7 @@ CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40, d
 TestCoreTwin = CoreTwin.TestCase
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", (*POLICIES, "eager"))
 @pytest.mark.parametrize(("microbatches", "lookahead"), list(itertools.product((1, 2, 3), (0, 1, 2))))
 def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
     policy: str, microbatches: int, lookahead: int
@@ -190,7 +205,7 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
     rng = random.Random(7)
     preempted = 0
     for budget in (1, 7, 64, 0):
-        core = Core(policy, microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
+        core = Core(policy_of(policy), microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
         house = House(core, Limits(slots=12, blocks=40, block_size=4, max_model_len=64, max_step_tokens=96))
         for i in range(32):
             house.add(
@@ -213,14 +228,14 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
         assert core.stats()["preemptions"] <= 3 * sequences
     if policy == "orca":
         assert preempted == 0, "what reserves everything never preempts"
-    if policy == "sarathi":
+    if policy in ("sarathi", "eager"):
         assert preempted > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", (*POLICIES, "eager"))
 def test_a_preemption_storm_is_damped(policy: str) -> None:
     """Blocks 4.5 % short of what all want at once: nobody is preempted more than three times, all finish."""
-    core = Core(policy, lookahead=1)
+    core = Core(policy_of(policy), lookahead=1)
     wanted = 16 * 16  # 16 sequences of 16 blocks at their end
     house = House(core, Limits(16, int(wanted * 0.955), 4, 128, 256))
     for i in range(48):
@@ -234,7 +249,12 @@ def test_worker_losses_under_load_lose_and_double_nothing(seed: int) -> None:
     rng = random.Random(seed)
     limits = Limits(slots=6, blocks=24, block_size=2, max_model_len=40, max_step_tokens=16)
     house = House(
-        Core(POLICIES[seed % 3], microbatches=rng.randint(1, 2), lookahead=rng.randint(0, 2), checkpoint_tokens=4),
+        Core(
+            policy_of((*POLICIES, "eager")[seed % 4]),
+            microbatches=rng.randint(1, 2),
+            lookahead=rng.randint(0, 2),
+            checkpoint_tokens=4,
+        ),
         limits,
     )
     for i in range(30):

@@ -59,7 +59,7 @@ class Core:
         self._passes = Passes(self.policy, self._placer, max_seqs, microbatches, lookahead, step_tokens)
         self._results = Results(self, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
-        self._pending = Collector()  # known between calls that return an Outcome; goes out with the next plan()
+        self._pending = Collector()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
         self._ended = dict.fromkeys(Finish, 0)
 
@@ -68,7 +68,7 @@ class Core:
     def join(self, limits: Limits) -> int:
         """A replica (again), with empty slots and blocks; returns its number, that of a lost one if there is one.
 
-        What waits and can run on no replica ends with an error in the Outcome of the next plan().
+        What waits and can run on no replica ends with an error in the next Outcome.
         """
         number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
         self.replicas[number : number + 1] = [Replica(number, limits)]
@@ -118,7 +118,7 @@ class Core:
             record.sequences.append(Sequence(record, choice, self._sequences, prompt, outputs))
             self._sequences += 1
         record.left = len(record.sequences)
-        out = Collector()
+        out = self.collector()
         for sequence in list(record.sequences):
             sequence.checkpointed = sequence.outputs.size
             self._take_in(sequence, out)
@@ -128,14 +128,14 @@ class Core:
 
     def cancel(self, request_id: str, now_ns: int, finish: Finish = Finish.CANCELLED, error: str = "") -> Outcome:
         """Ends what still runs or waits of a request; slots and blocks are free for the next step. Any moment."""
-        out = Collector()
+        out = self.collector()
         if record := self._records.get(request_id):
             self._end_all(record, finish, error, out)
         return out.build()
 
     def stop(self, request_id: str, choice: int, at_token: int, now_ns: int) -> Outcome:
         """The gateway found a stop string: that sequence ends as STOP with its first `at_token` outputs."""
-        out = Collector()
+        out = self.collector()
         record = self._records.get(request_id)
         if record is None or not 0 <= choice < len(record.sequences):
             return out.build()
@@ -165,7 +165,7 @@ class Core:
     def plan(self, now_ns: int, replica: int = 0) -> tuple[StepPlan | None, Outcome | None]:
         """The next step of `replica`, None when nothing can run or as much is in flight as may be; and what became
         known meanwhile: passed deadlines, requests that started, checkpoints of the preempted."""
-        out, self._pending = self._pending, Collector()
+        out = self.collector()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
         step = None
@@ -251,6 +251,11 @@ class Core:
             raise RuntimeError("the sequences left of a request are counted wrongly")
 
     # -- ends; also called by Results
+
+    def collector(self) -> Collector:
+        """For the next Outcome, beginning with what had to wait for one."""
+        out, self._pending = self._pending, Collector()
+        return out
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         """A sequence that holds nothing any more is over; with its last sequence the request is."""

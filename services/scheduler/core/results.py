@@ -35,15 +35,12 @@ class Results:
     def apply(self, replica: Replica, step: InFlight, result: StepResult, now_ns: int) -> Outcome:
         """The Outcome of one answered step. Raises ValueError when the answer is not to this step."""
         slots, tokens, logprobs = step.sampled, result.tokens, result.logprobs
+        table = replica.table
         if result.slots.size != slots.size or not np.array_equal(result.slots, slots):
-            failed = [slot for slot, _, _ in result.errors]
-            if not np.array_equal(result.slots, slots[~np.isin(slots, failed)]):
-                raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
-            slots = result.slots
+            slots = self._answered(replica, step, result)
         if tokens.size != slots.size:
             raise ValueError(f"the result of step {step.id} has {tokens.size} tokens for {slots.size} slots")
-        out = Collector()
-        table = replica.table
+        out = self._core.collector()
         replica.answered(step)
         if step.roster == table.roster:
             table.unanswered[table.rows(step.slots)] -= 1
@@ -64,6 +61,17 @@ class Results:
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
         return out.build(columns)
+
+    @staticmethod
+    def _answered(replica: Replica, step: InFlight, result: StepResult) -> Int32:
+        """The slots that a result tells of, where it leaves some out: those that failed now, or in a step before."""
+        told = np.isin(step.sampled, result.slots)
+        failed = [slot for slot, _, _ in result.errors]
+        silent = step.sampled[~told]
+        owed = silent[~np.isin(silent, failed) & (replica.table.since[silent] <= step.id)]
+        if owed.size or not np.array_equal(result.slots, step.sampled[told]):
+            raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
+        return result.slots
 
     def _tokens(
         self,
