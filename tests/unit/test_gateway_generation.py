@@ -1,0 +1,234 @@
+"""From rows of tokens to text: the same however the rows were cut, and what brute force says."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos import queue_pb2
+from services.gateway.errors import ApiError
+from services.gateway.generation import ChoiceText, Generation
+from services.gateway.metrics import Metrics
+from services.gateway.sink import Offer, Row, Sink
+from services.gateway.streams import EventWriter
+from services.gateway.tokenizer import ModelText
+from services.gateway.validate import GenerationSpec
+from tests.tokenizers_for_tests import write_model
+
+EOS = 1
+
+
+@functools.cache
+def model() -> ModelText:
+    with tempfile.TemporaryDirectory() as directory:
+        return ModelText(write_model(Path(directory) / "m"))
+
+
+def spec(**changes: Any) -> GenerationSpec:
+    fields = {
+        "id": "cmpl-1", "endpoint": "completions", "model": "m", "created": 1, "prompts": [[50]], "prompt_texts": [],
+        "n": 1, "max_tokens": 100, "min_tokens": 0, "stop": [], "stop_ids": [EOS], "sampling": queue_pb2.Sampling(),
+        "priority": "normal", "stream": True, "include_usage": False, "echo": False, "return_token_ids": False,
+        "include_stop": False, "skip_special": True,
+    } | changes  # fmt: skip
+    return GenerationSpec(**fields)
+
+
+TOKENS = st.lists(st.integers(4, 399), max_size=25)
+TEXTS = st.text(alphabet="the quickfox.🐋é", max_size=25)
+CUTS = st.lists(st.integers(0, 30), max_size=8)
+
+
+def rows(tokens: list[int], cuts: list[int]) -> list[list[int]]:
+    places = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
+    return [tokens[a:b] for a, b in itertools.pairwise(places)]
+
+
+def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[str, list[int], str | None, list[str]]:
+    """Text, counted tokens, reason, and the text after each piece."""
+    choice = ChoiceText(request, model(), [50])
+    text, counted, after = "", [], []
+    for index, piece in enumerate(pieces):
+        if choice.finish_reason is None:
+            new, used, _ = choice.feed(piece, "length" if index == len(pieces) - 1 else None)
+            text += new
+            counted += used
+        after.append(text)
+    return text, counted, choice.finish_reason, after
+
+
+@given(TEXTS, CUTS, st.lists(st.sampled_from([".", "fox", "qu", "k 🐋", "e"]), max_size=3), st.integers(0, 6))
+@settings(max_examples=300, deadline=None)
+def test_the_cutting_into_rows_changes_nothing(text: str, cuts: list[int], stop: list[str], least: int) -> None:
+    tokens = model().encode(text)
+    request = spec(stop=stop, min_tokens=least)
+    singly = fed([[token] for token in tokens] or [[]], request)
+    assert fed(rows(tokens, cuts) or [[]], request)[:3] == singly[:3]
+
+
+@given(TOKENS, TOKENS)
+@settings(max_examples=200, deadline=None)
+def test_text_after_a_token_does_not_depend_on_later_tokens(tokens: list[int], others: list[int]) -> None:
+    request = spec(stop=["e", "qu"])
+    common = [[token] for token in tokens]
+    a, b = fed([*common, others, []], request)[3], fed([*common, [], []], request)[3]
+    assert a[: len(tokens)] == b[: len(tokens)]
+
+
+@given(TEXTS, st.sampled_from([".", "fox", "quick", "🐋", "the "]))
+@settings(max_examples=200, deadline=None)
+def test_a_stop_string_needs_the_fewest_tokens_that_hold_it(text: str, stop: str) -> None:
+    tokens = model().encode(text)
+    shown, counted, reason, _ = fed([[token] for token in tokens] or [[]], spec(stop=[stop]))
+    at = text.find(stop)
+    if at < 0:
+        assert (shown, counted, reason) == (text, tokens, "length")
+        return
+    needed = next(n for n in range(1, len(tokens) + 1) if stop in model().text.decode(tokens[:n]))
+    assert (shown, counted, reason) == (text[:at], tokens[:needed], "stop")
+
+
+def test_a_stop_string_before_min_tokens_ends_nothing() -> None:
+    tokens = model().encode("a.b.c")
+    first_dot = next(n for n in range(1, 9) if "." in model().text.decode(tokens[:n]))
+    shown, _, reason, _ = fed([[token] for token in tokens], spec(stop=["."], min_tokens=first_dot))
+    assert (shown, reason) == ("a.b", "stop")
+
+
+def test_include_stop_str_in_output_keeps_it() -> None:
+    assert fed([model().encode("one. two")], spec(stop=["."], include_stop=True))[0] == "one."
+
+
+class Recorded:
+    """Commands that a generation gave."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[int, int]] = []
+        self.closed: list[str] = []
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int) -> None:
+        self.stops.append((choice, at_token))
+
+    def close(self, request_id: str, cancel_reason: str = "") -> None:
+        self.closed.append(cancel_reason)
+
+
+def generation(**changes: Any) -> tuple[Generation, Sink, Recorded]:
+    request = spec(**changes)
+    sink, commands = Sink(request.id, request.choices), Recorded()
+    return Generation(request, model(), sink, commands, Metrics(), 0.0), sink, commands
+
+
+def test_a_finished_request_is_closed_without_a_cancel_and_once() -> None:
+    running, sink, commands = generation()
+    sink.offer(Row(0, [60], finish=2), 0)
+    asyncio.run(running.next())
+    running.close()
+    running.close()
+    assert commands.closed == [""]
+
+
+def test_an_unfinished_request_is_cancelled_with_the_reason() -> None:
+    running, _, commands = generation()
+    running.close("gone")
+    assert commands.closed == ["gone"]
+
+
+def test_a_stop_string_in_the_last_row_stops_nothing_that_has_ended() -> None:
+    running, sink, commands = generation(stop=["fox"])
+    sink.offer(Row(0, model().encode("a fox"), finish=2), 0)
+    deltas = asyncio.run(running.next())
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a ", "stop")]
+    assert commands.stops == []
+
+
+def test_rows_of_a_choice_after_its_stop_string_are_late() -> None:
+    running, sink, commands = generation(stop=["fox"], n=2)
+    tokens = model().encode("a fox")
+    sink.offer(Row(0, tokens), 0)
+    asyncio.run(running.next())
+    assert commands.stops == [(0, len(tokens))]
+    assert sink.offer(Row(0, [60], finish=3), len(tokens)) is Offer.LATE
+    assert not running.done
+    sink.offer(Row(1, [60], finish=2), 0)
+    asyncio.run(running.next())
+    assert running.done
+
+
+def test_an_error_row_ends_everything_as_an_error() -> None:
+    running, sink, _ = generation(n=2)
+    sink.offer(Row(0, [60]), 0)
+    sink.offer(Row(1, [], finish=5, error="burnt"), 7)
+    with pytest.raises(ApiError, match="burnt"):
+        asyncio.run(running.next())
+
+
+def test_events_say_the_last_index_of_every_choice() -> None:
+    running, sink, _ = generation(n=2, return_token_ids=True)
+    writer = EventWriter(running, "fp")
+    sink.offer(Row(0, [60, 61]), 0)
+    events = writer.events(asyncio.run(running.next())).decode()
+    assert events.startswith("id: cmpl-1:1.-1\ndata: {")
+    assert '"token_ids":[60,61]' in events
+
+
+# The mailbox
+
+
+def test_a_mailbox_takes_each_token_once() -> None:
+    sink = Sink("r", 1)
+    assert sink.offer(Row(0, [1, 2]), 0) is Offer.TAKEN
+    assert sink.offer(Row(0, [1, 2]), 0) is Offer.DUPLICATE
+    assert sink.offer(Row(0, [2, 3]), 1) is Offer.TAKEN
+    assert sink.offer(Row(0, [9]), 5) is Offer.GAP
+    assert sink.offer(Row(0, [], finish=1), 3) is Offer.TAKEN
+    assert sink.offer(Row(0, [4], finish=1), 3) is Offer.LATE
+    assert sink.offer(Row(7, [4]), 0) is Offer.LATE
+    taken = asyncio.run(sink.take())
+    assert [token for row in taken for token in row.tokens] == [1, 2, 3]
+    assert sink.done
+
+
+def test_a_bounded_mailbox_overflows_and_an_emptied_one_does_not() -> None:
+    sink = Sink("r", 1, bound=2)
+    outcomes = [sink.offer(Row(0, [index]), index) for index in range(3)]
+    assert outcomes == [Offer.TAKEN, Offer.TAKEN, Offer.OVERFLOW]
+    asyncio.run(sink.take())
+    assert sink.offer(Row(0, [2]), 2) is Offer.TAKEN
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_order_and_repetition_of_rows_gives_the_sequence(data: st.DataObject) -> None:
+    tokens = list(range(100, 100 + data.draw(st.integers(1, 20))))
+    sink, got = Sink("r", 1), []
+    for _ in range(40):
+        first = data.draw(st.integers(0, len(tokens)))
+        row = Row(0, tokens[first : first + data.draw(st.integers(0, 6))])
+        if sink.offer(row, first) is Offer.GAP:
+            sink.put_aside(row, first)
+        for item in sink.take_ahead():
+            if sink.offer(item.row, item.first) is Offer.GAP:
+                sink.put_aside(item.row, item.first)
+    sink.offer(Row(0, tokens, finish=1), 0)
+    got = [token for row in asyncio.run(sink.take()) for token in row.tokens]
+    assert got == tokens
+    assert sink.done
+
+
+def test_a_failed_mailbox_raises_and_takes_no_more() -> None:
+    sink = Sink("r", 1)
+    sink.offer(Row(0, [1]), 0)
+    sink.fail(ApiError(503, "why"))
+    sink.fail(ApiError(503, "later"))
+    with pytest.raises(ApiError, match="why"):
+        asyncio.run(sink.take())
+    assert sink.offer(Row(0, [2]), 1) is Offer.LATE
