@@ -98,8 +98,14 @@ def note_event(record: Record, payload: bytes, now_s: float) -> None:
         record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
 
 
-def judge(record: Record, done: bool) -> None:
-    """Decides whether a stream that ended without an exception ended as it should."""
+def judge(record: Record, done: bool, now_s: float) -> None:
+    """Decides whether a stream that ended without an exception ended as it should.
+
+    Tokens that never became text (half a character, control tokens) count as delivered at the end.
+    """
+    if not record.event_s and record.reported_tokens:
+        record.event_s.append(now_s)
+        record.event_tokens.append(record.reported_tokens)
     if record.error:
         return
     if not done and not record.finish:
@@ -132,7 +138,7 @@ async def send(session: aiohttp.ClientSession, target: Target, record: Record, p
                         done = True
                     else:
                         note_event(record, data, now_s)
-            judge(record, done)
+            judge(record, done, time.perf_counter())
     except TimeoutError:
         record.error = "timeout"
         record.detail = f"no end after {target.timeout_s:g} s"

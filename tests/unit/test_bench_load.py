@@ -95,7 +95,8 @@ class ScriptedServer:
         with_ids = body.get("return_token_ids", False)
         while sent < total:
             size = min(2 if with_ids else 1, total - sent)
-            choice: dict[str, Any] = {"index": 0, "text": "ab" * size, "finish_reason": None}
+            shown = "" if script == "no_text" else "ab" * size
+            choice: dict[str, Any] = {"index": 0, "text": shown, "finish_reason": None}
             if with_ids:
                 choice["token_ids"] = list(range(sent, sent + size))
             sent += size
@@ -186,6 +187,19 @@ def test_text_mode_sends_words_and_takes_the_servers_token_count(
     assert code == 0
     assert all(len(body["prompt"].split()) == 6 for body in server.bodies)
     assert result["output_tokens"] == 14  # four events each, seven tokens by the usage
+
+
+def test_tokens_that_never_become_text_are_delivered_with_the_end_of_the_stream(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = "no_text"
+    code, result = run(
+        capsys, "--url", server.url, "--concurrency", "1", "--requests", "2", "--warmup", "0", "--text",
+        "--output-tokens", "5",
+    )  # fmt: skip
+    assert code == 0
+    assert result["output_tokens"] == 10
+    assert 0 < result["ttft_ms"]["p50"] <= result["e2e_ms"]["p50"]
 
 
 def test_refused_requests_are_recorded_as_429_and_are_no_failure_of_the_run(
