@@ -1,0 +1,241 @@
+"""The sampler: published vectors, the distribution it draws from, and every rule of kernels.ops.SamplingRows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kernels.reference  # noqa: F401 - registers the backend
+from kernels import ops as kernel_ops
+from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, SamplingRows, Sparse
+from kernels.reference.philox import gumbel, philox4x32
+
+OPS = kernel_ops.create("reference", torch.device("cpu"))
+
+
+def rows(count: int, **columns: Any) -> SamplingRows:
+    """Greedy rows unless columns say otherwise; a scalar stands for every row."""
+    values: dict[str, Any] = {
+        "temperature": (0.0, np.float32),
+        "top_k": (0, np.int32),
+        "top_p": (1.0, np.float32),
+        "min_p": (0.0, np.float32),
+        "seed": (0, np.uint64),
+        "position": (0, np.int64),
+        "want_logprob": (False, np.bool_),
+    }
+    made = {
+        name: np.broadcast_to(np.asarray(columns.pop(name, default), dtype), (count,)).copy()
+        for name, (default, dtype) in values.items()
+    }
+    for name in ("presence", "frequency", "repetition"):
+        if name in columns:
+            made[name] = np.broadcast_to(np.asarray(columns.pop(name), np.float32), (count,)).copy()
+    return SamplingRows(**made, **columns)
+
+
+def sparse(triples: list[tuple[int, int, float]]) -> Sparse:
+    row, ids, values = zip(*triples, strict=True)
+    return Sparse(np.array(row, np.int64), np.array(ids, np.int64), np.array(values, np.float32))
+
+
+def draw(logits: np.ndarray, **columns: Any) -> np.ndarray:
+    count = len(logits)
+    return OPS.sample(torch.tensor(logits, dtype=torch.float32), rows(count, **columns)).tokens.numpy()
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # Random123 1.14, tests/kat_vectors, philox4x32 10
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_published_vectors(counter: list[int], key: list[int], expected: list[int]) -> None:
+    found = philox4x32(np.array(counter, np.uint32)[:, None], np.array(key, np.uint32)[:, None])
+    assert found[:, 0].tolist() == expected
+
+
+def test_noise_is_the_documented_function_of_seed_position_and_token() -> None:
+    seed, position, vocab = 0x123456789ABCDEF0, (3 << 32) + 41, 10
+    found = gumbel(np.array([7, seed], np.uint64), np.array([0, position], np.int64), vocab)
+    for token in range(vocab):
+        counter = np.array([[token >> 2], [position & 0xFFFFFFFF], [position >> 32], [0]], np.uint32)
+        key = np.array([[seed & 0xFFFFFFFF], [seed >> 32]], np.uint32)
+        x = int(philox4x32(counter, key)[token & 3, 0])
+        u = min((x + 0.5) * 2**-32, 1 - 2**-24)
+        assert found[1, token] == pytest.approx(-np.log(-np.log1p(-u)), rel=1e-5, abs=1e-5)
+
+
+def test_noise_does_not_depend_on_the_batch_it_is_drawn_in() -> None:
+    seed, position = np.arange(40, dtype=np.uint64), np.arange(40, dtype=np.int64) * 3
+    together = gumbel(seed, position, 5003)
+    assert np.array_equal(together[17:18], gumbel(seed[17:18], position[17:18], 5003))
+    assert len(np.unique(together)) > together.size * 0.98, "rows share their noise"
+
+
+def chi_square_accepts(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Pearson's test at 5 standard deviations of its statistic; ids of probability zero may not occur."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    possible = probabilities > 0
+    assert not counts[~possible].any(), "a token that was cut off was drawn"
+    expected = probabilities[possible] * len(tokens)
+    statistic = ((counts[possible] - expected) ** 2 / expected).sum()
+    freedom = possible.sum() - 1
+    assert statistic < freedom + 5 * np.sqrt(2 * max(freedom, 1)), (statistic, freedom)
+
+
+def truncated(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The reference distribution in float64, by sorting."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    keep = np.ones(len(scaled), np.bool_)
+    if top_k:
+        keep[order[top_k:]] = False
+    p = np.where(keep, np.exp(scaled - scaled.max()), 0)
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    keep[order[(before >= top_p)]] = False
+    keep &= p >= min_p * p.max()
+    p = np.where(keep, p, 0)
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (1.7, 5, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (0.9, 9, 0.7, 0.05),
+    ],
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = np.random.default_rng(11).normal(0, 2, 24).astype(np.float32)
+    tokens = np.concatenate(
+        [
+            draw(
+                np.tile(logits, (10_000, 1)),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=1234,
+                position=np.arange(first, first + 10_000),
+            )
+            for first in range(0, 50_000, 10_000)
+        ]
+    )
+    chi_square_accepts(tokens, truncated(logits, temperature, top_k, top_p, min_p))
+
+
+def test_draws_of_different_seeds_at_one_position_follow_the_distribution_too() -> None:
+    logits = np.random.default_rng(5).normal(0, 1, 7).astype(np.float32)
+    tokens = draw(np.tile(logits, (40_000, 1)), temperature=1.0, seed=np.arange(40_000), position=9)
+    chi_square_accepts(tokens, truncated(logits, 1.0, 0, 1.0, 0.0))
+
+
+def test_top_p_of_a_flat_distribution_looks_past_the_sorted_prefix() -> None:
+    logits = np.linspace(0, 0.5, 2000).astype(np.float32)
+    tokens = draw(np.tile(logits, (3000, 1)), temperature=1.0, top_p=0.5, seed=np.arange(3000))
+    allowed = np.flatnonzero(truncated(logits, 1.0, 0, 0.5, 0.0))
+    assert tokens.min() >= allowed.min() and len(np.unique(tokens)) > 500
+
+
+def test_a_row_draws_the_same_alone_and_among_rows_of_every_other_kind() -> None:
+    logits = np.random.default_rng(3).normal(0, 2, (6, 50)).astype(np.float32)
+    columns = {
+        "temperature": [0.0, 0.7, 1.0, 1.3, 0.0, 1.0],
+        "top_k": [0, 4, 0, 0, 0, 20],
+        "top_p": [1.0, 1.0, 0.6, 1.0, 1.0, 0.9],
+        "min_p": [0.0, 0.0, 0.0, 0.1, 0.0, 0.02],
+        "seed": [1, 2, 3, 4, 5, 2**63 + 6],
+        "position": [7, 8, 9, 10, 11, 12],
+    }
+    together = draw(logits, **columns)
+    alone = [
+        int(draw(logits[i : i + 1], **{name: [values[i]] for name, values in columns.items()})[0]) for i in range(6)
+    ]
+    assert together.tolist() == alone
+    assert together[[0, 4]].tolist() == logits[[0, 4]].argmax(1).tolist()
+
+
+def test_bias_bans_and_masks_apply_to_their_rows_alone() -> None:
+    logits = np.tile(np.arange(40, dtype=np.float32), (5, 1))
+    mask = np.array([[0b1010, 0]], np.uint32)
+    tokens = draw(
+        logits,
+        bias=sparse([(0, 3, 100.0), (1, 39, -20.0), (1, 39, -20.0)]),
+        banned=Sparse(np.array([2, 2]), np.array([39, 38])),
+        mask_rows=np.array([3]),
+        mask_words=mask,
+    )
+    assert tokens.tolist() == [3, 38, 37, 3, 39]
+
+
+def test_a_banned_token_stays_banned_whatever_its_bias() -> None:
+    logits = np.zeros((1, 8), np.float32)
+    tokens = draw(logits, bias=sparse([(0, 2, 1e30)]), banned=Sparse(np.array([0]), np.array([2])))
+    assert tokens[0] != 2
+
+
+def test_penalties_are_the_formulas() -> None:
+    logits = np.zeros((3, 8), np.float32)
+    logits[:, 1], logits[:, 2], logits[:, 3] = 4.0, 3.9, -1.0
+    # Token 1 stands in the prompt of row 0 and twice in the output of rows 1 and 2.
+    history = sparse([(0, 1, 0.0), (1, 1, 1.0), (1, 1, 1.0), (2, 1, 1.0), (2, 1, 1.0), (2, 2, 0.0)])
+    columns = {"history": history, "presence": [0.05] * 3, "frequency": [0.04] * 3, "repetition": [1.0] * 3}
+    assert draw(logits, **columns).tolist() == [1, 2, 2], "0.05 + 2 x 0.04 > 0.1, and a prompt counts for neither"
+    columns = {"history": history, "presence": 0.0, "frequency": 0.0, "repetition": [1.1, 1.1, 1.5]}
+    assert draw(logits, **columns).tolist() == [2, 2, 1], "repetition divides, in the prompt too: 4/1.5 > 3.9/1.5"
+    negative = np.array([[-2.0, -1.9]], np.float32)
+    columns = {"history": sparse([(0, 1, 0.0)]), "presence": 0.0, "frequency": 0.0, "repetition": 1.2}
+    assert draw(negative, **columns).tolist() == [0], "a negative logit is multiplied"
+
+
+def test_log_probability_is_the_models_own_and_only_where_asked() -> None:
+    logits = np.random.default_rng(1).normal(0, 2, (3, 30)).astype(np.float32)
+    made = rows(3, want_logprob=[True, False, True], temperature=[0.0, 0.0, 0.3], bias=sparse([(0, 4, 50.0)]))
+    found = OPS.sample(torch.tensor(logits), made)
+    assert found.logprobs is not None
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+    tokens = found.tokens.numpy()
+    assert tokens[0] == 4
+    values = found.logprobs.numpy()
+    assert values[[0, 2]] == pytest.approx(exact[[0, 2], tokens[[0, 2]]], abs=1e-5)
+    assert np.isnan(values[1])
+    assert OPS.sample(torch.tensor(logits), rows(3)).logprobs is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_is_reported_and_leaves_the_others_alone(temperature: float, bad: float) -> None:
+    logits = np.random.default_rng(2).normal(0, 2, (3, 30)).astype(np.float32)
+    before = draw(logits.copy(), temperature=temperature, seed=[1, 2, 3])
+    logits[1, 7] = bad
+    found = OPS.sample(torch.tensor(logits), rows(3, temperature=temperature, seed=[1, 2, 3]))
+    assert found.status.tolist() == [STATUS_FINE, STATUS_NOT_FINITE, STATUS_FINE]
+    assert found.tokens[[0, 2]].tolist() == before[[0, 2]].tolist()
+
+
+def test_huge_finite_logits_are_not_taken_for_broken_ones() -> None:
+    logits = np.full((1, 8), 3e38, np.float32)
+    logits[0, 5] = 3.2e38
+    found = OPS.sample(torch.tensor(logits), rows(1))
+    assert found.status.tolist() == [STATUS_FINE] and found.tokens.tolist() == [5]
+
+
+def test_a_row_without_an_allowed_token_is_reported() -> None:
+    logits = np.zeros((2, 8), np.float32)
+    made = rows(2, temperature=[0.0, 1.0], banned=Sparse(np.repeat([0, 1], 8), np.tile(np.arange(8), 2)))
+    assert OPS.sample(torch.tensor(logits), made).status.tolist() == [STATUS_NOTHING_ALLOWED] * 2
