@@ -20,8 +20,8 @@ case "${1:-}" in
         ;;
     worker)
         # The container's name is its address inside the network and differs for each of `--scale worker=N`.
-        : "${ORCINUS_WORKER_ID:=worker-$(hostname)}" "${ORCINUS_LISTEN:=0.0.0.0:50051}" "${ORCINUS_ADVERTISE:=$(hostname):50051}"
-        export ORCINUS_WORKER_ID ORCINUS_LISTEN ORCINUS_ADVERTISE
+        : "${ORCINUS_WORKER_ID:=worker-$(hostname)}" "${ORCINUS_ADVERTISE:=$(hostname):${ORCINUS_LISTEN##*:}}"
+        export ORCINUS_WORKER_ID ORCINUS_ADVERTISE
         ;;
 esac
 exec orcinus "$@"
