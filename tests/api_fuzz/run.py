@@ -38,11 +38,12 @@ def document(stack: Stack) -> Path:
     """The stack's OpenAPI document with the one model that exists: other names would all end in 404 at the door."""
     schema = httpx.get(f"{stack.url}/openapi.json", headers=stack.headers).raise_for_status().json()
     for body in schema["components"]["schemas"].values():
-        if "model" in body.get("properties", {}):
-            body["properties"]["model"] = {"type": "string", "enum": [stack.name]}
-    for path in ("/v1/models/{model_id}",):
-        for parameter in schema["paths"][path]["get"]["parameters"]:
-            parameter["schema"] = {"type": "string", "enum": [stack.name, "another"]}
+        if model := body.get("properties", {}).get("model"):
+            nullable = {"type": "null"} in model.pop("anyOf", [])
+            model |= {"type": ["string", "null"] if nullable else "string", "enum": [stack.name]}
+            model["enum"] += [None] if nullable else []
+    for parameter in schema["paths"]["/v1/models/{model_id}"]["get"]["parameters"]:
+        parameter["schema"] = {"type": "string", "enum": [stack.name, "another"]}
     file = stack.directory / "openapi.json"
     file.write_text(json.dumps(schema))
     return file
