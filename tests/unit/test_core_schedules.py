@@ -315,6 +315,17 @@ def test_microbatches_share_what_runs() -> None:
     h.finish()
 
 
+def test_those_who_wait_for_memory_do_not_unbalance_the_microbatches() -> None:
+    """Four sequences of 11 blocks fit 46, ten wait: the four, entered together, are split two and two at once."""
+    h = house("sarathi", blocks=46, microbatches=2)
+    for i in range(14):
+        h.add(request(f"r{i}", 40, 4, seed=i))
+    assert [set(h.plan_named()), h.plan()] == [{"r0", "r1", "r2", "r3"}, None]
+    h.answer()
+    assert [set(h.plan_named()) for _ in range(2)] == [{"r0", "r1"}, {"r2", "r3"}]
+    h.finish()
+
+
 def test_freed_slots_and_blocks_serve_in_the_very_next_step() -> None:
     h = house("orca", slots=1, blocks=2)
     h.add(request("a", 4, 2, seed=1))

@@ -79,7 +79,10 @@ class Core:
         return number
 
     def lose(self, replica: int, now_ns: int) -> None:
-        """The worker is gone: its sequences wait again with the tokens applied so far; its steps are forgotten."""
+        """The worker is gone: its sequences wait again with the tokens applied so far; its steps are forgotten.
+
+        Step ids begin anew when it joins again, so the caller passes on no answer of the Run that was lost.
+        """
         lost = self.replicas[replica]
         lost.alive = False
         lost.inflight.clear()

@@ -88,9 +88,12 @@ class Passes:
         return min(self._max_seqs or replica.limits.slots, replica.limits.slots)
 
     def _draft(self, replica: Replica, microbatch: int) -> Draft:
-        sequences = replica.table.count + len(self._placer)
-        seats = self.policy.batch.seats(sequences, self._most(replica), self._microbatches)
+        seats = self._seats(replica, replica.table.count)
         return Draft(microbatch, seats, self.policy.tokens.budget(replica, self._step_tokens))
+
+    def _seats(self, replica: Replica, sequences: int) -> int:
+        """Sequences in one step when `sequences` run."""
+        return self.policy.batch.seats(sequences, self._most(replica), self._microbatches)
 
     def _wants(self, replica: Replica, microbatch: int) -> Bool:
         """[high] bool: who has something to run and may be in a step of this microbatch.
@@ -197,6 +200,8 @@ class Passes:
         table, limits, batch = replica.table, replica.limits, self.policy.batch
         pace = Pace(self.policy.tokens.budget(replica, self._step_tokens), self._lookahead)
         most = self._most(replica)
+        running = table.count
+        draft.seats += self._seats(replica, running + len(self._placer)) - self._seats(replica, running)
         while draft.seats > 0 and draft.left > 0 and table.count < most:
             sequence = self._placer.head(now_ns)
             if sequence is None or sequence.unanswered or sequence.misfit(limits):
@@ -255,15 +260,15 @@ class Passes:
             self._ones, self._true = np.ones(2 * decodes, np.int32), np.ones(2 * decodes, np.bool_)
         slots, starts = draft.slots, draft.starts
         lengths, samples = self._ones[:decodes], self._true[:decodes]
-        sampled, mask = slots, None
+        sampled = slots
         if draft.chunks:
             more = np.array(draft.chunks, np.int32).reshape(-1, 4)
             slots = np.concatenate([slots, more[:, 0]])
             starts = np.concatenate([starts, more[:, 1]])
             lengths = np.concatenate([lengths, more[:, 2]])
             samples = np.concatenate([samples, more[:, 3] > 0])
-            sampled, mask = slots[samples], samples
-        step = InFlight(replica.next_step, draft.microbatch, replica.table.roster, slots, mask, sampled)
+            sampled = slots[samples]
+        step = InFlight(replica.next_step, draft.microbatch, replica.table.roster, slots, sampled)
         freed, replica.freed = replica.freed, []
         replica.sent(step)
         self.counters.iteration += 1

@@ -48,7 +48,7 @@ class Batch(Protocol):
     """Who shares the iteration?"""
 
     def seats(self, sequences: int, most: int, microbatches: int) -> int:
-        """Sequences in one step, of `sequences` that run or could; `most` by the settings."""
+        """Sequences in one step when `sequences` run; at most `most` may run, by the settings. At least 1."""
 
     def chunk(self, rest: int, left: int, first: bool) -> int:
         """Tokens to run of a prompt with `rest` to go when `left` are left of the budget; 0: not in this step.

@@ -5,14 +5,13 @@ The passes plan on it, apply() answers its steps; a lost replica is emptied and 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Bool, SlotTable
+from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits
 
 
@@ -24,8 +23,7 @@ class InFlight:
     microbatch: int
     roster: int  # of the table when it was planned: unchanged, nobody left since
     slots: Int32  # of its chunks
-    samples: Bool | None  # which chunks sample; None: all
-    sampled: Int32  # slots[samples]
+    sampled: Int32  # those of them whose chunk samples
 
 
 @dataclass(slots=True)
@@ -55,7 +53,7 @@ class Replica:
         self.table = SlotTable(limits)
         self.pool = BlockPool(limits.blocks)
         self.host = BlockPool(limits.host_blocks)
-        self.inflight: OrderedDict[int, InFlight] = OrderedDict()
+        self.inflight: dict[int, InFlight] = {}
         self.inflight_of: dict[int, int] = {}  # microbatch -> steps in flight
         self.last_planned: dict[int, int] = {}  # microbatch -> its last step
         self.next_step = 1  # ids are those of one Run of the worker, so they begin anew when it joins again
@@ -145,6 +143,8 @@ class Replica:
             raise RuntimeError(f"{owed} blocks are promised, {self.outstanding} counted, {self.pool.free} free")
         if len(self.inflight) > microbatches * (lookahead + 1):
             raise RuntimeError(f"{len(self.inflight)} steps in flight")
+        if any(gone.sequence.slot >= 0 for each in self.departed.values() for gone in each):
+            raise RuntimeError("a preempted sequence has a slot again while a step of it is unanswered")
         unanswered = np.zeros(table.slots, np.int64)
         owners: dict[int, set[int]] = {}
         for step in self.inflight.values():
