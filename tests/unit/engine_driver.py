@@ -1,0 +1,88 @@
+"""Drives an Engine the way a scheduler would, for tests that want a certain order of things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protos import worker_pb2
+from services.worker.engine import Engine
+from shared.columns import pack, unpack
+from shared.settings import WorkerSettings
+
+
+def make_engine(model: Path, host_blocks: int = 0, **settings: Any) -> Engine:
+    """A small float32 engine unless settings say otherwise."""
+    values: dict[str, Any] = {"dtype": "float32", "max_seqs": 8, "block_size": 4, "max_step_tokens": 4096}
+    return Engine(WorkerSettings(model=model, device="cpu", threads=1, **(values | settings)), host_blocks=host_blocks)
+
+
+class Driver:
+    """Slots with their own ranges of blocks; keeps the sampled tokens of each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        info = engine.info()
+        self.size = info.block_size
+        self.share = info.gpu_blocks // info.max_seqs
+        self.outputs: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.computed: dict[int, int] = {}
+        self.known: dict[int, int] = {}
+        self.next_id = 1
+        self._enters: list[worker_pb2.Enter] = []
+        self._free: list[int] = []
+
+    def blocks(self, slot: int) -> np.ndarray:
+        """The slot's own blocks in a scrambled order."""
+        own = np.arange(slot * self.share, (slot + 1) * self.share, dtype=np.int32)
+        return np.random.default_rng(slot).permutation(own).astype(np.int32)
+
+    def enter(self, slot: int, tokens: list[int], prompt: int = 0, computed: int = 0, **fields: Any) -> None:
+        fields.setdefault("blocks", pack(self.blocks(slot)))
+        self._enters.append(
+            worker_pb2.Enter(
+                slot=slot, tokens=pack(tokens), prompt_tokens=prompt or len(tokens), computed=computed, **fields
+            )
+        )
+        self.outputs[slot], self.logprobs[slot] = list(tokens[prompt:]) if prompt else [], []
+        self.known[slot], self.computed[slot] = len(tokens), computed
+
+    def free(self, slot: int) -> None:
+        self._free.append(slot)
+        del self.known[slot]
+
+    def step(self, chunks: dict[int, int], **fields: Any) -> worker_pb2.Result:
+        """Computes up to so many further tokens of each slot."""
+        lengths = {slot: min(count, self.known[slot] - self.computed[slot]) for slot, count in chunks.items()}
+        lengths = {slot: count for slot, count in lengths.items() if count}
+        step = worker_pb2.Step(
+            epoch=1,
+            id=self.next_id,
+            enters=self._enters,
+            free_slots=pack(self._free),
+            chunk_slots=pack(list(lengths)),
+            chunk_starts=pack([self.computed[slot] for slot in lengths]),
+            chunk_lengths=pack(list(lengths.values())),
+            **fields,
+        )
+        self.next_id, self._enters, self._free = self.next_id + 1, [], []
+        result = self.engine.execute(worker_pb2.Step.FromString(step.SerializeToString()))
+        for slot, count in lengths.items():
+            self.computed[slot] += count
+        for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
+            self.outputs[slot].append(token)
+            self.known[slot] += 1
+        if result.logprobs:
+            values = np.frombuffer(result.logprobs, "<f4").tolist()
+            for slot, value in zip(unpack(result.slots).tolist(), values, strict=True):
+                self.logprobs[slot].append(value)
+        return result
+
+    def run(self, slot: int, count: int, chunk: int = 4096) -> list[int]:
+        """Steps this slot alone until it has `count` outputs."""
+        while len(self.outputs[slot]) < count:
+            self.step({slot: chunk})
+        return self.outputs[slot]

@@ -1,0 +1,216 @@
+"""Configs, rotary tables and checkpoints: what transformers means by them, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import kernels.reference  # noqa: F401 - registers the backend
+from kernels import ops as kernel_ops
+from services.worker.models.config import load_config, parse_config
+from services.worker.models.decoder import Decoder
+from services.worker.models.loader import Checkpoint
+from shared.errors import ModelError
+from tests.models import make_llama
+
+RAW: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 500000.0,
+}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+        "truncate": False,
+    },
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.25},
+]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{len(s)}")
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+def test_rope_variants_are_those_of_transformers_in_both_forms_of_the_config(
+    scaling: dict[str, Any], form: str, head_dim: int
+) -> None:
+    theta = RAW["rope_theta"]
+    config = LlamaConfig(
+        hidden_size=head_dim * 4,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": theta, **scaling},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    raw = {**RAW, "hidden_size": head_dim * 4}
+    if form == "rope_parameters":
+        del raw["rope_theta"]
+        raw[form] = {"rope_theta": theta, **scaling}
+    else:
+        raw[form] = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
+    rope = parse_config(raw, "config.json").rope
+    assert torch.equal(rope.inverse_frequencies(), expected) or torch.allclose(
+        rope.inverse_frequencies(), expected, rtol=1e-6, atol=0
+    )
+    assert rope.attention_factor == pytest.approx(factor)
+    table = rope.table(300)
+    angle = 299 * expected.double()
+    assert torch.allclose(table[299, : head_dim // 2].double(), angle.cos() * factor, atol=1e-4)
+    assert torch.allclose(table[299, head_dim // 2 :].double(), angle.sin() * factor, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["None", "LlamaForCausalLM"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"hidden_size": -4}, ["hidden_size is -4"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ({"head_dim": 15}, ["head_dim 15"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
+        ({"sliding_window": 4096}, ["sliding_window 4096", "null"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_attention"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "llama3"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+    ],
+)
+def test_a_config_that_cannot_be_served_names_the_field_and_its_value(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_config({**RAW, **change}, "config.json")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_sliding_window_that_is_switched_off_is_no_obstacle() -> None:
+    raw = {**RAW, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
+    config = parse_config(raw, "config.json")
+    assert config.qkv_bias and not config.out_bias
+
+
+def test_old_and_new_names_of_the_dtype_are_read() -> None:
+    assert parse_config({**RAW, "torch_dtype": "bfloat16"}, "").checkpoint_dtype == torch.bfloat16
+    assert parse_config({**RAW, "dtype": "float16"}, "").checkpoint_dtype == torch.float16
+
+
+def load(path: Path) -> Decoder:
+    ops = kernel_ops.create("reference", torch.device("cpu"))
+    return Decoder(load_config(path), Checkpoint(path), ops, torch.float32, 64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("loader") / "tiny", seed=1, requests=1, output_tokens=2).path
+
+
+def copy_of(model: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in model.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def test_a_missing_directory_and_a_directory_without_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_says_so_and_what_to_do_with_pickled_ones(model: Path, tmp_path: Path) -> None:
+    path = copy_of(model, tmp_path / "m")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no weights.*model\.safetensors"):
+        load(path)
+    (path / "pytest_model.bin").write_bytes(b"\x80")
+    with pytest.raises(ModelError, match="convert its pickled"):
+        load(path)
+
+
+def test_a_missing_or_misshapen_or_quantised_tensor_is_named(model: Path, tmp_path: Path) -> None:
+    path = copy_of(model, tmp_path / "m")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for broken, message in (
+        (None, rf"{name} is missing"),
+        (torch.zeros(3, 5), rf"{name} has shape \[3, 5\], config.json says \[96, 64\]"),
+        (torch.zeros(96, 64, dtype=torch.int8), rf"{name} is torch.int8"),
+    ):
+        changed = {key: value for key, value in tensors.items() if key != name}
+        if broken is not None:
+            changed[name] = broken
+        save_file(changed, path / "model.safetensors")
+        with pytest.raises(ModelError, match=message):
+            load(path)
+
+
+def test_a_file_that_is_cut_off_is_named(model: Path, tmp_path: Path) -> None:
+    path = copy_of(model, tmp_path / "m")
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match=r"model\.safetensors.*cut off"):
+        load(path)
+
+
+def test_an_index_with_a_missing_shard_or_a_path_outside_is_refused(model: Path, tmp_path: Path) -> None:
+    path = copy_of(model, tmp_path / "m")
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    with pytest.raises(ModelError, match=r"shard b\.safetensors .* is missing"):
+        load(path)
+    index.write_text(json.dumps({"weight_map": {"x": "../m/a.safetensors"}}))
+    with pytest.raises(ModelError, match="is no file name"):
+        load(path)
+
+
+def test_the_fingerprint_changes_with_config_and_shapes_alone(model: Path, tmp_path: Path) -> None:
+    path = copy_of(model, tmp_path / "m")
+    before = Checkpoint(path).fingerprint()
+    assert before == Checkpoint(model).fingerprint()
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
+    assert Checkpoint(path).fingerprint() != before
+
+
+def test_loading_reports_its_progress_in_bytes(model: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    ops = kernel_ops.create("reference", torch.device("cpu"))
+    Decoder(load_config(model), Checkpoint(model, lambda done, of: seen.append((done, of))), ops, torch.float32, 64)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert 0.9 < seen[-1][0] / seen[-1][1] <= 1
