@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", choices=sorted(PRESETS), default="orcinus")
     parser.add_argument("--lookahead", type=int, default=1)
     parser.add_argument("--gateways", type=int, default=2, help="gateways that the tokens go to")
+    parser.add_argument("--note", default="", help="kept in the JSON: what else the machine was doing")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     given = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -149,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "policy": options.policy,
         "lookahead": options.lookahead,
         "gateways": options.gateways,
+        "note": options.note,
     }
     results = []
     for running in options.running:

@@ -6,6 +6,12 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.core import Core
+from services.scheduler.core.parts.batch import Chunked
+from services.scheduler.core.parts.memory import Watermark
+from services.scheduler.core.parts.order import ClassThenArrival
+from services.scheduler.core.parts.relief import LeastLost
+from services.scheduler.core.parts.tokens import Fixed
+from services.scheduler.core.policy import Policy
 from services.scheduler.core.presets import PRESETS, preset
 from services.scheduler.core.sequence import PINNED_AFTER
 from services.scheduler.core.types import Finish, Limits, StepPlan
@@ -134,7 +140,7 @@ def test_sarathi_continues_a_started_prompt_before_it_admits_another() -> None:
     h.finish()
 
 
-def test_sarathi_preempts_the_newest_and_admits_nobody_in_that_iteration() -> None:
+def test_sarathi_preempts_the_newest_and_he_keeps_his_place() -> None:
     """8 blocks of 2. At position 8 both need a fifth block and none is left: b yields his four.
 
     Back in, b needs ceil(9 / 2) = 5 of them, so he waits until a has ended, and computes his 9 tokens in one chunk.
@@ -146,7 +152,7 @@ def test_sarathi_preempts_the_newest_and_admits_nobody_in_that_iteration() -> No
     for at in range(4, 8):
         assert h.step() == {"a": (at, 1), "b": (at, 1)}
     h.add(request("c", 1, 1, seed=3))
-    assert h.step() == {"a": (8, 1)}, "c would fit, but nobody enters in an iteration that preempted"
+    assert h.step() == {"a": (8, 1)}
     assert h.core.stats()["preemptions"] == 1
     assert h.core.stats()["recomputed_tokens"] == 8
     for at in range(9, 13):
@@ -240,6 +246,21 @@ def test_orcinus_chooses_the_lowest_class_and_of_it_the_least_work_lost() -> Non
 
 
 # -- rules that hold for every policy
+
+
+def test_nobody_enters_in_an_iteration_that_preempted() -> None:
+    """8 blocks of 2 as above; b is low and yields at position 8. c is high and would fit at once: it waits a step."""
+    parts = (ClassThenArrival(), Watermark(0.0), Fixed(64), Chunked(), LeastLost())
+    h = Named(Core(Policy("eager", *parts), lookahead=0), Limits(8, 8, 2, 32, 64))
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2, priority=3))
+    for _ in range(5):
+        assert set(h.step()) == {"a", "b"}
+    h.add(request("c", 1, 1, seed=3, priority=1))
+    assert h.step() == {"a": (8, 1)}
+    assert h.core.stats()["preemptions"] == 1
+    assert h.step() == {"a": (9, 1), "c": (0, 1)}
+    h.finish()
 
 
 @pytest.mark.parametrize("seed", range(3))
