@@ -23,6 +23,7 @@ from shared.errors import ConfigurationError
 
 OLDEST = (6, 2)
 SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103
+SOCKET_RECORD = "socket-dir"
 MIB = 1 << 20
 
 
@@ -69,8 +70,8 @@ class LocalRedis:
     def remove(self) -> None:
         """Takes the socket and the password away; the data stays."""
         self.config.unlink(missing_ok=True)
-        self.socket.unlink(missing_ok=True)
-        self.socket.parent.rmdir()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+        (self.config.parent / SOCKET_RECORD).unlink(missing_ok=True)
 
 
 def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
@@ -144,7 +145,7 @@ def _socket_dir(run_dir: Path) -> Path:
     """A private directory for the socket: under run_dir, or, where its path is too long or the file system knows
     no sockets, a temporary one that run_dir/socket-dir names (the next start removes what a killed launcher left).
     """
-    record = run_dir / "socket-dir"
+    record = run_dir / SOCKET_RECORD
     if record.exists():
         left = Path(record.read_text().strip())
         if left.name.startswith("orcinus-") and left.parent == Path(tempfile.gettempdir()):

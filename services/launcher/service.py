@@ -63,6 +63,7 @@ class Service:
     def start(self, guard: bool = False) -> None:
         """Forks from the calling thread, which has to be the launcher's main one: the kernel ties the service's life
         to the thread that forked it."""
+        self.was_ready = False
         if self.spec.probe:
             self.spec.probe.arm()
         wrapper = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *(["--guard"] if guard else [])]
@@ -77,7 +78,6 @@ class Service:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the launcher, which stops services in order
             )
-        self.was_ready = False
         self.state = "starting"
 
     def exit_code(self) -> int | None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.launcher.rundir import RunDir
 from services.launcher.service import Service, ServiceSpec, describe_exit
@@ -78,15 +78,21 @@ class Supervisor:
         self._next_log_check = 0.0
 
     def run(self) -> int:
-        """Blocks until a signal stops the stack (0) or a service refuses its configuration at first start (2)."""
+        """Blocks until a signal stops the stack (0) or a service refuses its configuration at first start (2).
+
+        The process belongs to the launcher: from the end of the stop on it ignores signals, so that another Ctrl-C
+        does not keep it from cleaning up.
+        """
         wake, waker = socket.socketpair()
         wake.setblocking(False)
         waker.setblocking(False)
-        handlers: dict[int, Any] = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        }
-        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # it only has to wake the loop
-        old_wakeup = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        stopping = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup make run &` outlives its terminal
+            stopping.append(signal.SIGHUP)
+        for number in stopping:
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # it only has to wake the loop
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         for service in self._services:
             _keep_old_log(service)
         try:
@@ -96,9 +102,9 @@ class Supervisor:
                     self._wait(wake)
         finally:
             self._stop(wake)
-            signal.set_wakeup_fd(old_wakeup)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for number in stopping:
+                signal.signal(number, signal.SIG_IGN)
+            signal.set_wakeup_fd(-1)
             wake.close()
             waker.close()
         return self._exit_code if self._exit_code is not None else 1
@@ -145,6 +151,9 @@ class Supervisor:
         if code == 2 and not service.ever_ready:
             self._refused(service)
             return
+        self._died(service, describe_exit(code), now)
+
+    def _died(self, service: Service, how: str, now: float) -> None:
         if service.was_ready:
             service.deaths.clear()
         service.deaths = [at for at in service.deaths if now - at < self._backoff.window_s] + [now]
@@ -152,7 +161,7 @@ class Supervisor:
         service.start_at = now + delay
         service.state = "backoff"
         self._write_processes()
-        self._report.event(f"{service.name} died ({describe_exit(code)}); restart in {delay:.1f} s", "warning")
+        self._report.event(f"{service.name} died ({how}); restart in {delay:.1f} s", "warning")
         for line in service.tail():
             self._report.event(f"  {service.name} | {line}", "log")
         if len(service.deaths) == self._backoff.loop:
@@ -177,7 +186,11 @@ class Supervisor:
         again = service.state == "backoff" and now >= service.start_at
         if not (first or again):
             return
-        service.start(guard=self._guard)
+        try:
+            service.start(guard=self._guard)
+        except OSError as error:  # no memory or no room for its log; the others go on
+            self._died(service, f"cannot be started: {error}", now)
+            return
         self._write_processes()
         if again:
             self._report.event(f"{service.name} restarted (pid {service.pid})", "info")
@@ -225,7 +238,10 @@ class Supervisor:
             self._write_processes()
 
     def _write_processes(self) -> None:
-        self._run_dir.write_processes({s.name: s.pid for s in self._services if s.pid is not None})
+        try:
+            self._run_dir.write_processes({s.name: s.pid for s in self._services if s.pid is not None})
+        except OSError as error:
+            self._report.event(f"cannot write {self._run_dir.processes}: {error}", "warning")
 
 
 def _sleep_until_woken(wake: socket.socket, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSe
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
 
 
 def up(values: Values, stop_with_parent: bool = False) -> int:
@@ -120,8 +121,8 @@ def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerS
             raise ConfigurationError(f"{name.upper()}={value}: {what} is not built yet; use {name.upper()}=1")
     if problem := model_problem(worker.model):
         raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
-    if worker.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        raise ConfigurationError("DEVICE=cuda: this machine shows no NVIDIA GPU (no /dev/nvidiactl); use DEVICE=cpu")
+    if worker.device == "cuda" and not any(Path(file).exists() for file in GPU_FILES):
+        raise ConfigurationError("DEVICE=cuda: this machine shows no NVIDIA GPU; use DEVICE=cpu, or install its driver")
     gateway.api_keys()
 
 

@@ -189,7 +189,7 @@ def test_sigkill_of_the_launcher_leaves_no_child(tmp_path: Path, model: Path) ->
         pids = list(run.pids().values())
         os.kill(run.launcher(), signal.SIGKILL)
         until("every service is gone", lambda: not any(map(alive, pids)))
-        assert not listening(run.port)
+        until("the port is free", lambda: not listening(run.port))
 
 
 def test_redis_and_key_of_the_operator_are_used(tmp_path: Path, model: Path) -> None:

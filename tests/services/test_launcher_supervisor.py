@@ -264,6 +264,36 @@ def test_closed_terminal_does_not_keep_services_from_stopping_in_order(tmp_path:
         launcher.wait()
 
 
+def test_launcher_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, {"alpha": SERVE})
+    with stack.output.open("ab") as output:
+        launcher = subprocess.Popen(
+            ["nohup", *stack.argv], stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT, env=clean_env()
+        )
+    try:
+        pids = stack.wait_ready()
+        launcher.send_signal(signal.SIGHUP)
+        os.kill(pids["alpha"], signal.SIGKILL)
+        stack.wait_text("alpha is ready again")  # it still minds its services
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_service_whose_log_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE}) as stack:
+        pids = stack.wait_ready()
+        log = stack.run_dir / "logs" / "alpha.log"
+        log.unlink()
+        log.mkdir()
+        os.kill(pids["alpha"], signal.SIGKILL)
+        stack.wait_text("alpha died (cannot be started:")
+        log.rmdir()
+        stack.wait_text("alpha is ready again")
+
+
 def test_command_that_does_not_exist_is_a_configuration_error(tmp_path: Path) -> None:
     service = Service(ServiceSpec("ghost", ["/nonexistent/orcinus-service"]), tmp_path / "ghost.log")
     service.start()
