@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -94,3 +95,55 @@ def test_settings_of_make_reach_the_launcher_as_one_word_each(checkout: Path) ->
     ).stdout.splitlines()
     options = {"--model": "a b/it's", "--port": "81", "--device": "cpu", "--policy": "orca", "--threads": "2"}
     assert echoed[-10:] == [word for pair in options.items() for word in pair]
+
+
+STAGES = ("install-dev", "lint", "test", "schemathesis", "compose-test")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """The CI script over a Makefile whose targets only say their name."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "kernels" / "cuda").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    for name in ("g++", "curl", "redis-server"):  # no test installs packages
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "Makefile").write_text("".join(f"{stage}:\n\t@echo did {stage}; {{}}\n" for stage in STAGES))
+    return tmp_path
+
+
+def run_pipeline(directory: Path, **commands: str) -> tuple[int, str, list[str]]:
+    makefile = directory / "Makefile"
+    parts = makefile.read_text().split("{}")
+    endings = [commands.get(stage.replace("-", "_"), "true") for stage in STAGES]
+    makefile.write_text("".join(part + end for part, end in zip(parts, [*endings, ""], strict=True)))
+    env = clean_env(PATH=f"{directory / 'bin'}:{os.environ['PATH']}")
+    done = subprocess.run([directory / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, [line[4:] for line in done.stdout.splitlines() if line.startswith("did ")]
+
+
+def test_ci_runs_every_stage_in_order_and_says_how_long_each_took(pipeline: Path) -> None:
+    code, said, did = run_pipeline(pipeline)
+    assert code == 0
+    assert did == list(STAGES)
+    for stage in ("packages", "install", "lint", "test", "schemathesis", "compose-test"):
+        assert f"ok  {stage}  " in said.split("== summary")[1]
+
+
+def test_ci_stops_at_the_first_red_stage_and_names_it(pipeline: Path) -> None:
+    code, said, did = run_pipeline(pipeline, test="exit 3")
+    assert code == 2
+    assert did == ["install-dev", "lint", "test"]
+    assert "RED: test" in said.split("== summary")[1]
+
+
+def test_ci_gives_no_stage_a_terminal_to_ask_at(pipeline: Path) -> None:
+    code, _, did = run_pipeline(pipeline, lint="! read answer")
+    assert code == 0 and did == list(STAGES)
+
+
+def test_ci_checks_kernels_once_there_are_some(pipeline: Path) -> None:
+    (pipeline / "kernels" / "cuda" / "attention.cu").touch()
+    code, said, _ = run_pipeline(pipeline)
+    assert code == 2 and "RED: kernels-check" in said  # this Makefile has no such target
