@@ -24,6 +24,7 @@ from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.sink import Offer, Row, Sink
+from services.gateway.tasks import end
 from services.gateway.validate import GenerationSpec
 from services.gateway.wire import to_request
 from shared.columns import unpack
@@ -78,9 +79,7 @@ class Dispatcher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
                     await flushed.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         if not self._cluster.redis_error:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))

@@ -14,6 +14,7 @@ from services.gateway.errors import ApiError, unavailable
 from services.gateway.generation import Generation
 from services.gateway.metrics import Metrics
 from services.gateway.sink import Sink
+from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
 from services.gateway.validate import GenerationSpec, Limits
 from shared import ids
@@ -49,8 +50,7 @@ class Gateway:
     async def stop(self) -> None:
         await self.dispatcher.stop()
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await end(self._watching)
         await self.cluster.close()
 
     async def drain(self, seconds: float) -> None:
@@ -139,7 +139,7 @@ class Gateway:
             self.dispatcher.close(spec.id)
             raise
         except BaseException:
-            generation.close("its handler ended")
+            generation.close()
             raise
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
-from services.gateway.sink import Sink
+from services.gateway.sink import Row, Sink
 from services.gateway.stops import StopMatcher
 from services.gateway.tokenizer import ModelText
 from services.gateway.validate import GenerationSpec
@@ -119,6 +119,7 @@ class Generation:
         self._started = started
         self._last: float | None = None
         self._closed = False
+        self.failure: ApiError | None = None
         self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
 
     @property
@@ -138,7 +139,13 @@ class Generation:
 
         Raises ApiError when the request failed, was cancelled or its client was cut.
         """
-        rows = await self.sink.take(timeout_s)
+        try:
+            return self._apply(await self.sink.take(timeout_s))
+        except ApiError as error:
+            self.failure = error
+            raise
+
+    def _apply(self, rows: list[Row]) -> list[Delta]:
         deltas: dict[int, Delta] = {}
         for row in rows:
             choice = self.choices[row.choice]
@@ -164,7 +171,7 @@ class Generation:
         self._observe(deltas)
         return list(deltas.values())
 
-    def close(self, reason: str = "the client left") -> None:
+    def close(self) -> None:
         """Ends the request's delivery; what still runs is cancelled."""
         if self._closed:
             return
@@ -172,9 +179,11 @@ class Generation:
         if self.done:
             self._metrics.duration.labels(self.spec.endpoint).observe(time.monotonic() - self._started)
             self._commands.close(self.spec.id)
+        elif self.failure is not None:
+            self._commands.close(self.spec.id, self.failure.message)
         else:
             self._metrics.cancelled.inc()
-            self._commands.close(self.spec.id, reason)
+            self._commands.close(self.spec.id, "the client left")
 
     def _observe(self, deltas: dict[int, Delta]) -> None:
         tokens = sum(len(delta.token_ids) for delta in deltas.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import faulthandler
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
+from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
 from shared import logs
 from shared.errors import ConfigurationError
@@ -31,6 +33,7 @@ def run(settings: GatewaySettings) -> int:
     """Blocks. 0 after a clean stop. Raises ConfigurationError for a model, a key or a port that will not do."""
     log = logs.setup("gateway", settings.log_level, settings.log_json)
     gateway = Gateway(settings, ModelText(settings.model))
+    faulthandler.register(signal.SIGUSR1)  # what hangs can be asked where
     with contextlib.ExitStack() as sockets:
         public = sockets.enter_context(contextlib.closing(_listen(settings.host, settings.port, "port")))
         ops = sockets.enter_context(contextlib.closing(_listen(settings.ops_host, settings.ops_port, "ops port")))
@@ -62,14 +65,12 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     hurry = asyncio.create_task(hurried.wait())
     await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
-        draining.cancel()
-        await asyncio.gather(draining, return_exceptions=True)
+        await end(draining)
         await gateway.drain(0)
     for server in servers:
         server.should_exit = True
     await asyncio.gather(*serving)
-    asked.cancel()
-    hurry.cancel()
+    await end(asked, hurry)
     await gateway.stop()
 
 

@@ -7,7 +7,6 @@ id, `request:i0.i1...` (index of the last token of every choice), with which a c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Usage
+from services.gateway.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -121,14 +121,13 @@ class EventStream(Response):
         try:
             await asyncio.wait({writing, leaving, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if cutting.done() and not leaving.done() and not writing.done():
-                await _cancelled(writing)
+                await end(writing)
                 await self._cut(scope, send)
             elif writing.done():
                 writing.result()
         finally:
-            await _cancelled(writing, leaving, cutting)
-            failure = generation.sink.failure
-            generation.close(failure.message if failure else "the client left")
+            generation.close()
+            await end(writing, leaving, cutting)
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -158,6 +157,7 @@ class EventStream(Response):
     async def _cut(self, scope: Scope, send: Send) -> None:
         """The client does not read: the error event may still fit, then the connection goes."""
         failure = self._generation.sink.failure or ApiError(503, "the stream was cut", code="cut")
+        self._generation.failure = failure
         try:
             async with asyncio.timeout(SLOW_FLUSH_S):
                 await _body(send, error_event(failure), last=True)
@@ -177,12 +177,3 @@ async def until_disconnect(receive: Receive) -> None:
 
 async def _body(send: Send, body: bytes, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not last})
-
-
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and waits for their ends."""
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task

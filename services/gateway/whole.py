@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from services.gateway.generation import Generation, Usage
 from services.gateway.streams import until_disconnect
+from services.gateway.tasks import end
 from services.gateway.validate import GenerationSpec
 
 
@@ -26,10 +27,8 @@ async def collect(generation: Generation, request: Request, fingerprint: str) ->
             raise ClientLeft
         texts, ids = working.result()
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
         generation.close()
+        await end(working, leaving)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
     return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage)
 

@@ -69,6 +69,9 @@ class GatewayProcess:
         try:
             return self.process.wait(30)
         except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)  # it writes its stacks into the log
+            until("the stacks are in the log", lambda: "most recent call first" in self.log())
+            print(self.log()[-6000:], file=sys.stderr)
             self.process.kill()
             self.process.wait(10)
             raise

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +15,11 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from tests.services.bad_fields import BAD, CHAT
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler, answering
-from tests.stack import ROOT, RedisServer
+from tests.stack import RedisServer
 from tests.tokenizers_for_tests import CONTEXT, byte_level, write_model
-from tests.waiting import free_port, until
 
 KEY = "sk-test-0123456789"
 OTHER = "sk-other-9876543210"
@@ -241,68 +237,6 @@ def test_a_long_prompt_travels_in_a_key_of_its_own(tmp_path: Path, redis_server:
 
 # Errors
 
-CHAT = [{"role": "user", "content": "x"}]
-BAD: list[tuple[str, dict[str, Any], str, str]] = [
-    ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
-    ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
-    ("completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens", "integer"),
-    ("completions", {"prompt": "x", "max_tokens": True}, "max_tokens", "integer"),
-    ("completions", {"prompt": "x", "max_tokens": CONTEXT}, "max_tokens", f"{CONTEXT} tokens"),
-    ("completions", {"prompt": "x " * 600}, "prompt", f"{CONTEXT} tokens"),
-    ("completions", {"prompt": "x" * 150_000}, "prompt", f"{CONTEXT} tokens"),
-    ("completions", {"prompt": ""}, "prompt", "empty"),
-    ("completions", {"prompt": []}, "prompt", "prompt"),
-    ("completions", {"prompt": [[]]}, "prompt", "empty"),
-    ("completions", {"prompt": [1, -1]}, "prompt", "token id from 0"),
-    ("completions", {"prompt": [1, 10**6]}, "prompt", "1000000"),
-    ("completions", {"prompt": [1, "a"]}, "prompt", "'a'"),
-    ("completions", {"prompt": ["a", ""]}, "prompt", "prompt[1]"),
-    ("completions", {"prompt": {"a": 1}}, "prompt", "prompt"),
-    ("completions", {}, "prompt", "provide a prompt"),
-    ("completions", {"prompt": "x", "temperature": 2.1}, "temperature", "less than or equal to 2"),
-    ("completions", {"prompt": "x", "temperature": "hot"}, "temperature", "'hot'"),
-    ("completions", {"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
-    ("completions", {"prompt": "x", "top_k": -2}, "top_k", "-1"),
-    ("completions", {"prompt": "x", "min_p": 1.1}, "min_p", "less than or equal to 1"),
-    ("completions", {"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
-    ("completions", {"prompt": "x", "n": 129}, "n", "128"),
-    ("completions", {"prompt": ["x"] * 65, "n": 2}, "n", "128"),
-    ("completions", {"prompt": "x", "stop": ["a"] * 17}, "stop", "16"),
-    ("completions", {"prompt": "x", "stop": "a" * 257}, "stop", "256"),
-    ("completions", {"prompt": "x", "stop": ""}, "stop", "1 character"),
-    ("completions", {"prompt": "x", "stop_token_ids": [1] * 9}, "stop_token_ids", "8"),
-    ("completions", {"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
-    ("completions", {"prompt": "x", "seed": 2**63}, "seed", "9223372036854775808"),
-    ("completions", {"prompt": "x", "min_tokens": 17}, "min_tokens", "16"),
-    ("completions", {"prompt": "x", "priority": "urgent"}, "priority", "realtime"),
-    ("completions", {"prompt": "x", "deadline_ms": 0}, "deadline_ms", "1"),
-    ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", "'x'"),
-    ("completions", {"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias", "100"),
-    ("completions", {"prompt": "x", "presence_penalty": 3}, "presence_penalty", "2"),
-    ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
-    ("completions", {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
-    ("completions", {"prompt": "x", "max_token": 3}, "max_token", "Unrecognized"),
-    ("completions", {"prompt": "x", "logprobs": 3}, "logprobs", "not supported"),
-    ("completions", {"prompt": "x", "best_of": 2}, "best_of", "not supported"),
-    ("completions", {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
-    ("chat/completions", {"messages": []}, "messages", "at least 1"),
-    ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'"),
-    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "provide"),
-    ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "3"),
-    ("chat/completions", {"messages": CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
-    (
-        "chat/completions",
-        {"messages": CHAT, "max_completion_tokens": 600},
-        "max_completion_tokens",
-        f"{CONTEXT} tokens",
-    ),
-    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ("chat/completions", {"messages": CHAT, "logprobs": True}, "logprobs", "not supported"),
-    ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format", "not sup"),
-    ("chat/completions", {"messages": CHAT, "audio": {}}, "audio", "not supported"),
-    ("chat/completions", {"messages": CHAT, "prompt": "x"}, "prompt", "Unrecognized"),
-]
-
 
 @pytest.mark.parametrize(("path", "body", "param", "said"), BAD, ids=lambda value: str(value)[:50])
 def test_a_bad_field_is_named_with_its_value_or_limit(
@@ -415,65 +349,7 @@ def test_a_request_is_seen_and_cancelled_by_its_owner_only(
     assert get(gateway, "/v1/requests/cmpl-none").status_code == 404
 
 
-# Backpressure
-
-
-def test_a_full_queue_is_429_with_an_estimate(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    scheduler.client.hset(gateway.keys.queue, "tokens", 999)
-    scheduler.stats(prefill_tok_s=100)
-    until("the rate is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "100")
-    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x x x x"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-    assert int(answer.headers["retry-after"]) == 10
-
-
-def test_a_ttft_that_cannot_be_kept_is_429(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    scheduler.stats(waiting=3, predicted_ttft_ms=5000)
-    until("the prediction is known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "3")
-    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000})
-    scheduler.stats(predicted_ttft_ms=0)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
-
-
-def test_without_a_scheduler_new_work_is_503_and_the_reason_is_told(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    scheduler.resign()
-    until("not ready", lambda: gateway.status("/ready") == 503)
-    assert "scheduler" in httpx.get(gateway.url + "/health/ready").json()["reason"]
-    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_scheduler")
-    assert int(answer.headers["retry-after"]) >= 1
-
-
-def test_a_redis_without_memory_is_503(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
-) -> None:
-    redis_server.client.config_set("maxmemory", "1mb")
-    try:
-        until("not ready", lambda: gateway.status("/health/ready") == 503)
-        answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_memory")
-    finally:
-        redis_server.client.config_set("maxmemory", "64mb")
-    gateway.wait_ready()
-
-
-def test_rate_limits_are_429_with_the_time_to_wait(
-    tmp_path: Path, model: Path, redis_server: RedisServer, tokenizer: Tokenizer
-) -> None:
-    redis_server.client.flushdb()
-    with running_gateway(tmp_path, model, redis_server, requests_per_minute=1) as own:
-        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
-        own.wait_ready()
-        with answering(scheduler, lambda _: [50]):
-            assert own.post("/v1/completions", {"prompt": "x"}).status_code == 200
-            second = own.post("/v1/completions", {"prompt": "x"})
-    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-    assert 1 <= int(second.headers["retry-after"]) <= 60
-
-
-# Tokens and health
+# Tokens
 
 
 def test_tokens_go_there_and_back(gateway: GatewayProcess, tokenizer: Tokenizer) -> None:
@@ -485,118 +361,3 @@ def test_tokens_go_there_and_back(gateway: GatewayProcess, tokenizer: Tokenizer)
     assert tokenizer.decode(chat, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
     assert post(gateway, "/tokenize", {"prompt": "x", "messages": CHAT}).status_code == 400
     assert post(gateway, "/detokenize", {"tokens": [10**6]}).json()["error"]["param"] == "tokens"
-
-
-def test_health_progress_fails_while_work_stands_still(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
-    with running_gateway(tmp_path, model, redis_server, progress_timeout_s=1.5) as own:
-        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead(running=1)
-        until("no progress", lambda: own.status("/health/progress") == 503)
-        scheduler.stats(running=1, last_step=77)
-        until("progress", lambda: own.status("/health/progress") == 200)
-        scheduler.stats(running=0, last_step=77)
-        until("idle", lambda: httpx.get(own.url + "/stats").status_code == 404)  # no key: ops port only
-        assert own.status("/health/progress") == 200
-
-
-def test_limits_of_a_worker_are_the_gateways(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    key = gateway.keys.worker("worker-0")
-    scheduler.client.hset(key, mapping={"max_model_len": 100, "max_input_tokens": 40, "max_output_tokens": 20})
-    try:
-        until("the limit is known", lambda: get(gateway, "/v1/models").json()["data"][0]["max_model_len"] == 100)
-        long = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": [5] * 41})
-        wide = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": [5], "max_tokens": 21})
-        assert ("at most 40" in long.text, "at most 20" in wide.text) == (True, True)
-    finally:
-        scheduler.client.hdel(key, "max_model_len", "max_input_tokens", "max_output_tokens")
-    until("the limit is gone", lambda: get(gateway, "/v1/models").json()["data"][0]["max_model_len"] == CONTEXT)
-
-
-# Start and stop
-
-
-def test_a_gateway_waits_for_redis_alive_but_not_ready(tmp_path: Path, model: Path) -> None:
-    server = RedisServer(tmp_path / "redis")
-    with running_gateway(tmp_path, model, server) as own:
-        assert own.status("/health/live") == 200
-        ready = httpx.get(own.url + "/health/ready")
-        assert ready.status_code == 503
-        assert "Redis" in ready.json()["reason"]
-        assert own.post("/v1/completions", {"prompt": "x"}).status_code == 503
-        until("it says what it waits for", lambda: "waiting for Redis" in own.log())
-        with server:
-            ScriptedScheduler(server.client, own.keys).lead()
-            own.wait_ready()
-
-
-def test_sigterm_lets_streams_end_and_leaves_nothing(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
-    with running_gateway(tmp_path, model, redis_server, drain_s=30) as own:
-        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
-        own.wait_ready()
-        body = {"model": own.name, "prompt": "x", "stream": True, "max_tokens": 5}
-        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=30) as stream:
-            claimed = scheduler.claim()
-            assert own.process is not None
-            own.process.send_signal(signal.SIGTERM)
-            until("not ready", lambda: own.status("/health/ready") == 503)
-            assert own.post("/v1/completions", {"prompt": "x"}).json()["error"]["code"] == "shutting_down"
-            scheduler.serve(claimed, [50, 51])
-            assert stream.read().endswith(b"data: [DONE]\n\n")
-        assert own.process.wait(20) == 0
-    own_keys = [key for key in redis_server.client.scan_iter() if f"-{own.process.pid}-".encode() in key]
-    assert own_keys == []
-
-
-def test_sigterm_ends_streams_that_take_too_long(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
-    with running_gateway(tmp_path, model, redis_server, drain_s=0.2) as own:
-        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
-        own.wait_ready()
-        body = {"model": own.name, "prompt": "x", "stream": True}
-        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=30) as stream:
-            claimed = scheduler.claim()
-            assert own.process is not None
-            own.process.send_signal(signal.SIGTERM)
-            assert b"shutting_down" in stream.read()
-        assert own.process.wait(20) == 0
-        scheduler.wait_control("cancel", claimed.id)
-
-
-@pytest.mark.parametrize("which", ["port", "ops_port"])
-def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model: Path, which: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = _run(model, **{"port": free_port(), "ops_port": free_port(), which: port})
-    assert result.returncode == 2
-    assert f"{port} on 127.0.0.1 is in use" in result.stderr.replace("\n", " ")
-    assert "Traceback" not in result.stderr
-
-
-def test_listening_beyond_loopback_needs_a_key(model: Path) -> None:
-    result = _run(model, host="0.0.0.0", port=free_port())
-    assert result.returncode == 2
-    assert "ORCINUS_API_KEY" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_directory_without_weights_is_one_clear_line(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "bare")
-    (model / "model.safetensors").unlink()
-    result = _run(model, port=free_port())
-    assert result.returncode == 2
-    assert "safetensors" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def _run(model: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    gateway = GatewayProcess(model.parent, model, "redis://127.0.0.1:1/0")
-    gateway._environment.update({f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()})
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", "gateway"],
-        env=gateway._environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
-def _stats(gateway: GatewayProcess) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(gateway.ops_url + "/stats").json()
-    return found

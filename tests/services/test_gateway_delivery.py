@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from tests.services.gateway_clients import Stream, posted, raw_post
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
 from tests.stack import RedisServer
@@ -54,57 +52,6 @@ def scheduler(gateway: GatewayProcess, redis_server: RedisServer) -> ScriptedSch
     leading = ScriptedScheduler(redis_server.client, gateway.keys).lead()
     gateway.wait_ready()
     return leading
-
-
-class Stream:
-    """One streaming request, read by a thread of its own."""
-
-    def __init__(self, gateway: GatewayProcess, path: str = "/v1/completions", **body: Any) -> None:
-        fields = {"model": gateway.name, "stream": True, "return_token_ids": True, "max_tokens": 400, **body}
-        if path == "/v1/completions":
-            fields.setdefault("prompt", "The")
-        self.events: list[dict[str, Any]] = []
-        self.ids: list[str] = []
-        self.comments = 0
-        self.done = False
-        self.status = 0
-        self._thread = threading.Thread(target=self._read, args=(gateway.url + path, fields), daemon=True)
-        self._thread.start()
-
-    def _read(self, url: str, body: dict[str, Any]) -> None:
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
-            self.status = answer.status_code
-            for line in answer.iter_lines():
-                if line.startswith("id: "):
-                    self.ids.append(line[4:])
-                elif line.startswith(":"):
-                    self.comments += 1
-                elif line == "data: [DONE]":
-                    self.done = True
-                elif line.startswith("data: "):
-                    self.events.append(json.loads(line[6:]))
-
-    def join(self) -> Stream:
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the stream did not end"
-        return self
-
-    def choices(self, index: int = 0) -> list[dict[str, Any]]:
-        return [choice for event in self.events for choice in event.get("choices", []) if choice["index"] == index]
-
-    def tokens(self, index: int = 0) -> list[int]:
-        return [token for choice in self.choices(index) for token in choice["token_ids"]]
-
-    def text(self, index: int = 0) -> str:
-        return "".join(choice["text"] for choice in self.choices(index))
-
-    @property
-    def reason(self) -> str | None:
-        return self.choices()[-1]["finish_reason"] if self.choices() else None
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        return self.events[-1].get("error") if self.events else None
 
 
 def test_tokens_arrive_in_order_with_their_ids(
@@ -253,7 +200,7 @@ def test_a_failure_after_the_first_byte_is_an_error_event_and_the_end(
 def test_a_failure_of_a_whole_answer_has_its_status(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, finish: int, status: int
 ) -> None:
-    with _posted(gateway, {"prompt": "x"}) as answers:
+    with posted(gateway, {"prompt": "x"}) as answers:
         claimed = scheduler.claim()
         scheduler.publish(Line(claimed.id, 0, finish=finish, error="why" if finish == ERROR else ""))
     assert answers[0].status_code == status
@@ -261,7 +208,7 @@ def test_a_failure_of_a_whole_answer_has_its_status(
 
 
 def test_a_deadline_has_its_own_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    with _posted(gateway, {"prompt": "x", "deadline_ms": 5}) as answers:
+    with posted(gateway, {"prompt": "x", "deadline_ms": 5}) as answers:
         claimed = scheduler.claim()
         assert claimed.request.deadline_ms == 5
         scheduler.serve(claimed, [50], finish=DEADLINE)
@@ -281,7 +228,7 @@ def test_a_client_that_leaves_while_waiting_for_a_whole_answer_is_cancelled(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
-    with _raw_post(gateway, body):
+    with raw_post(gateway, body):
         claimed = scheduler.claim()
     assert scheduler.wait_control("cancel", claimed.id).cancel.reason
 
@@ -291,7 +238,7 @@ def test_a_client_that_does_not_read_is_cut_and_others_are_not(
 ) -> None:
     before = gateway.metric("orcinus_gateway_slow_clients_total")
     body = {"model": gateway.name, "prompt": "x", "stream": True, "max_tokens": 500, "return_token_ids": True, "n": 64}
-    with _raw_post(gateway, json.dumps(body).encode(), receive_buffer=4096):
+    with raw_post(gateway, json.dumps(body).encode(), receive_buffer=4096):
         slow = scheduler.claim()
         other = Stream(gateway)
         quick = scheduler.claim()
@@ -337,51 +284,6 @@ def test_a_broken_entry_in_the_stream_is_skipped(gateway: GatewayProcess, schedu
     assert stream.join().tokens() == [50, 51]
 
 
-def test_streams_go_on_after_redis_was_killed_and_restarted(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
-    with (
-        RedisServer(tmp_path / "redis", "--appendfsync", "always") as server,
-        running_gateway(tmp_path, model, server) as own,
-    ):
-        scheduler = ScriptedScheduler(server.client, own.keys).lead()
-        own.wait_ready()
-        stream = Stream(own)
-        claimed = scheduler.claim()
-        scheduler.publish(Line(claimed.id, 0, tokens[:3]))
-        until("the first tokens arrived", lambda: len(stream.tokens()) == 3)
-        server.stop(signal.SIGKILL)
-        until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
-        refused = own.post("/v1/completions", {"prompt": "x"})
-        assert refused.status_code == 503
-        assert int(refused.headers["retry-after"]) >= 1
-        assert own.status("/health/live") == 200
-        server.start()
-        scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH))
-        stream.join()
-        assert stream.tokens() == tokens
-        own.wait_ready()
-        again = Stream(own)
-        scheduler.serve(scheduler.claim(), tokens)
-        assert again.join().tokens() == tokens
-
-
-def test_a_cancel_that_redis_missed_is_sent_when_it_is_back(tmp_path: Path, model: Path) -> None:
-    with (
-        RedisServer(tmp_path / "redis", "--appendfsync", "always") as server,
-        running_gateway(tmp_path, model, server) as own,
-    ):
-        scheduler = ScriptedScheduler(server.client, own.keys).lead()
-        own.wait_ready()
-        body = json.dumps({"model": own.name, "prompt": "x", "stream": True}).encode()
-        with _raw_post(own, body):
-            claimed = scheduler.claim()
-            server.stop(signal.SIGKILL)
-            until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
-        until("the request is forgotten", lambda: own.metric("orcinus_gateway_active_requests") == 0)
-        server.start()
-        scheduler.wait_control("cancel", claimed.id)
-
-
 def test_a_request_finished_while_the_gateway_slept_is_not_lost(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
 ) -> None:
@@ -397,33 +299,3 @@ def test_a_request_finished_while_the_gateway_slept_is_not_lost(
     finally:
         gateway.process.send_signal(signal.SIGCONT)
     assert stream.join().tokens() == [50, 51, 52]
-
-
-class _posted:  # noqa: N801 - reads as a verb where it is used
-    """A whole-answer request in a thread; its answer is in the list after the block."""
-
-    def __init__(self, gateway: GatewayProcess, body: dict[str, Any]) -> None:
-        self._answers: list[httpx.Response] = []
-        self._thread = threading.Thread(
-            target=lambda: self._answers.append(gateway.post("/v1/completions", body)), daemon=True
-        )
-
-    def __enter__(self) -> list[httpx.Response]:
-        self._thread.start()
-        return self._answers
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join(60)
-
-
-def _raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0) -> socket.socket:
-    """A connection that sent a request and reads nothing."""
-    connection = socket.socket()
-    if receive_buffer:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.connect(("127.0.0.1", gateway.port))
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    )
-    connection.sendall(head.encode() + b"\r\n" + body)
-    return connection

@@ -137,9 +137,15 @@ def test_a_finished_request_is_closed_without_a_cancel_and_once() -> None:
 
 
 def test_an_unfinished_request_is_cancelled_with_the_reason() -> None:
-    running, _, commands = generation()
-    running.close("gone")
-    assert commands.closed == ["gone"]
+    left, _, commands = generation()
+    left.close()
+    assert commands.closed == ["the client left"]
+    failed, sink, commands = generation()
+    sink.fail(ApiError(503, "too slow"))
+    with pytest.raises(ApiError):
+        asyncio.run(failed.next())
+    failed.close()
+    assert commands.closed == ["too slow"]
 
 
 def test_a_stop_string_in_the_last_row_stops_nothing_that_has_ended() -> None:

@@ -1,0 +1,72 @@
+"""A gateway whose Redis goes away: clients of running streams see a pause, new ones a 503, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.services.gateway_clients import Stream, raw_post
+from tests.services.gateway_process import running_gateway
+from tests.services.scripted_scheduler import LENGTH, Line, ScriptedScheduler
+from tests.stack import RedisServer
+from tests.tokenizers_for_tests import byte_level, write_model
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_level()
+
+
+def test_streams_go_on_after_redis_was_killed_and_restarted(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
+    with (
+        RedisServer(tmp_path / "redis", "--appendfsync", "always") as server,
+        running_gateway(tmp_path, model, server) as own,
+    ):
+        scheduler = ScriptedScheduler(server.client, own.keys).lead()
+        own.wait_ready()
+        stream = Stream(own)
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, tokens[:3]))
+        until("the first tokens arrived", lambda: len(stream.tokens()) == 3)
+        server.stop(signal.SIGKILL)
+        until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
+        refused = own.post("/v1/completions", {"prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert own.status("/health/live") == 200
+        server.start()
+        scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH))
+        stream.join()
+        assert stream.tokens() == tokens
+        own.wait_ready()
+        again = Stream(own)
+        scheduler.serve(scheduler.claim(), tokens)
+        assert again.join().tokens() == tokens
+
+
+def test_a_cancel_that_redis_missed_is_sent_when_it_is_back(tmp_path: Path, model: Path) -> None:
+    with (
+        RedisServer(tmp_path / "redis", "--appendfsync", "always") as server,
+        running_gateway(tmp_path, model, server) as own,
+    ):
+        scheduler = ScriptedScheduler(server.client, own.keys).lead()
+        own.wait_ready()
+        body = json.dumps({"model": own.name, "prompt": "x", "stream": True}).encode()
+        with raw_post(own, body):
+            claimed = scheduler.claim()
+            server.stop(signal.SIGKILL)
+            until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
+        until("the request is forgotten", lambda: own.metric("orcinus_gateway_active_requests") == 0)
+        server.start()
+        scheduler.wait_control("cancel", claimed.id)
