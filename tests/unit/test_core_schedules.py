@@ -283,6 +283,22 @@ def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields
     assert pinned, "the load is not hard enough for this test"
 
 
+def test_the_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
+    """10 blocks of 2. b has 7 of them reserved, so a, though he came first, yields when he needs a fourth."""
+    h = house("sarathi", blocks=10, block_size=2, context=32)
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2))
+    h.core._records["b"].sequences[0].preemptions = PINNED_AFTER
+    assert h.step() == {"a": (0, 4), "b": (0, 4)}
+    for at in (4, 5):
+        assert h.step() == {"a": (at, 1), "b": (at, 1)}
+    for at in range(6, 13):
+        assert h.step() == {"b": (at, 1)}
+    assert h.core.stats()["preemptions"] == 1
+    assert h.step() == {"a": (0, 7)}
+    h.finish()
+
+
 def test_no_over_run_token_costs_anybody_his_memory() -> None:
     """Lookahead 1, no block left: who has a step unanswered sits out, for its answer may end him; b is not preempted.
 
