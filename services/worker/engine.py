@@ -133,6 +133,8 @@ class Engine:
         state is not to be trusted until reset(). A sequence that fails alone is in Result.errors.
         """
         started = time.monotonic_ns()
+        if step.HasField("hello"):
+            raise ProtocolError("a step cannot carry hello: it begins a Run")
         with torch.inference_mode():
             chunks = self._slots.apply(step, self._cache)
             errors = self._failed(step)
