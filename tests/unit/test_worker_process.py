@@ -1,0 +1,237 @@
+"""The worker as a process: limits checked at start, registration in a real Redis, a clean stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from kernels.ops import CacheShape
+from protos import worker_pb2, worker_pb2_grpc
+from services.worker.cache import Lengths, plan_blocks, wanted_lengths
+from services.worker.engine import choose_device
+from services.worker.models.config import load_config
+from services.worker.registration import TTL_MS, Registration
+from shared.columns import pack
+from shared.errors import ConfigurationError
+from shared.settings import ROOT, WorkerSettings
+from tests.models import Reference, make_llama
+from tests.stack import RedisServer
+from tests.unit.engine_driver import Driver, make_engine
+from tests.waiting import free_port, until
+
+SHAPE = CacheShape(1, 0, 2, 2, 16, 16, torch.float32)  # 8 KiB a block
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("process") / "tiny", seed=11, requests=1)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+def settings(model: Path, **values: Any) -> WorkerSettings:
+    return WorkerSettings(model=model, device="cpu", **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, Lengths(256, 255, 255)),
+        ({"max_input_tokens": 100}, Lengths(256, 100, 255)),
+        ({"max_output_tokens": 40}, Lengths(256, 255, 40)),
+        ({"max_input_tokens": 100, "max_output_tokens": 40}, Lengths(140, 100, 40)),
+        ({"max_input_tokens": 200, "max_output_tokens": 56}, Lengths(256, 200, 56)),
+    ],
+)
+def test_lengths_follow_from_the_settings_and_the_context(
+    reference: Reference, values: dict[str, int], expected: Lengths
+) -> None:
+    assert wanted_lengths(settings(reference.path, **values), load_config(reference.path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_input_tokens": 256}, ["--max-input-tokens 256", "context of 256", "255"]),
+        ({"max_output_tokens": 9999}, ["--max-output-tokens 9999", "context of 256"]),
+        ({"max_input_tokens": 200, "max_output_tokens": 60}, ["200", "60", "lower one of them by 4"]),
+    ],
+)
+def test_lengths_beyond_the_context_name_the_setting_and_the_remedy(
+    reference: Reference, values: dict[str, int], words: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        wanted_lengths(settings(reference.path, **values), load_config(reference.path))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_pool_takes_its_fraction_and_no_more_than_the_slots_can_use(reference: Reference) -> None:
+    lengths = Lengths(256, 255, 255)
+    given = settings(reference.path, kv_memory_fraction=0.5, max_seqs=10)
+    assert plan_blocks(given, SHAPE, lengths, 1 * MIB) == (64, lengths)
+    assert plan_blocks(given, SHAPE, lengths, 100 * MIB) == (160, lengths)
+    assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE, lengths, 0) == (21, lengths)
+
+
+def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(reference: Reference) -> None:
+    lengths = Lengths(256, 255, 255)
+    assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE, lengths, 0) == (5, Lengths(80, 79, 79))
+    asked = settings(reference.path, kv_blocks=5, max_input_tokens=70, max_output_tokens=10)
+    assert plan_blocks(asked, SHAPE, Lengths(80, 70, 10), 0) == (5, Lengths(80, 70, 10))
+    for values in ({"max_input_tokens": 71, "max_output_tokens": 10}, {"max_input_tokens": 80}):
+        asked = settings(reference.path, kv_blocks=5, **values)
+        with pytest.raises(
+            ConfigurationError, match=r"--kv-blocks 5 gives 5 KV blocks = 80 tokens.*--max-input-tokens"
+        ):
+            plan_blocks(asked, SHAPE, wanted_lengths(asked, load_config(reference.path)), 0)
+    with pytest.raises(ConfigurationError, match=r"--kv-memory-fraction 0\.2 of 0 MiB free gives 0 KV blocks"):
+        plan_blocks(settings(reference.path), SHAPE, lengths, 1000)
+
+
+def test_a_device_that_this_build_lacks_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no CUDA engine"):
+        choose_device("cuda")
+    assert choose_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_step_tokens": 3},
+        {"max_seqs": 1, "max_step_tokens": 1},
+        {"kv_blocks": 1, "block_size": 2},
+        {"max_seqs": 64, "kv_blocks": 4, "max_step_tokens": 50},
+        {"max_input_tokens": 1, "max_output_tokens": 1},
+    ],
+)
+def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, values: dict[str, Any]) -> None:
+    engine = make_engine(reference.path, **values)
+    engine.warm_up()
+    assert not engine._slots.active.any()
+    driver = Driver(engine)
+    driver.enter(0, reference.prompts[0][:1], blocks=pack([0]))
+    assert len(driver.step({0: 1}).tokens) == 4
+
+
+def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) -> None:
+    driver = Driver(make_engine(reference.path, step_log=tmp_path / "steps.jsonl"))
+    driver.enter(0, reference.prompts[0])
+    driver.run(0, 3)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert len(lines) == 3 and f'"tokens":{len(reference.prompts[0])}' in lines[0]
+    with pytest.raises(ConfigurationError, match="--step-log"):
+        make_engine(reference.path, step_log=tmp_path / "no" / "such" / "place")
+
+
+def make_registration(url: str, identity: str = "abc", step: int = 4) -> Registration:
+    given = WorkerSettings(redis_url=url, served_model_name="tiny", worker_id="worker-7")
+    return Registration(given, {"address": "127.0.0.1:1", "identity": identity, "ready": "1"}, lambda: step)
+
+
+RECORD, ALIVE = "orcinus:{tiny}:worker:worker-7", "orcinus:{tiny}:alive:worker:worker-7"
+
+
+def test_the_record_is_refreshed_without_touching_the_shard_and_leaves_with_the_worker(redis: RedisServer) -> None:
+    registration = make_registration(redis.url)
+    registration.start()
+    until("the record is there", lambda: redis.client.hget(RECORD, "ready") == b"1")
+    assert 0 < redis.client.pttl(RECORD) <= TTL_MS and 0 < redis.client.pttl(ALIVE) <= TTL_MS
+    assert redis.client.get(ALIVE) == b"4"
+    redis.client.hset(RECORD, "shard", "shard-0")
+    redis.client.hset(RECORD, "address", "stale")
+    until("the record is written again", lambda: redis.client.hget(RECORD, "address") == b"127.0.0.1:1")
+    assert redis.client.hget(RECORD, "shard") == b"shard-0"
+    registration.stop()
+    assert not redis.client.exists(RECORD, ALIVE)
+
+
+def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer) -> None:
+    old, new = make_registration(redis.url, "old"), make_registration(redis.url, "new")
+    old.start()
+    until("the old one is there", lambda: redis.client.hget(RECORD, "identity") == b"old")
+    old._stop.set()
+    old._thread.join()
+    new.refresh()
+    old.stop()
+    assert redis.client.hget(RECORD, "identity") == b"new"
+
+
+def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    registration = make_registration(server.url)
+    registration.start()
+    try:
+        with server:
+            until("the record is there", lambda: server.client.exists(RECORD))
+            server.client.flushall()
+            until("the record is there again", lambda: server.client.exists(RECORD))
+        with server:
+            until("the record is there after a restart", lambda: server.client.hget(RECORD, "ready") == b"1")
+    finally:
+        registration.stop()
+
+
+def start_worker(model: Path, redis_url: str, listen: str) -> subprocess.Popen[str]:
+    code = (
+        "import sys; from services.worker.main import run; from shared.settings import WorkerSettings; "
+        "sys.exit(run(WorkerSettings()))"
+    )
+    values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+    environment = {**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_serves_without_redis_registers_when_it_comes_and_stops_clean(
+    reference: Reference, tmp_path: Path, number: int
+) -> None:
+    server = RedisServer(tmp_path / "redis")
+    address = f"127.0.0.1:{free_port()}"
+    process = start_worker(reference.path, server.url, address)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr or []))
+    reader.start()
+    try:
+        until("it says that it waits for Redis", lambda: any("waiting for Redis" in line for line in lines), 60)
+        with grpc.insecure_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            info = stub.Describe(worker_pb2.DescribeRequest(), timeout=30)
+        with server:
+            key = server.client
+            until("it registers", lambda: key.hget("orcinus:{tiny}:worker:worker-0", "ready") == b"1")
+            record = key.hgetall("orcinus:{tiny}:worker:worker-0")
+            assert record[b"address"].decode() == address
+            assert record[b"identity"].decode() == info.identity
+            assert record[b"pid"] == str(process.pid).encode()
+            process.send_signal(number)
+            assert process.wait(20) == 0
+            assert not key.keys("orcinus:*")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        reader.join()
+    assert any("ready" in line and address in line for line in lines)
+
+
+def test_an_engine_tells_another_identity_at_each_start(reference: Reference) -> None:
+    first, second = make_engine(reference.path).info(), make_engine(reference.path).info()
+    assert first.identity != second.identity and first.model_hash == second.model_hash
