@@ -45,6 +45,17 @@ def test_a_stop_id_ends_a_sequence_and_is_part_of_what_is_published() -> None:
     assert h.published["a", 0] == tokens[: tokens.index(tokens[6]) + 1]
 
 
+def test_the_last_of_many_stop_ids_counts_beside_a_request_without_any() -> None:
+    many = request("many", 4, 30, seed=3)
+    tokens, _ = answer(many, 0, 64)
+    many.stop_ids = np.array([*range(100, 115), tokens[6]], np.int32)
+    h = house()
+    h.add(many)
+    h.add(request("none", 4, 30, seed=4))
+    h.finish()
+    assert [h.ended["many"], h.ended["none"]] == [[Finish.STOP], [Finish.LENGTH]]
+
+
 def test_no_stop_id_counts_before_min_tokens() -> None:
     new = request("a", 4, 12, seed=3, min_tokens=9)
     new.stop_ids = np.arange(16, dtype=np.int32)  # most tokens would stop it

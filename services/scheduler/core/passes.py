@@ -32,6 +32,7 @@ class Draft:
     chunks: list[tuple[int, int, int, bool]] = field(default_factory=list)  # slot, start, length, samples
     enters: list[Enter] = field(default_factory=list)
     prefill: int = 0
+    prompts: bool = False  # some have more than one token to run
     preempted: bool = False
 
 
@@ -110,9 +111,11 @@ class Passes:
     def _decode(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """One token for every sequence that lacks one, and its next block where it crosses a boundary."""
         table, high = replica.table, replica.table.high
-        one = self._wants(replica, draft.microbatch)
-        one &= table.known[:high] - table.planned[:high] == 1
+        wants = self._wants(replica, draft.microbatch)
+        one = table.known[:high] - table.planned[:high] == 1
+        one &= wants
         count = int(np.count_nonzero(one))
+        draft.prompts = count < high and count < int(np.count_nonzero(wants))
         if not count:
             return
         slots = table.first_rows(high) if count == high else np.flatnonzero(one).astype(np.int32)
@@ -128,9 +131,11 @@ class Passes:
                 promised = int(np.count_nonzero(table.promised[edge] > table.held[edge]))
             blocks = replica.pool.take(edge.size)
             replica.outstanding -= promised
-            table.blocks[edge, table.held[edge]] = blocks
-            table.held[edge] += 1
-            table.capacity[edge] += table.block_size
+            held = table.held[edge]
+            table.blocks[edge, held] = blocks
+            held += 1
+            table.held[edge] = held
+            table.capacity[edge] = held * table.block_size
             draft.append_slots.append(edge)
             draft.append_blocks.append(blocks)
         rows = table.rows(slots)
@@ -181,12 +186,10 @@ class Passes:
 
     def _prefill(self, replica: Replica, draft: Draft, now_ns: int) -> None:
         """Further chunks of the prompts that run already, before anybody else enters."""
-        if draft.seats <= 0 or draft.left <= 0:
+        if not draft.prompts or draft.seats <= 0 or draft.left <= 0:
             return
         table, high = replica.table, replica.table.high
         more = table.known[:high] - table.planned[:high] > 1
-        if not more.any():
-            return
         more &= self._wants(replica, draft.microbatch)
         for slot in self.policy.order.sort(table, np.flatnonzero(more).astype(np.int32), now_ns).tolist():
             if draft.seats <= 0 or draft.left <= 0 or not self._chunk(replica, draft, slot):
@@ -197,6 +200,8 @@ class Passes:
 
         One who was preempted does not enter while a step of his is unanswered, and holds his place meanwhile.
         """
+        if not len(self._placer):
+            return
         table, limits, batch = replica.table, replica.limits, self.policy.batch
         pace = Pace(self.policy.tokens.budget(replica, self._step_tokens), self._lookahead)
         most = self._most(replica)

@@ -116,19 +116,20 @@ class Results:
         due = count - table.checkpointed[rows] >= self._checkpoint_tokens
         due |= table.checkpoint_ns[rows] <= now_ns - self._checkpoint_ns
         due &= going
-        if not due.any():
+        at = np.flatnonzero(due)
+        if not at.size:
             return
-        which = slots[due]
-        start, stop = table.checkpointed[which], count[due]
+        which = slots[at]
+        start, stop = table.checkpointed[which], count[at]
         sizes = stop - start
         table.checkpointed[which] = stop
         table.checkpoint_ns[which] = now_ns
         if (sizes == sizes[0]).all():  # in steady decode all have as many: one gather
-            tokens = list(table.tokens[which[:, None], start[:, None] + np.arange(sizes[0], dtype=np.int32)])
+            tokens = list(table.tokens_flat[(table.base[which] + start)[:, None] + np.arange(sizes[0])])
         else:
             spans = zip(which.tolist(), start.tolist(), stop.tolist(), strict=True)
             tokens = [table.tokens[slot, a:b].copy() for slot, a, b in spans]
-        ids = [request.id for request in table.request[which]]
+        ids = [request.id for request in table.request[which].tolist()]
         first = (start - table.prompt[which]).tolist()
         out.checkpoints.extend(zip(ids, table.choice[which].tolist(), first, tokens, strict=True))
 
