@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 SERVICES = {"redis", "worker", "scheduler", "gateway"}
 PROMPT = "def main():\n"
 
@@ -149,6 +151,17 @@ def completion_streams(stack: Stack, model: str) -> None:
     check(status == 200 and answer["choices"][0]["message"]["role"] == "assistant", "chat answers", answer)
 
 
+def backend_is_named(stack: Stack, model: str) -> None:
+    """Once the tree has CPU kernels, a worker that fell back to plain torch is a failure."""
+    key = f"orcinus:{{{model}}}:stats:shard-0"
+    read = f"REDISCLI_AUTH=$(cat /secrets/redis/password) redis-cli hget '{key}' backend"
+    backend = stack.compose("exec", "-T", "redis", "sh", "-c", read).strip()
+    check(bool(backend), f"{key} names the worker's backend")
+    if any((ROOT / "kernels" / "cpu").glob("*.cpp")):
+        check(backend != "reference", "the worker uses compiled kernels", backend)
+    print(f"        backend: {backend}")
+
+
 def stream_survives_its_worker(stack: Stack, model: str) -> None:
     """The worker's processes are killed after the first tokens; Docker restarts it, the stream goes on."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
@@ -233,6 +246,7 @@ def main() -> int:
         step(without_key_nothing_is_answered)
         model = step(models_are_listed)
         step(completion_streams, model)
+        step(backend_is_named, model)
         step(containers_are_confined)
         step(stream_survives_its_worker, model)
     except (BrokenPromiseError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
