@@ -148,6 +148,18 @@ def test_numbers_that_an_earlier_owner_left_in_a_block_reach_nobody(ops: AnyOps,
     close(world.run(queries, [0, 1], [5, 15], [6, 16]), world.expected(queries, [0, 1], [5, 15], [6, 16]), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_pads_a_shorter_sequence_in_a_batch_reaches_nobody(ops: AnyOps, dtype: torch.dtype) -> None:
+    world = Sequences(ops, dtype, [17, 25, 8], 8, kv_heads=2)  # three and four blocks: one group
+    world.keys[2][:] = torch.nan
+    world.values[2][:] = torch.nan
+    world.run(random((8, 4, 16), 1, dtype), [2], [0], [8])
+    world.tables[0, 3:] = world.tables[2, 0]
+    world.run(random((40, 4, 16), 2, dtype), [0, 1], [0, 0], [16, 24])
+    queries = random((2, 4, 16), 3, dtype)
+    close(world.run(queries, [0, 1], [16, 24], [17, 25]), world.expected(queries, [0, 1], [16, 24], [17, 25]), dtype)
+
+
 def test_rope_turns_pairs_half_a_head_apart_by_the_angle_of_the_position(ops: AnyOps) -> None:
     cache = ops.new_cache(CacheShape(4, 0, 1, 1, 4, 8, torch.float32))
     angles = np.random.default_rng(0).uniform(0, 6, (16, 4))
