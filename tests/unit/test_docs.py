@@ -1,0 +1,210 @@
+"""The documentation says what is: every key, setting, route, statistic and command of the code stands in it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from bench import load_docs
+from services.cli import app as command
+from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.app import ops_app, public_app
+from services.gateway.gateway import Gateway
+from services.gateway.metrics import Metrics
+from services.gateway.tokenizer import ModelText
+from services.scheduler.core.core import Core
+from services.scheduler.core.presets import PRESETS
+from services.scheduler.stats import Stats
+from shared.keys import Keys
+from shared.settings import DEMO_MODEL, ROOT, GatewaySettings
+from tests import docs_tables
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACEHOLDERS = {"class_name": "class", "request_id": "id", "worker_id": "id", "member": "id", "key_id": "key id"}
+STATES = {"queued", "claimed", "running", "finished"}
+NOT_KEYS = {"model", "prefix", "request_streams"}
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def key_patterns() -> dict[str, str]:
+    """Name in shared/keys.py -> the key as docs write it, without the prefix."""
+    keys = Keys("m")
+    patterns = {}
+    for name, member in inspect.getmembers(Keys):
+        if name.startswith("_") or name in NOT_KEYS:
+            continue
+        if isinstance(member, property):
+            patterns[name] = getattr(keys, name)
+        else:
+            parameters = list(inspect.signature(member).parameters)[1:]
+            patterns[name] = member(keys, *(f"{{{PLACEHOLDERS.get(p, p)}}}" for p in parameters))
+    return {name: pattern.removeprefix(keys.prefix) for name, pattern in patterns.items()}
+
+
+@pytest.mark.parametrize(("name", "pattern"), key_patterns().items())
+def test_every_redis_key_has_a_row_in_the_redis_page(name: str, pattern: str) -> None:
+    assert re.search(rf"^\| `{re.escape(pattern)}` \|", text("docs/redis.md"), re.MULTILINE), name
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "shared" / "lua").glob("*.lua")), ids=lambda path: path.stem)
+def test_every_redis_script_has_a_row_in_the_redis_page(script: Path) -> None:
+    assert f"| `{script.stem}` |" in text("docs/redis.md")
+
+
+def fields_of_the_request_record() -> set[str]:
+    """Names that the scripts write to `req`, read from their HSET calls."""
+    written = set()
+    for script in ("enqueue", "claim", "publish", "control"):
+        source = text(f"shared/lua/{script}.lua")
+        for target, arguments in re.findall(
+            r"'HSET', (KEYS\[1\]|key|record|ARGV\[i\]),((?:[^()]|\([^()]*\))*)\)", source
+        ):
+            if target == "key" and "'started_ms'" not in arguments and "'finished'" not in arguments:
+                continue
+            written |= set(re.findall(r"'([a-z_]+):?'(?=,| \.\.)", arguments))
+    return written - STATES
+
+
+def test_every_field_of_the_request_record_is_in_the_redis_page() -> None:
+    written = fields_of_the_request_record()
+    assert {"state", "finish", "shard", "cancelled", "bucket", "started_ms"} <= written
+    page = text("docs/redis.md")
+    missing = [name for name in sorted(written) if f"`{name}`" not in page and f"`{name}:{{choice}}`" not in page]
+    assert not missing
+
+
+def test_the_tables_of_settings_are_those_of_the_code() -> None:
+    page = docs_tables.DOCUMENT.read_text()
+    assert page == docs_tables.with_tables(page), "run `python -m tests.docs_tables`"
+
+
+@pytest.mark.parametrize("settings", docs_tables.CLASSES.values(), ids=docs_tables.CLASSES)
+def test_every_setting_says_what_it_means(settings: Any) -> None:
+    silent = [n for n, field in docs_tables.own_fields(settings).items() if docs_tables.meaning(n, field) == "None"]
+    assert not silent
+
+
+def test_every_statistic_is_in_the_operations_page() -> None:
+    fields = set(Stats(0).snapshot(Core("orcinus").stats(), 1, 1, 1, "orcinus", 0))
+    fields |= set(re.findall(r'"([a-z_]+)": (?:info|self\._reports|len)', text("services/scheduler/service.py")))
+    assert {"running", "tok_s", "last_step", "max_model_len"} <= fields
+    page = text("docs/operations.md")
+    classes = r"_(realtime|high|normal|low)$"
+    missing = [
+        name
+        for name in sorted(fields)
+        if f"`{name}`" not in page and f"`{re.sub(classes, '_{class}', name)}`" not in page
+    ]
+    assert not missing
+
+
+def test_every_metric_is_in_the_operations_page() -> None:
+    names = [family.name + ("_total" if family.type == "counter" else "") for family in Metrics().registry.collect()]
+    assert len(names) > 5
+    page = text("docs/operations.md")
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_every_policy_is_in_the_architecture_page() -> None:
+    for name, make in PRESETS.items():
+        policy = make()
+        parts = (policy.order, policy.memory, policy.tokens, policy.batch, policy.relief)
+        row = re.search(rf"^\| `{name}` \|.*$", text("docs/architecture.md"), re.MULTILINE)
+        assert row, name
+        assert all(f"`{type(part).__name__}" in row.group() for part in parts), row.group()
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_and_links_of_a_page_exist(page: Path) -> None:
+    words = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", words):
+        assert (page.parent / target).exists(), target
+    named = re.findall(r"`((?:services|shared|kernels|protos|bench|tests|deploy|assets|docs)/[\w./*-]+)`", words)
+    assert all(any(ROOT.glob(name.rstrip("/"))) for name in named), [
+        n for n in named if not any(ROOT.glob(n.rstrip("/")))
+    ]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
+def test_anchors_that_pages_link_to_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        linked = (page.parent / target) if target else page
+        heads = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_and_commands_of_a_page_exist(page: Path) -> None:
+    words = page.read_text()
+    code = "\n".join(re.findall(r"`([^`]+)`", words) + re.findall(r"^ {4}(.+)$", words, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
+    used = set(re.findall(r"\bmake ([a-z][a-z-]+)", code))
+    assert used <= targets, used - targets
+    commands: Any = typer.main.get_command(command)
+    names = set(commands.commands) | {f"bench {name}" for name in commands.commands["bench"].commands}
+    for first, second in re.findall(r"\borcinus (bench(?: (\w+))|[a-z]+)", code):
+        assert (f"bench {second}" if second else first) in names, first
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    words = text("README.md")
+    assert "    make run\n" in words
+    assert "    make test\n" in words
+
+
+def test_measured_figures_of_the_readme_are_those_of_the_committed_result() -> None:
+    measured = json.loads(text("bench/results/serve-demo.json"))
+    assert load_docs.table(measured) in text("README.md"), "run `python -m bench.load_docs`"
+
+
+def test_pages_name_no_path_of_a_machine() -> None:
+    for page in DOCUMENTS:
+        assert not re.search(r"/(?:root|home|work|Users)/", page.read_text()), page.name
+
+
+def test_every_route_is_in_the_api_page_with_its_method() -> None:
+    gateway = Gateway(GatewaySettings(model=DEMO_MODEL, redis_url="redis://127.0.0.1:1/0"), ModelText(DEMO_MODEL))
+    public, ops = public_app(gateway).openapi()["paths"], ops_app(gateway).openapi()["paths"]
+    assert "/v1/completions" in public
+    assert "/metrics" in ops
+    rows = re.findall(r"^\| `([A-Z]+)` \| (`/.*?) \|", text("docs/api.md"), re.MULTILINE)
+    written = {(method.lower(), path) for method, paths in rows for path in re.findall(r"`([^`]+)`", paths)}
+    served = {(method, path) for paths in (public, ops) for path, methods in paths.items() for method in methods}
+    assert written == served | {("get", "/openapi.json")}
+
+
+def error_codes() -> set[str]:
+    """`code` of every ApiError that the gateway's sources can raise, by their syntax trees."""
+    place = {"ApiError": 99, "invalid": 2, "unavailable": 1}  # which positional argument is the code
+    codes = set()
+    for path in (ROOT / "services" / "gateway").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in place):
+                continue
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+            given += node.args[place[node.func.id] : place[node.func.id] + 1]
+            codes |= {value.value for value in given if isinstance(value, ast.Constant) and value.value}
+    return codes
+
+
+def test_every_error_code_of_the_gateway_is_in_the_api_page() -> None:
+    codes = error_codes()
+    assert {"slo_unreachable", "invalid_json", "redis_unavailable", "context_length_exceeded"} <= codes
+    page = text("docs/api.md")
+    assert not [code for code in sorted(codes) if f"`{code}`" not in page]
+
+
+def test_every_field_that_clients_may_send_is_in_the_api_page() -> None:
+    page = text("docs/api.md")
+    fields = {name for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody) for name in body.model_fields}
+    assert not [name for name in sorted(fields) if f"`{name}`" not in page]
