@@ -83,6 +83,23 @@ def test_orca_keeps_ab_cd_ef_in_flight_with_three_workers_and_max_bs_two() -> No
     h.finish()
 
 
+def test_orca_selects_by_arrival_and_not_by_slot() -> None:
+    """Two batches of one. c takes the slot that a left, before b's, and is still selected after him."""
+    h = house("orca", max_seqs=2, microbatches=2)
+    h.add(request("a", 3, 1, seed=1))
+    h.add(request("b", 3, 6, seed=1))
+    assert [set(h.plan_named()) for _ in range(2)] == [{"a"}, {"b"}]
+    h.answer()
+    h.answer()
+    h.add(request("c", 3, 6, seed=1))
+    for _ in range(3):
+        assert [set(h.plan_named()) for _ in range(2)] == [{"b"}, {"c"}]
+        h.answer()
+        h.answer()
+    assert h.names == {0: "c", 1: "b"}
+    h.finish()
+
+
 def test_orca_reserves_prompt_and_output_and_stops_at_the_first_that_does_not_fit() -> None:
     """10 blocks of 4. a and b need ceil((8 + 8 - 1) / 4) = 4 each, c 4: two are left, and d (1 block) may not pass."""
     h = house("orca", blocks=10)
@@ -246,6 +263,16 @@ def test_orcinus_chooses_the_lowest_class_and_of_it_the_least_work_lost() -> Non
 
 
 # -- rules that hold for every policy
+
+
+@pytest.mark.parametrize(("max_seqs", "most"), [(0, 4), (3, 3), (9, 4)])
+def test_as_many_run_as_max_seqs_and_the_slots_allow(max_seqs: int, most: int) -> None:
+    h = house("orcinus", slots=4, max_seqs=max_seqs)
+    for i in range(8):
+        h.add(request(f"r{i}", 3, 6, seed=i))
+    assert len(h.step()) == most
+    assert h.core.stats()["running"] == most
+    h.finish()
 
 
 def test_nobody_enters_in_an_iteration_that_preempted() -> None:
