@@ -128,15 +128,23 @@ def _top_k(scores: Tensor, top_k: np.ndarray[tuple[int], np.dtype[np.int32]]) ->
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     """Keeps the smallest set of most likely tokens whose mass reaches top_p, at least one, ties included."""
     total = scores.logsumexp(-1, keepdim=True)
-    count = min(_SORTED_PREFIX, scores.shape[1])
-    best = scores.topk(count, dim=-1).values
-    if bool(((best - total).exp().sum(-1) < top_p).any()):
-        best = scores.sort(dim=-1, descending=True).values
-    mass = (best - total).exp().cumsum(-1)
-    # A token is kept while the mass before it is below top_p; the first always is.
-    kept = ((mass < top_p[:, None]).sum(-1) + 1).clamp(max=best.shape[1])
-    floor = best.gather(1, kept[:, None] - 1)
+    best = scores.topk(min(_SORTED_PREFIX, scores.shape[1]), dim=-1).values
+    floor = _nucleus_floor(best, total, top_p)
+    short = torch.nonzero((best - total).exp().sum(-1) < top_p)[:, 0]
+    if short.numel():
+        whole = scores.index_select(0, short).sort(dim=-1, descending=True).values
+        floor.index_copy_(0, short, _nucleus_floor(whole, total[short], top_p[short]))
     return scores.masked_fill(scores < floor, -torch.inf)
+
+
+def _nucleus_floor(best: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
+    """best [r, n] sorted scores, total [r, 1] -> [r, 1]: the smallest score kept.
+
+    A token is kept while the mass before it is below top_p; the first always is.
+    """
+    mass = (best - total).exp().cumsum(-1)
+    kept = ((mass < top_p[:, None]).sum(-1) + 1).clamp(max=best.shape[1])
+    return best.gather(1, kept[:, None] - 1)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> Tensor | None:

@@ -152,6 +152,15 @@ def test_top_p_of_a_flat_distribution_looks_past_the_sorted_prefix() -> None:
     assert tokens.min() >= allowed.min() and len(np.unique(tokens)) > 500
 
 
+def test_flat_and_peaked_rows_are_cut_each_by_its_own_mass() -> None:
+    flat, peaked = np.linspace(0, 0.5, 2000), np.linspace(0, 200, 2000)
+    logits = np.tile(np.stack([peaked, flat]), (1500, 1)).astype(np.float32)
+    tokens = draw(logits, temperature=1.0, top_p=0.5, seed=np.arange(3000))
+    for kind, found in ((peaked, tokens[0::2]), (flat, tokens[1::2])):
+        allowed = np.flatnonzero(truncated(kind, 1.0, 0, 0.5, 0.0))
+        assert found.min() >= allowed.min() and len(np.unique(found)) > 0.6 * min(1500, len(allowed))
+
+
 def test_a_row_draws_the_same_alone_and_among_rows_of_every_other_kind() -> None:
     logits = np.random.default_rng(3).normal(0, 2, (6, 50)).astype(np.float32)
     columns = {
