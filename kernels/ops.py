@@ -182,6 +182,13 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """x [N, in] -> [N, out] = x @ weight.T + bias."""
 
     @abstractmethod
+    def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
+        """Numbers of rows up to `most` that cost time and memory when they are seen first, ascending.
+
+        The worker runs each once before it is ready. Empty where every number of rows is alike.
+        """
+
+    @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """weight [V, hidden], tokens [N] -> [N, hidden]."""
 

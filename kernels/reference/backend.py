@@ -129,7 +129,16 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return Packed(weight.contiguous(), bias)
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        return F.linear(x, packed.weight, packed.bias)
+        rows = x.shape[0]
+        size = rows if x.dtype == torch.float32 else _batch_size(rows)
+        if size == rows:
+            return F.linear(x, packed.weight, packed.bias)
+        padded = x.new_zeros(size, x.shape[1])
+        padded[:rows] = x
+        return F.linear(padded, packed.weight, packed.bias)[:rows]
+
+    def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
+        return [] if dtype == torch.float32 else sorted({_batch_size(rows) for rows in range(1, most + 1)})
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return weight.index_select(0, tokens)
@@ -182,6 +191,16 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(logits, rows)
+
+
+def _batch_size(rows: int) -> int:
+    """The number of rows that is computed for `rows`.
+
+    oneDNN keeps generated code and buffers for every number of rows it has seen with a bfloat16 matrix (0.25 MB and
+    more each, 1,024 kept), so memory would grow for hours; powers of two and eighths of them are few.
+    """
+    step = max(1, 1 << max(0, (rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
 
 
 def _decode(q: Tensor, group: DecodeGroup, keys: Tensor, values: Tensor, shape: CacheShape, scale: float) -> Tensor:

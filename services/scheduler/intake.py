@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from redis.exceptions import ResponseError
 
 from protos import queue_pb2
 from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
+from services.scheduler.lease import Lease
 from shared.columns import unpack
 from shared.keys import CLASSES, GROUP, Keys
 from shared.redis_client import BLOCK_MS, Scripts
@@ -45,6 +46,10 @@ class Claimed:
     error: str = ""
 
 
+_NO_PROMPT = np.zeros(1, np.int32)
+"""Stands in for the prompt of a request that ends with an error before it runs."""
+
+
 class Clock:
     """Redis's wall clock on this process's monotonic one, so that arrivals are comparable between services."""
 
@@ -68,6 +73,9 @@ def decode(entry: Entry, prompts: queue_pb2.Prompts, clock: Clock) -> NewRequest
         raise ValueError("a prompt has no tokens")
     if wire.n < 1 or wire.max_tokens < 1:
         raise ValueError(f"n is {wire.n} and max_tokens {wire.max_tokens}; both must be at least 1")
+    priority = getattr(wire, "class")
+    if not 0 <= priority < len(CLASSES):
+        raise ValueError(f"class {priority} is none of {', '.join(CLASSES)}")
     if stop_ids.size > MAX_STOP_IDS:
         raise ValueError(f"{stop_ids.size} stop token ids; at most {MAX_STOP_IDS}")
     arrived_ms = int(entry.id.split("-")[0])
@@ -78,7 +86,7 @@ def decode(entry: Entry, prompts: queue_pb2.Prompts, clock: Clock) -> NewRequest
         max_tokens=wire.max_tokens,
         min_tokens=wire.min_tokens,
         stop_ids=stop_ids,
-        priority=getattr(wire, "class"),
+        priority=priority,
         tenant=wire.tenant,
         gateway=wire.gateway,
         arrived_ns=clock.monotonic_ns(arrived_ms),
@@ -94,14 +102,14 @@ class Intake:
     """Claims requests for one shard. `read` blocks on its own connection; the rest is quick."""
 
     def __init__(
-        self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease_key: str, clock: Clock
+        self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, clock: Clock
     ) -> None:
         self._reader = reader
         self._redis = redis
         self._scripts = scripts
         self._keys = keys
         self._shard = shard
-        self._lease_key = lease_key
+        self._lease = lease
         self._clock = clock
 
     async def prepare(self) -> None:
@@ -113,7 +121,7 @@ class Intake:
                 if "BUSYGROUP" not in str(error):
                     raise
 
-    async def read(self, room: int, epoch: int) -> list[Claimed]:
+    async def read(self, room: int) -> list[Claimed]:
         """New requests, at most `room` (at least one a class). Waits up to BLOCK_MS for the first."""
         try:
             found = await self._reader.xreadgroup(
@@ -128,10 +136,11 @@ class Intake:
                 raise
             await self.prepare()  # Redis came back empty
             return []
-        return await self._claim(found, epoch)
+        return await self._claim(found)
 
-    async def pending(self, epoch: int, add: Callable[[list[Claimed]], Awaitable[None]]) -> int:
-        """Everything this shard had claimed before it restarted, oldest first, with the tokens of the records."""
+    async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
+        """Everything this shard has claimed and does not hold, oldest first, with the tokens of the records: after a
+        restart, or after a claim whose answer was lost."""
         total = 0
         for stream in self._keys.request_streams():
             last = "0"
@@ -141,13 +150,14 @@ class Intake:
                 if not entries:
                     break
                 last = entries[-1][0].decode()
-                for item in (claimed := await self._claim(found, epoch)):
+                claimed = [item for item in await self._claim(found) if item.request.id not in held]
+                for item in claimed:
                     await self._restore(item.request)
-                await add(claimed)
+                add(claimed)
                 total += len(claimed)
         return total
 
-    async def _claim(self, found: Any, epoch: int) -> list[Claimed]:
+    async def _claim(self, found: Any) -> list[Claimed]:
         entries: list[Entry] = []
         for stream, rows in found:
             for entry_id, fields in rows:
@@ -163,8 +173,10 @@ class Intake:
                 entries.append(Entry(stream.decode(), entry_id.decode(), wire))
         if not entries:
             return []
-        verdicts = await self._scripts.claim(
-            [self._lease_key], [epoch, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
+        verdicts = await self._lease.fenced(
+            self._scripts.claim,
+            [],
+            [self._lease.epoch, self._shard, *(self._keys.req(entry.request.id) for entry in entries)],
         )
         claimed = []
         for entry, verdict in zip(entries, verdicts, strict=True):
@@ -189,7 +201,11 @@ class Intake:
         except ValueError as bad:
             error = f"the request cannot be served: {bad}"
             placeholder = NewRequest(
-                id=entry.request.id, prompts=[EMPTY], max_tokens=1, gateway=entry.request.gateway, payload=entry.request
+                id=entry.request.id,
+                prompts=[_NO_PROMPT],
+                max_tokens=1,
+                gateway=entry.request.gateway,
+                payload=entry.request,
             )
             return Claimed(entry, placeholder, cancelled, error)
 

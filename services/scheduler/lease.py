@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from shared.errors import LeaseLostError
 from shared.keys import Keys
-from shared.redis_client import Scripts, Unreachable, persist
+from shared.redis_client import Script, Scripts, Unreachable, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -59,6 +61,19 @@ class Lease:
                     return
             except Unreachable as error:
                 log.warning("the lease of shard %s was not renewed: %s", self._shard, error)
+
+    async def fenced(self, script: Script, keys: Sequence[str], args: Sequence[Value]) -> Any:
+        """Runs a script that compares the epoch with the lease, the first of its keys.
+
+        After a Redis that was away for longer than the lease, the write may come before the renewal; then the lease is
+        renewed first. Raises LeaseLostError when another scheduler has had it.
+        """
+        try:
+            return await script([self.key, *keys], args)
+        except LeaseLostError:
+            if int(await self._script(self._keys, ["renew", self._lease_ms, self.epoch])) != 1:
+                raise
+            return await script([self.key, *keys], args)
 
     async def release(self) -> None:
         """Lets a standby take the shard at once."""

@@ -10,13 +10,14 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from protos import queue_pb2
 from services.scheduler.core.types import FinishedRequest, Outcome
 from services.scheduler.intake import Entry
+from services.scheduler.lease import Lease
 from shared.columns import pack, pack_float
 from shared.keys import GROUP, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, Value, persist
@@ -68,10 +69,8 @@ def _finishes(outcome: Outcome) -> dict[tuple[str, int], int]:
     return {(outcome.requests[row].id, int(outcome.choices[row])): int(outcome.finish[row]) for row in ended}
 
 
-def arguments(
-    outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, forget: Callable[[str], Entry | None]
-) -> list[Value]:
-    """ARGV of publish.lua for some outcomes, in order. `forget` gives up the stream entry of an ended request."""
+def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, where: Mapping[str, Entry]) -> list[Value]:
+    """ARGV of publish.lua for some outcomes, in order. `where`: the stream entries of the requests."""
     entries: list[Value] = []
     checkpoints: list[Value] = []
     started: list[Value] = []
@@ -91,7 +90,7 @@ def arguments(
         started += outcome.started
         counts[2] += len(outcome.started)
         for finished in outcome.ended:
-            entry = forget(finished.request.id)
+            entry = where.get(finished.request.id)
             if entry is not None:
                 ended += _end(finished, entry)
                 counts[3] += 1
@@ -115,17 +114,20 @@ def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:
 class Publisher:
     """Writes outcomes in order. Raises LeaseLostError out of `run` when the shard is another's."""
 
-    def __init__(self, scripts: Scripts, keys: Keys, lease_key: str, forget: Callable[[str], Entry | None]) -> None:
-        self._scripts = scripts
+    def __init__(
+        self, scripts: Scripts, keys: Keys, lease: Lease, entries: Mapping[str, Entry], ended: Callable[[str], None]
+    ) -> None:
+        """`entries`: where unfinished requests lie; `ended` is called once a request's end is written."""
+        self._script = scripts.publish
         self._keys = keys
-        self._lease_key = lease_key
-        self._forget = forget
+        self._lease = lease
+        self._entries = entries
+        self._ended = ended
         self._waiting: deque[tuple[int, Outcome]] = deque()
         self._more = asyncio.Event()
         self._written = asyncio.Event()
         self._stopping = False
         self._busy = False
-        self.epoch = 0
 
     @property
     def full(self) -> bool:
@@ -146,15 +148,18 @@ class Publisher:
             self._more.clear()
             while self._waiting:
                 taken = [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
-                args = arguments(taken, self.epoch, self._keys.prefix, self._forget)
+                args = arguments(taken, self._lease.epoch, self._keys.prefix, self._entries)
                 self._busy = True
                 await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
                 self._busy = False
+                for _, outcome in taken:
+                    for finished in outcome.ended:
+                        self._ended(finished.request.id)
                 room.set()
             self._written.set()
 
     async def _write(self, args: list[Value]) -> None:
-        await self._scripts.publish([self._lease_key, self._keys.queue], args)
+        await self._lease.fenced(self._script, [self._keys.queue], args)
 
     async def flush(self) -> None:
         """Waits until everything that was put is written, at most a few seconds."""

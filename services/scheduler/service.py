@@ -11,8 +11,6 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable
-from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,11 +23,13 @@ from services.scheduler.lease import Lease
 from services.scheduler.publisher import Publisher
 from services.scheduler.reports import Reports
 from services.scheduler.stats import Stats
+from services.scheduler.tasks import first_of
 from services.scheduler.wire import result_from_wire, step_to_wire
-from services.scheduler.worker_link import WorkerLink, find_worker
+from services.scheduler.worker_link import WorkerLink, brief, find_worker
 from shared.errors import LeaseLostError, ProtocolError
 from shared.ids import process_id
-from shared.redis_client import BLOCK_MS, Scripts, Unreachable, backoff_s, connect, persist
+from shared.keys import GROUP
+from shared.redis_client import BLOCK_MS, Scripts, Unreachable, Value, backoff_s, connect, persist
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
@@ -57,7 +57,7 @@ class Service:
         self._reports = Reports(self._redis, self._keys, settings.shard, process_id("scheduler"))
         self._clock = Clock()
         self._intake = Intake(
-            self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease.key, self._clock
+            self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease, self._clock
         )
         self._core = Core(
             settings.policy,
@@ -67,7 +67,7 @@ class Service:
             step_tokens=settings.step_tokens,
         )
         self._entries: dict[str, Entry] = {}
-        self._publisher = Publisher(self._scripts, self._keys, self._lease.key, self._forget)
+        self._publisher = Publisher(self._scripts, self._keys, self._lease, self._entries, self._forget)
         self._stats = Stats(time.monotonic_ns())
         self._wake = asyncio.Event()  # something to plan, or room to publish
         self._room = asyncio.Event()  # a request ended, or a worker joined
@@ -87,10 +87,9 @@ class Service:
         heartbeat = asyncio.create_task(self._reports.heartbeat())
         try:
             acquired = asyncio.create_task(self._lease.acquire(self._stop.is_set))
-            await self._first_of(acquired, self._stop.wait())
+            await first_of(acquired, self._stop.wait())
             if self._stop.is_set():
                 return 0
-            self._publisher.epoch = self._lease.epoch
             return await self._hold()
         finally:
             heartbeat.cancel()
@@ -99,24 +98,13 @@ class Service:
             for client in (self._redis, self._intake_reader, self._control_reader):
                 await client.aclose()
 
-    @staticmethod
-    async def _first_of(*awaitables: Awaitable[Any]) -> None:
-        """Waits for the first to end, cancels the others, raises what it raised."""
-        tasks = [asyncio.ensure_future(item) for item in awaitables]
-        done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-        for task in done:
-            task.result()
-
     async def _hold(self) -> int:
         publisher = asyncio.create_task(self._publisher.run(self._wake))
         try:
             await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
             await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
             await persist("rebuild claimed requests", self._rebuild, log, self._stop.is_set)
-            await self._first_of(
+            await first_of(
                 asyncio.shield(publisher),  # a write under way is finished, also at the end
                 self._lease.keep(),
                 self._claim(),
@@ -145,9 +133,9 @@ class Service:
     # Requests in
 
     async def _rebuild(self) -> None:
-        count = await self._intake.pending(self._lease.epoch, self._take_all)
+        count = await self._intake.pending(self._entries, self._take_all)
         if count:
-            log.info("rebuilt %d claimed requests of an earlier scheduler", count)
+            log.info("took up %d claimed requests", count)
 
     async def _claim(self) -> None:
         attempt = 0
@@ -158,7 +146,9 @@ class Service:
                 await self._room.wait()
                 continue
             try:
-                claimed = await self._intake.read(room, self._lease.epoch)
+                if attempt:
+                    await self._rebuild()  # what the call that failed may have claimed
+                claimed = await self._intake.read(room)
                 attempt = 0
             except Unreachable as error:
                 if attempt == 0:
@@ -166,13 +156,13 @@ class Service:
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
                 continue
-            await self._take_all(claimed)
+            self._take_all(claimed)
 
     def _window(self) -> int:
         slots = self._limits.slots if self._limits else 64
         return self._settings.claim_window or 4 * slots
 
-    async def _take_all(self, claimed: list[Claimed]) -> None:
+    def _take_all(self, claimed: list[Claimed]) -> None:
         now = time.monotonic_ns()
         for item in claimed:
             request = item.request
@@ -187,10 +177,25 @@ class Service:
         if claimed:
             self._wake.set()
 
-    def _forget(self, request_id: str) -> Entry | None:
+    def _forget(self, request_id: str) -> None:
         self._strikes.pop(request_id, None)
+        self._entries.pop(request_id, None)
         self._room.set()
-        return self._entries.pop(request_id, None)
+
+    async def _hand_back(self) -> None:
+        """Draining: what never started goes back to the queue, for any shard."""
+        args: list[Value] = [self._lease.epoch, GROUP]
+        for request_id, entry in list(self._entries.items()):
+            if self._core.release(request_id):
+                raw = entry.request.SerializeToString()
+                args += [self._keys.req(request_id), entry.stream, entry.id, raw]
+                self._forget(request_id)
+
+        async def write() -> int:
+            return int(await self._lease.fenced(self._scripts.release, [], args))
+
+        count = await persist("hand requests back", write, log, self._stop.is_set)
+        log.info("draining: %d requests handed back, %d go on to their ends", count, self._core.unfinished)
 
     # Commands
 
@@ -205,6 +210,8 @@ class Service:
                     last = found[0][1][-1][0].decode()
                     for _, fields in found[0][1]:
                         self._command(fields.get(b"c", b""))
+                    if self._draining:
+                        await self._hand_back()
                     await self._control_reader.xtrim(key, minid=last, approximate=False)
                 attempt = 0
             except Unreachable as error:
@@ -254,17 +261,17 @@ class Service:
                 self._link = link
                 self._room.set()
             except (grpc.aio.AioRpcError, OSError) as error:
-                log.warning("worker %s at %s does not answer: %s", link.worker.id, link.worker.address, _brief(error))
+                log.warning("worker %s at %s does not answer: %s", link.worker.id, link.worker.address, brief(error))
                 await link.close()
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
                 continue
             attempt = 0
             try:
-                await self._first_of(self._receive(link, replica), self._pump(link, replica), self._watch(link))
+                await first_of(self._receive(link, replica), self._pump(link, replica), self._watch(link))
             except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
-                log.warning("worker %s is lost: %s", link.worker.id, _brief(error))
-                self._reports.event("worker_lost", _brief(error), worker=link.worker.id)
+                log.warning("worker %s is lost: %s", link.worker.id, brief(error))
+                self._reports.event("worker_lost", brief(error), worker=link.worker.id)
             finally:
                 self._link = None
                 await link.close()
@@ -279,8 +286,7 @@ class Service:
                     self._scripts,
                     self._keys,
                     self._settings.shard,
-                    self._lease.key,
-                    self._lease.epoch,
+                    self._lease,
                 )
             except Unreachable as error:
                 found = None
@@ -388,9 +394,3 @@ class Service:
                 "backend": info.backend,
             }
         return fields | {"last_step": self._reports.last_step, "in_flight": len(self._plans)}
-
-
-def _brief(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
+from services.scheduler.lease import Lease
 from shared.errors import ProtocolError
 from shared.keys import Keys
 from shared.redis_client import Scripts
@@ -47,16 +48,14 @@ class Registration:
     identity: str
 
 
-async def find_worker(
-    redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease_key: str, epoch: int
-) -> Registration | None:
+async def find_worker(redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease) -> Registration | None:
     """A ready worker that this shard could take, or None. The compare-and-set makes it ours."""
     prefix = keys.worker("")
     async for key in redis.scan_iter(match=f"{prefix}*", count=1000):
         record = {name.decode(): value.decode() for name, value in (await redis.hgetall(key)).items()}
         if record.get("ready") != "1" or not record.get("address"):
             continue
-        if await scripts.take_worker([lease_key, key.decode()], [epoch, shard, keys.prefix]):
+        if await lease.fenced(scripts.take_worker, [key.decode()], [lease.epoch, shard, keys.prefix]):
             return Registration(key.decode().removeprefix(prefix), record["address"], record.get("identity", ""))
     return None
 
@@ -117,3 +116,10 @@ class WorkerLink:
             self._call.cancel()
         with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
             await self._channel.close(grace=None)
+
+
+def brief(error: BaseException) -> str:
+    """One line for the log and for `events`."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

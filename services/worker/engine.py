@@ -121,6 +121,15 @@ class Engine:
         context = max(1, min(longest, self._cache.shape.blocks * self.settings.block_size // rows))
         self.execute(_warm_step([context] * rows, context - 1, blocks))
         self.reset()
+        for size in self._ops.batch_sizes(self.dtype, budget):
+            whole, rest = divmod(size, longest)
+            lengths = [longest] * whole + [rest] * (rest > 0)
+            if len(lengths) <= seqs:
+                self.execute(_warm_step(lengths, 0, blocks))
+                self.reset()
+            if size <= rows:
+                self.execute(_warm_step([2] * size, 1, blocks))
+                self.reset()
 
     def read_block(self, block: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""

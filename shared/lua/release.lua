@@ -3,9 +3,10 @@
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local returned = 0
 for i = 3, #ARGV, 4 do
-  redis.call('XACK', ARGV[i + 1], ARGV[2], ARGV[i + 2])
-  redis.call('XDEL', ARGV[i + 1], ARGV[i + 2])
-  if redis.call('HGET', ARGV[i], 'state') == 'claimed' then
+  local record = redis.call('HMGET', ARGV[i], 'state', 'entry')
+  if record[1] == 'claimed' and record[2] == ARGV[i + 2] then
+    redis.call('XACK', ARGV[i + 1], ARGV[2], ARGV[i + 2])
+    redis.call('XDEL', ARGV[i + 1], ARGV[i + 2])
     local entry = redis.call('XADD', ARGV[i + 1], '*', 'r', ARGV[i + 3])
     redis.call('HSET', ARGV[i], 'state', 'queued', 'entry', entry)
     redis.call('HDEL', ARGV[i], 'shard', 'epoch')

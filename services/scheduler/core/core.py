@@ -151,6 +151,17 @@ class Core:
             self.end(sequence, Finish.STOP, "", out)
         return out.build()
 
+    def release(self, request_id: str) -> bool:
+        """Forgets a request that never ran, without an Outcome: it goes back to the queue. False if it has begun."""
+        record = self._records.get(request_id)
+        if record is None or record.started or any(s.outputs.size for s in record.sequences):
+            return False
+        for sequence in record.sequences:
+            self.withdraw(sequence)
+        record.left = 0
+        self._forget(record)
+        return True
+
     def adopt(self, request_id: str, gateway: str) -> None:
         """Rows of the request carry `gateway` from now on."""
         if record := self._records.get(request_id):
@@ -270,12 +281,15 @@ class Core:
         if record.left:
             return
         request = record.request
-        del self._records[request.id]
-        self._names.give(record.gateway)
-        self._names.give(record.tenant)
+        self._forget(record)
         finishes = [s.finish for s in record.sequences]
         self._ended[max(finishes)] += 1
         out.ended.append(FinishedRequest(request, [s.outputs for s in record.sequences], finishes, record.error))
+
+    def _forget(self, record: Record) -> None:
+        del self._records[record.request.id]
+        self._names.give(record.gateway)
+        self._names.give(record.tenant)
         if len(self._deadlines) > 2 * len(self._records) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].left]
             heapq.heapify(self._deadlines)

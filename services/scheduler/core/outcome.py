@@ -52,6 +52,7 @@ class Columns:
     first: Int32
     tokens: Int32
     finish: npt.NDArray[np.uint8]
+    waits_ns: npt.NDArray[np.int64]
     logprobs: Float32 | None
 
 
@@ -66,6 +67,7 @@ class Row:
     logprob: float | None
     finish: Finish
     error: str
+    wait_ns: int = -1
 
 
 @dataclass(slots=True)
@@ -84,10 +86,10 @@ class Collector:
         """`sequence` ended without a further token; its index is that of the token it would have got."""
         self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, None, finish, error))
 
-    def late(self, sequence: Sequence, token: int, logprob: float | None) -> None:
+    def late(self, sequence: Sequence, token: int, logprob: float | None, wait_ns: int) -> None:
         """`sequence` has no slot and got `token` (in its outputs already) of a step sent before."""
         first = sequence.outputs.size - 1
-        self.rows.append(Row(sequence.record, sequence.choice, first, token, logprob, sequence.finish, ""))
+        self.rows.append(Row(sequence.record, sequence.choice, first, token, logprob, sequence.finish, "", wait_ns))
 
     def checkpoint(self, sequence: Sequence) -> None:
         """Everything of a sequence without a slot that no checkpoint has carried yet."""
@@ -104,6 +106,7 @@ class Collector:
             outcome.requests, outcome.gateways, outcome.choices = audience.requests, audience.gateways, audience.choices
             outcome.first, outcome.tokens, outcome.finish = columns.first, columns.tokens, columns.finish
             outcome.counts, outcome.logprobs = _ones(columns.first.size), columns.logprobs
+            outcome.waits_ns = columns.waits_ns
         if self.rows:
             self._merge(outcome)
         return outcome
@@ -128,6 +131,7 @@ class Collector:
         outcome.choices = np.concatenate([outcome.choices, np.array([row.choice for row in rows], np.int32)])[order]
         outcome.first = np.concatenate([outcome.first, np.array([row.first for row in rows], np.int32)])[order]
         outcome.finish = np.concatenate([outcome.finish, np.array([row.finish for row in rows], np.uint8)])[order]
+        outcome.waits_ns = np.concatenate([outcome.waits_ns, np.array([row.wait_ns for row in rows], np.int64)])[order]
         outcome.counts, outcome.tokens = counts[order], tokens[which]
         outcome.requests, outcome.gateways = [requests[i] for i in order], [gateways[i] for i in order]
         outcome.errors = {

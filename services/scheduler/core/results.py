@@ -51,7 +51,7 @@ class Results:
             if not live.all():
                 for i in np.flatnonzero(~live).tolist():
                     logprob = float(logprobs[i]) if logprobs is not None else None
-                    self._late(replica, step, int(slots[i]), int(tokens[i]), logprob, out)
+                    self._late(replica, step, int(slots[i]), int(tokens[i]), logprob, now_ns, out)
                 slots, tokens = slots[live], tokens[live]
                 logprobs = logprobs[live] if logprobs is not None else None
             for slot in step.slots[~mine].tolist():
@@ -92,6 +92,7 @@ class Results:
         first = before - table.prompt[rows]
         table.tokens_flat[table.base[rows] + before] = tokens
         table.applied[rows] = count
+        waits = now_ns - table.last_token_ns[rows]
         table.last_token_ns[rows] = now_ns
         self.tokens_total += slots.size
         stopped = table.stopped(rows, tokens, count)
@@ -104,9 +105,9 @@ class Results:
             for i in np.flatnonzero(done).tolist():
                 self._core.end(replica.leave(int(slots[i])), Finish(int(finish[i])), "", out)
         if (order := audience.order) is not None:
-            first, tokens, finish = first[order], tokens[order], finish[order]
+            first, tokens, finish, waits = first[order], tokens[order], finish[order], waits[order]
             logprobs = logprobs[order] if logprobs is not None else None
-        return Columns(audience, first, tokens, finish, logprobs)
+        return Columns(audience, first, tokens, finish, waits, logprobs)
 
     def _checkpoints(
         self, replica: Replica, slots: Int32, rows: Rows, count: Int32, going: Bool, now_ns: int, out: Collector
@@ -134,20 +135,29 @@ class Results:
         out.checkpoints.extend(zip(ids, table.choice[which].tolist(), first, tokens, strict=True))
 
     def _late(
-        self, replica: Replica, step: InFlight, slot: int, token: int, logprob: float | None, out: Collector
+        self,
+        replica: Replica,
+        step: InFlight,
+        slot: int,
+        token: int,
+        logprob: float | None,
+        now_ns: int,
+        out: Collector,
     ) -> None:
         """A token for a sequence that has lost its slot: applied and published if it was preempted, else dropped."""
         sequence = replica.owner(slot, step.id)
         if sequence is None or sequence.state is not State.WAITING:
             return
         sequence.outputs = np.append(sequence.outputs, np.int32(token))
+        wait_ns = now_ns - (sequence.last_token_ns or sequence.record.arrived_ns)
+        sequence.last_token_ns = now_ns
         self._placer.grew(1)
         self.tokens_total += 1
         finish = sequence.verdict(sequence.longest(replica.limits))
         if finish is not Finish.RUNNING:
             self._core.withdraw(sequence)
             sequence.finish = finish
-        out.late(sequence, token, logprob)
+        out.late(sequence, token, logprob, wait_ns)
         if finish is not Finish.RUNNING:
             self._core.end(sequence, finish, "", out)
         else:

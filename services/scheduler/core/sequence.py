@@ -54,6 +54,7 @@ class Sequence:
     preemptions: int = 0
     checkpointed: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
+    last_token_ns: int = 0  # when it got its last token; 0: none yet
 
     @property
     def priority(self) -> int:

@@ -75,7 +75,7 @@ class SlotTable:
         self.arrived: Int64 = column(np.int64)
         self.number: Int64 = column(np.int64)
         self.tbt_slo_ns: Int64 = column(np.int64)
-        self.last_token_ns: Int64 = column(np.int64)
+        self.last_token_ns: Int64 = column(np.int64)  # before the first one: the arrival
         self.checkpoint_ns: Int64 = column(np.int64)
         self.active: Bool = column(np.bool_)
         self.pinned: Bool = column(np.bool_)
@@ -121,7 +121,7 @@ class SlotTable:
         self.since[s] = step
         self.arrived[s], self.number[s] = record.arrived_ns, sequence.number
         self.tbt_slo_ns[s] = request.tbt_slo_ns
-        self.last_token_ns[s] = now_ns
+        self.last_token_ns[s] = sequence.last_token_ns or record.arrived_ns
         self.checkpointed[s] = sequence.prompt.size + sequence.checkpointed
         self.checkpoint_ns[s] = sequence.checkpoint_ns or now_ns
         self.active[s], self.pinned[s] = True, sequence.pinned
@@ -145,6 +145,8 @@ class SlotTable:
         sequence.unanswered = int(self.unanswered[s])
         sequence.checkpointed = int(self.checkpointed[s] - self.prompt[s])
         sequence.checkpoint_ns = int(self.checkpoint_ns[s])
+        if sequence.outputs.size:
+            sequence.last_token_ns = int(self.last_token_ns[s])
         sequence.slot = -1
         blocks = self.blocks[s, : self.held[s]].copy()
         self.planned[s] = self.applied[s] = self.known[s] = self.limit[s] = 0

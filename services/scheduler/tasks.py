@@ -1,0 +1,18 @@
+"""Tasks that stand and fall together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+
+async def first_of(*awaitables: Awaitable[Any]) -> None:
+    """Waits for the first to end, cancels the others, raises what the first raised."""
+    tasks = [asyncio.ensure_future(item) for item in awaitables]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    for task in done:
+        task.result()
