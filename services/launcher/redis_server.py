@@ -86,7 +86,7 @@ def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)
     socket_dir = _socket_dir(run_dir)
-    server = LocalRedis(binary, run_dir / "redis.conf", socket_dir / "redis.sock", secrets.token_urlsafe(32))
+    server = LocalRedis(binary, socket_dir / "redis.conf", socket_dir / "redis.sock", secrets.token_urlsafe(32))
     lines = [
         ("port", "0"),
         ("unixsocket", str(server.socket)),
@@ -142,8 +142,9 @@ def check_server(url: str, password: str | None = None) -> str:
 
 
 def _socket_dir(run_dir: Path) -> Path:
-    """A private directory for the socket: under run_dir, or, where its path is too long or the file system knows
-    no sockets, a temporary one that run_dir/socket-dir names (the next start removes what a killed launcher left).
+    """A private directory for socket and configuration: under run_dir, or a temporary one that run_dir/socket-dir
+    names, where the path is too long or odd or the file system knows no sockets. The next start removes what a killed
+    launcher left.
     """
     record = run_dir / SOCKET_RECORD
     if record.exists():
@@ -152,7 +153,9 @@ def _socket_dir(run_dir: Path) -> Path:
             shutil.rmtree(left, ignore_errors=True)
         record.unlink()
     chosen = run_dir / "socket"
-    if len(str(chosen / "redis.sock").encode()) <= SOCKET_PATH_BYTES:
+    # Redis 7 takes a configuration file's path for a pattern, and starts bare when it matches nothing.
+    plain = not set(str(chosen)) & set("*?[\\")
+    if plain and len(str(chosen / "redis.sock").encode()) <= SOCKET_PATH_BYTES:
         chosen.mkdir(mode=0o700, exist_ok=True)
         chosen.chmod(0o700)
         if _takes_sockets(chosen):

