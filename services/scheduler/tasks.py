@@ -10,9 +10,11 @@ from typing import Any
 async def first_of(*awaitables: Awaitable[Any]) -> None:
     """Waits for the first to end, cancels the others, raises what the first raised."""
     tasks = [asyncio.ensure_future(item) for item in awaitables]
-    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also when the caller is cancelled: asyncio.wait leaves its tasks alone
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
