@@ -1,0 +1,91 @@
+"""What the core makes of lost workers, restarts and requests that go back to the queue."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Limits, StepResult
+from tests.unit.core_twin import answer, request
+from tests.unit.test_core_requests import LIMITS, house, rounds
+
+# -- workers that come and go
+
+
+def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
+    h = house()
+    h.add(request("a", 4, 9, seed=1))
+    step = h.plan()
+    assert step is not None
+    failed = StepResult(step.id, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), error="out of memory")
+    assert not h.core.apply(failed, h.now).requests and h.core.in_flight(0) == 1
+    result = h.workers[0].run()
+    h.lose()
+    assert not h.core.apply(result, h.now).requests
+    assert h.core.waiting_count == 1 and h.core.plan(h.now) == (None, None)
+    h.join(LIMITS)
+    h.finish()
+
+
+def test_the_lost_keep_their_arrival_and_their_tokens() -> None:
+    h = house(limits=Limits(2, 64, 4, 64, 128))
+    for name in "ab":
+        h.add(request(name, 5, 12, seed=1))
+    rounds(h, 5)
+    h.add(request("c", 5, 12, seed=1))
+    produced = len(h.published["a", 0])
+    assert produced
+    h.lose()
+    h.join(Limits(2, 64, 4, 64, 128))
+    step = h.plan()
+    assert step is not None
+    assert [e.request.id for e in step.enters] == ["a", "b"]
+    assert step.enters[0].tokens.size == 5 + produced and step.enters[0].prompt_tokens == 5
+    assert [len(h.records["a", 0]), h.core.stats()["preemptions"]] == [produced, 0]
+    h.finish()
+
+
+def test_a_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
+    new = request("a", 5, 10, seed=1, n=2)
+    both = [answer(new, c, 64)[0] for c in range(2)]
+    new.outputs = [np.array(both[0][:4], np.int32), np.array(both[1][:2], np.int32)]
+    new.finished = [Finish.RUNNING, Finish.STOP]
+    h = house()
+    h.add(new)
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH, Finish.STOP]
+    assert h.published["a", 0] == both[0] and h.published["a", 1] == both[1][:2]
+
+
+def test_a_request_that_was_complete_before_a_restart_ends_at_once() -> None:
+    new = request("a", 5, 4, seed=1)
+    new.outputs = [np.array(answer(new, 0, 64)[0], np.int32)]
+    h = house()
+    h.add(new)
+    assert h.ended["a"] == [Finish.LENGTH] and h.core.idle
+
+
+# -- back to the queue
+
+
+def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is_not() -> None:
+    h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
+    h.add(request("runs", 4, 8, seed=1))
+    rounds(h, 2)
+    waits = request("waits", 4, 8, seed=2)
+    assert not h.core.add(waits, h.now).requests
+    assert not h.core.release("runs")
+    assert not h.core.release("unknown")
+    assert h.core.release("waits")
+    h.core.check()
+    assert h.core.held_ids() == ["runs"]
+    h.finish()  # no row of "waits": the house would not know it
+    assert not h.core.add(waits, h.now).errors  # the same id may come again
+
+
+def test_a_restarted_request_with_outputs_is_not_released() -> None:
+    core = Core()
+    new = request("r", 4, 8, seed=1)
+    new.outputs = [np.array([5], np.int32)]
+    core.add(new, 1)
+    assert not core.release("r")

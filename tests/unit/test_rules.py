@@ -1,0 +1,60 @@
+"""Rules of the house that a reviewer would otherwise have to remember."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("services", "shared", "kernels", "bench", "deploy")
+BANNED_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "os.system"}
+SOURCES = sorted(path for folder in (*PRODUCT, "tests") for path in (ROOT / folder).rglob("*.py"))
+OF_PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PRODUCT]
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", OF_PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_product_runs_no_foreign_code_and_checks_with_errors(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & BANNED_IMPORTS
+    for node in nodes(path):
+        assert not isinstance(node, ast.Assert), f"line {getattr(node, 'lineno', 0)}: python -O drops it; raise instead"
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in BANNED_CALLS
+            shell = [key.value for key in node.keywords if key.arg == "shell"]
+            assert not any(isinstance(value, ast.Constant) and value.value for value in shell)
+
+
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "worker"])
+def test_no_service_imports_another(service: str) -> None:
+    others = {f"services.{name}" for name in ("gateway", "scheduler", "worker", "launcher") if name != service}
+    for path in (ROOT / "services" / service).rglob("*.py"):
+        for name in imports(path):
+            assert not any(name == other or name.startswith(other + ".") for other in others), path
+
+
+def test_shared_and_kernels_import_no_service() -> None:
+    for folder in ("shared", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not any(name.startswith("services") for name in imports(path)), path
+
+
+def test_files_are_short_enough_to_be_read_in_one_go() -> None:
+    long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 400}
+    assert not long

@@ -1,0 +1,102 @@
+"""From an Outcome to what Redis gets, and from Outcomes to what dashboards read: pure, against hand-made columns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protos import queue_pb2
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
+from services.scheduler.intake import Entry
+from services.scheduler.publisher import arguments, batches
+from services.scheduler.stats import Stats, Window
+from shared.columns import pack, unpack
+
+SECOND = 1_000_000_000
+
+
+def request(name: str, gateway: str, **more: int) -> NewRequest:
+    return NewRequest(id=name, prompts=[np.arange(5, dtype=np.int32)], max_tokens=8, gateway=gateway, **more)
+
+
+def outcome() -> Outcome:
+    """Two gateways; `b` ends without a token, `c` fails."""
+    rows = [request("a", "g1"), request("b", "g1"), request("c", "g2")]
+    return Outcome(
+        requests=rows,
+        gateways=[row.gateway for row in rows],
+        choices=np.array([0, 1, 0], np.int32),
+        first=np.array([3, 7, 0], np.int32),
+        counts=np.array([1, 0, 1], np.int32),
+        tokens=np.array([11, 22], np.int32),
+        waits_ns=np.array([2_000_000, -1, 40_000_000], np.int64),
+        finish=np.array([Finish.RUNNING, Finish.CANCELLED, Finish.ERROR], np.uint8),
+        errors={2: "it broke"},
+        checkpoints=[("a", 0, 2, np.array([10, 11], np.int32))],
+        started=["c"],
+        ended=[FinishedRequest(rows[2], [np.array([22], np.int32)], [Finish.ERROR], "it broke")],
+    )
+
+
+def test_each_gateway_gets_one_entry_with_its_rows_alone() -> None:
+    (first, one), (second, two) = batches(outcome(), epoch=4, step=9)
+    assert (first, second) == ("g1", "g2")
+    batch = queue_pb2.TokenBatch.FromString(one)
+    assert (batch.epoch, batch.step, list(batch.requests)) == (4, 9, ["a", "b"])
+    assert unpack(batch.counts).tolist() == [1, 0]
+    assert unpack(batch.tokens).tolist() == [11]
+    assert list(batch.finish) == [Finish.RUNNING, Finish.CANCELLED]
+    assert not batch.errors
+    batch = queue_pb2.TokenBatch.FromString(two)
+    assert unpack(batch.tokens).tolist() == [22]
+    assert dict(batch.errors) == {0: "it broke"}
+
+
+def test_an_outcome_without_rows_makes_no_entry() -> None:
+    assert batches(Outcome(started=["a"]), 1, 1) == []
+
+
+def test_arguments_carry_checkpoints_finishes_starts_and_ends() -> None:
+    entry = Entry("stream", "5-0", queue_pb2.Request())
+    args = arguments([(9, outcome())], 4, "prefix:", {"c": entry})
+    at = 6  # epoch, prefix, group and three times
+    assert args[0] == 4
+    assert args[at] == 2  # entries
+    at += 1 + 2 * 2
+    assert args[at] == 3  # checkpoints: of a, and the ends of b and c
+    rows = [args[at + 1 + 5 * i : at + 6 + 5 * i] for i in range(3)]
+    assert rows[0] == ["a", 0, 8, pack([10, 11]), 0]
+    assert sorted(map(tuple, rows[1:])) == [("b", 1, 0, b"", Finish.CANCELLED), ("c", 0, 0, b"", Finish.ERROR)]
+    at += 1 + 3 * 5
+    assert args[at : at + 2] == [1, "c"]
+    assert args[at + 2 :] == [1, "c", "stream", "5-0", "5", 5, "1", "it broke"]
+
+
+def test_an_end_whose_entry_is_gone_is_not_written_again() -> None:
+    assert arguments([(9, outcome())], 4, "prefix:", {})[-1] == 0
+
+
+def test_a_window_keeps_the_newest_samples_of_the_last_minute() -> None:
+    window = Window(samples=4)
+    assert window.percentiles(0, 50, 99) == [0.0, 0.0]
+    window.add(np.array([1.0, 2.0, 3.0]), 1 * SECOND)
+    window.add(np.array([4.0, 5.0, 6.0]), 2 * SECOND)  # 1 and 2 are overwritten
+    assert window.percentiles(3 * SECOND, 0, 100) == [3.0, 6.0]
+    assert window.percentiles(61 * SECOND + 1, 0) == [4.0]  # 3 is a minute old
+    assert window.percentiles(70 * SECOND, 50) == [0.0]
+
+
+def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> None:
+    stats = Stats(0)
+    seen = outcome()
+    seen.requests[2].ttft_slo_ns = 30_000_000
+    stats.outcome(seen, SECOND)
+    stats.step(decode=2, prefill=5)
+    stats.result(step_ns=3_000_000, idle_ns=1_000_000)
+    fields = stats.snapshot({"queued_tokens": 10}, 2 * SECOND, 77, 4, "orcinus", 1)
+    assert (fields["ttft_ms_p50"], fields["tbt_ms_p50"]) == (40.0, 2.0)
+    assert fields["slo_violations_normal"] == 1
+    assert (fields["tokens_total"], fields["tok_s"]) == (2, 1.0)
+    assert (fields["step_ms"], fields["device_idle_pct"]) == (3.0, 25.0)
+    assert (fields["prefill_tok_s"], fields["predicted_ttft_ms"]) == (2.5, 4000.0)
+    again = stats.snapshot({}, 3 * SECOND, 78, 4, "orcinus", 1)
+    assert (again["tokens_total"], again["tok_s"], again["ttft_ms_p50"]) == (2, 0.0, 40.0)
