@@ -23,7 +23,8 @@ GROWTH_BYTES = 8 << 20
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("streams"), DEMO_MODEL) as running:
+    # Batches differ between the rounds, and only float32 promises the same tokens in whatever batch.
+    with running_stack(tmp_path_factory.mktemp("streams"), DEMO_MODEL, dtype="float32") as running:
         yield running
 
 
@@ -97,8 +98,8 @@ def test_200_streams_finish_four_times_alike_and_leave_nothing_behind(stack: Sta
         rest.append(stack.settled())
         feet.append(footprint(stack))
     assert all(len(ids) == TOKENS for ids in answers[0])
-    assert answers[1] == answers[0]
-    assert answers[3] == answers[0]
+    for answer in answers[1:]:
+        assert answer == answers[0]
     for service, second in feet[1].items():
         last = feet[3][service]
         assert last["rss"] <= second["rss"] * (1 + GROWTH) + GROWTH_BYTES, (service, feet)
