@@ -71,6 +71,11 @@ class Keys:
         """Hash: tokens and requests that wait for their first step, all classes together and each."""
         return f"{self.prefix}queue"
 
+    @property
+    def workers(self) -> str:
+        """Sorted set: worker ids by when they were last seen (ms of Redis's clock)."""
+        return f"{self.prefix}workers"
+
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"
 

@@ -1,7 +1,8 @@
 """The worker's record and heartbeat in Redis (PROTOCOL, sections 1 and 2), kept by one thread with a client of its own.
 
-The record is written once a second and outlives the worker by 5 s at most. Its field `shard` belongs to the scheduler
-that took the worker (compare-and-set) and is never written here.
+The record is written once a second and outlives the worker by 5 s at most; the model's sorted set of workers, by which
+schedulers find it, is written with it. The record's field `shard` belongs to the scheduler that took the
+worker (compare-and-set) and is never written here.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from shared.settings import WorkerSettings
 log = logging.getLogger("orcinus.worker")
 
 TTL_MS = 5000
+WORKERS_MS = 60_000  # a member of the sorted set that was not seen for so long goes
 REFRESH_S = 1.0
 BACKOFF_S = (0.2, 5.0)  # first and longest pause after a failure
 
 
 class Registration:
-    """Keeps worker:{id} and alive:worker:{id} while it runs."""
+    """Keeps worker:{id}, alive:worker:{id} and its place in `workers` while it runs."""
 
     def __init__(self, settings: WorkerSettings, fields: dict[str, str], last_step_id: Callable[[], int]) -> None:
+        self._id = settings.worker_id
+        self._workers = settings.keys.workers
         self._key = settings.keys.worker(settings.worker_id)
         self._alive = settings.keys.alive("worker", settings.worker_id)
         self._fields = fields
@@ -55,17 +59,26 @@ class Registration:
         try:
             # Another start under the same id may have registered meanwhile: its record stays.
             if self._redis.hget(self._key, "identity") == self._fields["identity"].encode():
-                self._redis.delete(self._key, self._alive)
+                with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.delete(self._key, self._alive)
+                    pipe.zrem(self._workers, self._id)
+                    pipe.execute()
         except redis.RedisError as error:
             log.warning("could not remove %s: %s; it expires in %d s", self._key, error, TTL_MS // 1000)
         self._redis.close()
 
     def refresh(self) -> None:
-        """Writes the record and the heartbeat once. Raises redis.RedisError."""
+        """Writes the record, the heartbeat and the place among the workers once. Raises redis.RedisError."""
+        # Redis's clock: a machine whose own is wrong would remove the others, or be removed.
+        seconds, micros = self._redis.time()
+        now_ms = seconds * 1000 + micros // 1000
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(self._key, mapping=dict(self._fields))
             pipe.pexpire(self._key, TTL_MS)
             pipe.set(self._alive, self._last_step_id(), px=TTL_MS)
+            pipe.zadd(self._workers, {self._id: now_ms})
+            pipe.zremrangebyscore(self._workers, "-inf", now_ms - WORKERS_MS)
+            pipe.pexpire(self._workers, WORKERS_MS)
             pipe.execute()
 
     def _loop(self) -> None:

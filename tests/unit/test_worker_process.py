@@ -20,7 +20,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.worker.cache import Lengths, plan_blocks, wanted_lengths
 from services.worker.engine import choose_device
 from services.worker.models.config import load_config
-from services.worker.registration import TTL_MS, Registration
+from services.worker.registration import TTL_MS, WORKERS_MS, Registration
 from shared.columns import pack
 from shared.errors import ConfigurationError
 from shared.settings import ROOT, WorkerSettings
@@ -140,12 +140,13 @@ def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) ->
         make_engine(reference.path, step_log=tmp_path / "no" / "such" / "place")
 
 
-def make_registration(url: str, identity: str = "abc", step: int = 4) -> Registration:
-    given = WorkerSettings(redis_url=url, served_model_name="tiny", worker_id="worker-7")
+def make_registration(url: str, identity: str = "abc", step: int = 4, name: str = "worker-7") -> Registration:
+    given = WorkerSettings(redis_url=url, served_model_name="tiny", worker_id=name)
     return Registration(given, {"address": "127.0.0.1:1", "identity": identity, "ready": "1"}, lambda: step)
 
 
 RECORD, ALIVE = "orcinus:{tiny}:worker:worker-7", "orcinus:{tiny}:alive:worker:worker-7"
+WORKERS = "orcinus:{tiny}:workers"
 
 
 def test_the_record_is_refreshed_without_touching_the_shard_and_leaves_with_the_worker(redis: RedisServer) -> None:
@@ -171,6 +172,29 @@ def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer
     new.refresh()
     old.stop()
     assert redis.client.hget(RECORD, "identity") == b"new"
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"worker-7"]
+
+
+def test_workers_are_listed_by_when_they_were_seen_and_the_lost_ones_go(redis: RedisServer) -> None:
+    def now_ms() -> int:
+        seconds, micros = redis.client.time()  # type: ignore[misc]
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    one, other = make_registration(redis.url), make_registration(redis.url, name="worker-8")
+    began = now_ms()
+    redis.client.zadd(WORKERS, {"lost": began - WORKERS_MS - 1, "seen": began - WORKERS_MS + 30_000})
+    one.refresh()
+    other.refresh()
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"seen", b"worker-7", b"worker-8"]
+    score = redis.client.zscore(WORKERS, "worker-7")
+    assert score is not None and began <= score <= now_ms()
+    assert 0 < redis.client.pttl(WORKERS) <= WORKERS_MS
+    one.start()
+    one.stop()
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"seen", b"worker-8"]
+    other.start()
+    other.stop()
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"seen"]
 
 
 def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: Path) -> None:
