@@ -136,6 +136,9 @@ class WorkerSettings(CommonSettings):
     kv_memory_fraction: float = Field(0.2, gt=0, lt=1, description="share of free memory for KV blocks")
     kv_blocks: int = Field(0, ge=0, description="0: from kv_memory_fraction")
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")
+    step_timeout_s: float = Field(
+        0.0, ge=0, description="a step that runs longer ends the worker; 0: max(60, 10 x its predicted time)"
+    )
     step_log: Path | None = Field(None, description="appends one JSON line a step; for debugging")
 
 

@@ -72,6 +72,8 @@ class Engine:
             settings.max_seqs, self.lengths.model, settings.block_size, blocks, host_blocks, config.vocab_size
         )
         self._last_end_ns = 0
+        self._warm_s, self._warm_tokens = 0.0, 0  # the largest step of the warm-up
+        self._warm_decode_s = 0.0
         self._step_log: IO[bytes] | None = _open_log(settings.step_log)
 
     def info(self) -> worker_pb2.WorkerInfo:
@@ -97,7 +99,16 @@ class Engine:
             max_step_tokens=self.settings.max_step_tokens,
             vocab_size=self.config.vocab_size,
             stages=1,
+            largest_step_ms=max(1, round(self._warm_s * 1000)) if self._warm_tokens else 0,
         )
+
+    def predicted_s(self, tokens: int) -> float:
+        """Seconds that a step of so many tokens takes by the warm-up's measure; 0 before the warm-up.
+
+        Few tokens with long contexts cost more than their share of the largest step: at least the step in which
+        every slot decodes.
+        """
+        return max(self._warm_s * tokens / max(self._warm_tokens, 1), self._warm_decode_s)
 
     def reset(self) -> None:
         """A new Run: no slot is taken and no KV is known. What stays in the blocks is never read."""
@@ -115,11 +126,13 @@ class Engine:
         lengths = [longest] * min(seqs, budget // longest)
         if len(lengths) < seqs and budget % longest:
             lengths.append(budget % longest)
-        self.execute(_warm_step(lengths, 0, blocks))
+        result = self.execute(_warm_step(lengths, 0, blocks))
+        self._warm_s, self._warm_tokens = result.timings.total_ns / 1e9, sum(lengths)
         self.reset()
         rows = min(seqs, budget)
         context = max(1, min(longest, self._cache.shape.blocks * self.settings.block_size // rows))
-        self.execute(_warm_step([context] * rows, context - 1, blocks))
+        result = self.execute(_warm_step([context] * rows, context - 1, blocks))
+        self._warm_decode_s = result.timings.total_ns / 1e9
         self.reset()
         for size in self._ops.batch_sizes(self.dtype, budget):
             whole, rest = divmod(size, longest)

@@ -20,6 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
+from services.worker.watchdog import StepWatchdog, limit_s
+from shared.columns import unpack
 from shared.errors import ConfigurationError, ProtocolError
 
 log = logging.getLogger("orcinus.worker")
@@ -33,6 +35,7 @@ OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # without it a silent client stayed for 70 s, whatever the line above says
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -76,6 +79,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._highest_epoch = 0
         self._work: queue.Queue[_Item | None] = queue.Queue(QUEUED_STEPS)
         self._thread = threading.Thread(target=self._engine_loop, name="engine", daemon=True)
+        self._watchdog = StepWatchdog()
         self._health = health.HealthServicer()
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -88,12 +92,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     def serve(self, engine: Engine) -> None:
         """The engine is loaded and warm: answer."""
         self._engine = engine
+        self._watchdog.start()
         self._thread.start()
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Ends the current Run and the server; the step that runs is finished first."""
+        """Ends the current Run and the server; the step that runs is finished first, and still watched."""
         self._health.enter_graceful_shutdown()
         with self._lock:
             run, self._current = self._current, None
@@ -103,6 +108,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         if self._thread.is_alive():
             self._work.put(None)
             self._thread.join()
+        self._watchdog.stop()
         stopped.wait(grace_s)
 
     def Describe(  # noqa: N802 - the name in worker.proto
@@ -205,7 +211,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                 raise ProtocolError(
                     f"step {step.id} of epoch {step.epoch} where {run.last_id + 1} of {run.epoch} was expected"
                 )
-            result = engine.execute(step, item.received_ns)
+            predicted_s = engine.predicted_s(int(unpack(step.chunk_lengths).sum()))
+            limit = limit_s(predicted_s, engine.settings.step_timeout_s)
+            with self._watchdog.step(f"step {step.id} of epoch {step.epoch}", limit):
+                result = engine.execute(step, item.received_ns)
         except Exception as error:  # the engine must stay alive for the next Run, whatever a step did
             if not run.broken:
                 level = logging.WARNING if isinstance(error, ProtocolError) else logging.ERROR

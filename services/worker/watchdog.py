@@ -1,0 +1,93 @@
+"""Ends the process when one step runs far longer than it can take (PROTOCOL, section 4).
+
+A hung engine thread cannot be stopped from within, and what supervises the worker restarts what exits, not what hangs.
+The thread here needs the interpreter's lock, which kernels and waits release; a hang that keeps it is not seen.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("orcinus.worker")
+
+POLL_S = 0.25
+LAST_WORDS_S = 2.0
+FLOOR_S = 60.0
+SLACK = 10.0  # a step may take so many times what was predicted: other load, deeper contexts than the warm-up's
+
+
+def limit_s(predicted_s: float, setting_s: float) -> float:
+    """Seconds that a step may take: the setting, or with 0 what its predicted time allows.
+
+    >>> limit_s(0.5, 0.0), limit_s(7.0, 0.0), limit_s(7.0, 3.0)
+    (60.0, 70.0, 3.0)
+    """
+    return setting_s or max(FLOOR_S, SLACK * predicted_s)
+
+
+class StepWatchdog:
+    """Watches one thread, which wraps each step in `step()`."""
+
+    def __init__(self, on_stuck: Callable[[str], None] | None = None) -> None:
+        """`on_stuck` gets the line for the log; without one the process ends with status 1."""
+        self._on_stuck = on_stuck or end_process
+        self._step: tuple[str, float] | None = None  # name and limit; replaced as a whole, so no lock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="step-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Only when no step runs any more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @contextmanager
+    def step(self, name: str, limit_s: float) -> Iterator[None]:
+        """The block is a step that may take `limit_s` seconds."""
+        self._step = (name, limit_s)
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def _loop(self) -> None:
+        watched: tuple[str, float] | None = None
+        ran, last = 0.0, time.monotonic()
+        while not self._stop.wait(POLL_S):
+            now, step = time.monotonic(), self._step
+            # While the whole process was stopped (SIGSTOP, a frozen container) the step did not run either.
+            passed, last = min(now - last, 2 * POLL_S), now
+            if step is None or step is not watched:
+                watched, ran = step, 0.0
+                continue
+            ran += passed
+            if ran > step[1]:
+                self._on_stuck(
+                    f"{step[0]} has run for {ran:.1f} s, {step[1]:.1f} s is the most (--step-timeout-s): "
+                    "the engine hangs, so the worker ends itself"
+                )
+                return
+
+
+def end_process(line: str) -> None:
+    """Says why and where every thread is, then ends the process at once with status 1."""
+
+    def last_words() -> None:
+        log.critical(line)
+        faulthandler.dump_traceback(sys.stderr)
+
+    # A full pipe, or a log lock that the hung thread holds, must not keep the process alive.
+    speaker = threading.Thread(target=last_words, name="last-words", daemon=True)
+    speaker.start()
+    speaker.join(LAST_WORDS_S)
+    os._exit(1)
