@@ -94,7 +94,7 @@ class PoolTwin(RuleBasedStateMachine):
         assert self.pool.free + self.pool.cached + self.pool.referenced + self.pool.draining == self.pool.total
 
 
-PoolTwin.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+PoolTwin.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPoolTwin = PoolTwin.TestCase
 
 
@@ -113,7 +113,7 @@ def test_check_sees_a_block_that_is_counted_wrongly() -> None:
     rows=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 70)), max_size=12),
     size=st.sampled_from([1, 2, 4, 16]),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_the_peak_is_the_most_blocks_that_a_step_by_step_run_holds(rows: list[tuple[int, int]], size: int) -> None:
     held = np.array([h for h, _ in rows], np.int64)
     steps = np.array([s for _, s in rows], np.int64)

@@ -192,7 +192,7 @@ class CoreTwin(RuleBasedStateMachine):
             assert stats["blocks_free"] == stats["blocks_total"] and stats["running"] == stats["queued_tokens"] == 0
 
 
-CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestCoreTwin = CoreTwin.TestCase
 
 

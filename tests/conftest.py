@@ -1,0 +1,15 @@
+"""How generated tests look for examples: in CI (the variable CI is set) new ones in each run, elsewhere the same ones.
+
+A failure in CI prints a `@reproduce_failure` line with which it is repeated. `--hypothesis-profile` chooses by hand.
+The number of examples is bounded in each test; a slow machine is no failure, so there is no deadline.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.load_profile("explore" if os.environ.get("CI") else "repeat")
