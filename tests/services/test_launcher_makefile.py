@@ -54,6 +54,39 @@ def test_python_that_cannot_be_used_is_named_with_what_to_do(checkout: Path, ref
     assert not (checkout / ".venv" / "bin").exists()
 
 
+@pytest.mark.parametrize(
+    ("bundled", "on_path", "url", "said"),
+    [
+        (False, "", "", "sudo apt-get install redis-server"),
+        (True, "", "", ""),
+        (False, "redis-server", "", ""),
+        (False, "valkey-server", "", ""),
+        (False, "", "redis://elsewhere:6379/0", ""),
+    ],
+)
+def test_a_machine_without_redis_is_told_before_the_installation(
+    checkout: Path, bundled: bool, on_path: str, url: str, said: str
+) -> None:
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python_that(checkout, ".venv/bin/python", "no such program" if bundled else "platform.machine()")
+    (checkout / ".venv" / ".made").touch()
+    (checkout / "bin").mkdir()
+    for name in ("bash", "sh", "make", "sed", "cksum"):  # all of PATH, so without a Redis
+        found = shutil.which(name)
+        assert found, name
+        (checkout / "bin" / name).symlink_to(found)
+    if on_path:
+        shutil.copy(python, checkout / "bin" / on_path)
+    env = clean_env(PATH=str(checkout / "bin"), **({"ORCINUS_REDIS_URL": url} if url else {}))
+    env.pop("MAKEFLAGS", None)
+    done = subprocess.run(["make", "redis-at-hand"], cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr
+    order = make(checkout, "-n", "run").stdout
+    assert order.index("platform.machine()") < order.index("pip install")
+
+
 def test_help_lists_every_target(checkout: Path) -> None:
     listed = {line.split()[0] for line in make(checkout).stdout.splitlines()}
     assert listed >= set(TARGETS)
