@@ -15,15 +15,6 @@ class ModelError(ConfigurationError):
     """A model directory that cannot be served."""
 
 
-class InvalidRequest(OrcinusError):  # noqa: N818 - the HTTP term
-    """A request that can never be served. `param` names the field."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
 class LeaseLostError(OrcinusError):
     """A write was refused because another scheduler holds the shard."""
 
