@@ -96,7 +96,9 @@ def test_every_setting_says_what_it_means(settings: Any) -> None:
 
 def test_every_statistic_is_in_the_operations_page() -> None:
     fields = set(Stats(0).snapshot(Core("orcinus").stats(), 1, 1, 1, "orcinus", 0))
-    fields |= set(re.findall(r'"([a-z_]+)": (?:info|self\._reports|len)', text("services/scheduler/service.py")))
+    for source in ("service", "worker_link"):  # what is added to the snapshot
+        path = f"services/scheduler/{source}.py"
+        fields |= set(re.findall(r'"([a-z_]+)": (?:info|self\._reports|len)', text(path)))
     assert {"running", "tok_s", "last_step", "max_model_len"} <= fields
     page = text("docs/operations.md")
     classes = r"_(realtime|high|normal|low)$"
@@ -165,6 +167,22 @@ def test_the_readme_names_the_two_commands() -> None:
 def test_measured_figures_of_the_readme_are_those_of_the_committed_result() -> None:
     measured = json.loads(text("bench/results/serve-demo.json"))
     assert load_docs.table(measured) in text("README.md"), "run `python -m bench.load_docs`"
+
+
+def names_that_exist() -> set[str]:
+    """Words in capitals with an underscore that the project knows beside its ORCINUS_ settings: compose's variables."""
+    return set(re.findall(r"\$\{([A-Z_]+):", text("compose.yaml"))) | set(
+        re.findall(r"^ARG ([A-Z_]+)", text("deploy/Dockerfile"), re.M)
+    )
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
+def test_a_page_holds_no_placeholder(page: Path) -> None:
+    known = names_that_exist()
+    assert {"TORCH_INDEX", "REDIS_IMAGE"} <= known
+    words = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", page.read_text()))
+    settings = {f"ORCINUS_{name.upper()}" for each in docs_tables.CLASSES.values() for name in each.model_fields}
+    assert words <= known | settings, words - known - settings
 
 
 def test_pages_name_no_path_of_a_machine() -> None:
