@@ -15,6 +15,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 8
 MAX_BIAS = 300
 MAX_MESSAGES = 4096
+MAX_DETOKENIZE = 1_000_000
 INT64 = 1 << 63
 
 Priority = Literal["realtime", "high", "normal", "low"]
@@ -131,7 +132,7 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    str | list[TextPart],
+    str | Annotated[list[TextPart], Field(min_length=1)],
     WithJsonSchema(
         {
             "anyOf": [
@@ -209,7 +210,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = Field(None, max_length=256)
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(max_length=MAX_DETOKENIZE)
     skip_special_tokens: bool | None = None
 
 

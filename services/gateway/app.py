@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from services.gateway import routes_generate, routes_info, schema
 from services.gateway.errors import ApiError
@@ -23,7 +24,7 @@ def public_app(gateway: Gateway) -> FastAPI:
     )
     app = _app(gateway, "Orcinus", needs_key=True)
     for router in routers:
-        app.include_router(router)
+        _include(app, router)
     schema.install(app)
     return app
 
@@ -31,8 +32,13 @@ def public_app(gateway: Gateway) -> FastAPI:
 def ops_app(gateway: Gateway) -> FastAPI:
     """What operators reach, on a port of its own; beyond loopback with a key too."""
     app = _app(gateway, "Orcinus ops", needs_key=not is_loopback(gateway.settings.ops_host))
-    app.include_router(routes_info.ops_router(gateway, on_public_port=False))
+    _include(app, routes_info.ops_router(gateway, on_public_port=False))
     return app
+
+
+def _include(app: FastAPI, router: APIRouter) -> None:
+    app.include_router(router)
+    app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat, for _allowed
 
 
 def _app(gateway: Gateway, title: str, needs_key: bool) -> FastAPI:
@@ -58,6 +64,15 @@ async def _api_error(_request: Request, error: Exception) -> Response:
     return Response(error.json(), error.status, error.headers, media_type="application/json")
 
 
+def _allowed(request: Request) -> list[str]:
+    """Methods of all routes over the path; starlette names the first route's only."""
+    found: set[str] = set()
+    for route in request.app.state.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
@@ -65,6 +80,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(404, f"unknown path {request.url.path[:200]}", code="unknown_path")
     elif error.status_code == 405:
         found = ApiError(405, f"{request.method} is not allowed on {request.url.path[:200]}", code="method_not_allowed")
+        found.headers["Allow"] = ", ".join(_allowed(request))
+        return await _api_error(request, found)
     else:
         found = ApiError(error.status_code, str(error.detail))
     found.headers.update(error.headers or {})

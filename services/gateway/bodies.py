@@ -69,7 +69,11 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 def _refusal(error: ValidationError) -> ApiError:
     """The first fault of a pydantic error as OpenAI would say it."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first, *others = error.errors(include_url=False, include_context=False)
+    if first["type"] == "string_type" and isinstance(first["input"], list):
+        # Text or a list of parts: a list was sent, so what is wrong is in it.
+        own = first["loc"][:-1]
+        first = next((other for other in others if own and other["loc"][: len(own)] == own), first)
     # Names of union members ("str", "list[TextPart]") are pydantic's, not the client's.
     location = [part for part in first["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", str(part))]
     location = [part for part in location if part not in ("str", "[key]")]

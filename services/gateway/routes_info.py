@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +14,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.routes_generate import json_response, read_body
 from services.gateway.schema import body_of, errors
-from services.gateway.validate import check_model, encode_messages, encode_text
+from services.gateway.validate import THREAD_TOKENS, check_model, decode, encode_messages, encode_text
 
 VERSION = metadata.version("orcinus")
 
@@ -68,7 +69,9 @@ def router(gateway: Gateway) -> APIRouter:
             tokens = await encode_text(body.prompt or "", gateway.model, limits, body.add_special_tokens is not False)
         answer = {"count": len(tokens), "max_model_len": limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = gateway.model.tokens(tokens)
+            many = len(tokens) > THREAD_TOKENS
+            strings = gateway.model.tokens
+            answer["token_strs"] = await asyncio.to_thread(strings, tokens) if many else strings(tokens)
         return json_response(answer)
 
     @routes.post("/detokenize", responses={200: _STATUS, **errors(404, 415)}, openapi_extra=body_of(DetokenizeBody))
@@ -76,13 +79,13 @@ def router(gateway: Gateway) -> APIRouter:
         """The text of token ids."""
         body = await read_body(request, DetokenizeBody)
         check_model(body.model, served)
-        for index, token in enumerate(body.tokens):
-            if token >= gateway.model.vocab_size:
-                raise invalid(
-                    "tokens",
-                    f"tokens[{index}] must be a token id from 0 to {gateway.model.vocab_size - 1}; got {token}",
-                )
-        text = gateway.model.text.decode(body.tokens, bool(body.skip_special_tokens))
+        size = gateway.model.vocab_size
+        if max(body.tokens, default=0) >= size:
+            index = next(index for index, token in enumerate(body.tokens) if token >= size)
+            raise invalid(
+                "tokens", f"tokens[{index}] must be a token id from 0 to {size - 1}; got {body.tokens[index]}"
+            )
+        (text,) = await decode([body.tokens], gateway.model, bool(body.skip_special_tokens))
         return json_response({"prompt": text})
 
     @routes.get("/v1/requests/{request_id}", responses={200: _STATUS, **errors(404, 503)})

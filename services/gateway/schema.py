@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, ErrorAnswer, TokenizeBody
+from services.gateway.middleware import OPEN_PATHS
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _REF = "#/components/schemas/{model}"
@@ -60,6 +61,10 @@ def install(app: FastAPI) -> None:
                 schemas[kind.__name__] = own
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
+            for path in OPEN_PATHS & schema["paths"].keys():
+                for operation in schema["paths"][path].values():
+                    operation["security"] = []
+                    operation["responses"].pop("401", None)
             app.openapi_schema = schema
         return app.openapi_schema
 

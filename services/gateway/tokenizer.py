@@ -52,10 +52,6 @@ class ModelText:
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
 
-    @property
-    def has_chat(self) -> bool:
-        return self._chat is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt; control tokens written in it count.
 

@@ -20,7 +20,11 @@ from shared import ids
 from shared.columns import pack, pack_float
 
 THREAD_CHARS = 32 * 1024
-"""Longer texts are tokenized beside the event loop."""
+"""Longer texts, all of a request together, are tokenized beside the event loop."""
+THREAD_TOKENS = 8 * 1024
+"""More ids are checked and turned into text beside the event loop."""
+MESSAGE_CHARS = 32
+"""About what a template adds to a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ async def completion_spec(
     prompts, texts = await _prompts(body, model, limits)
     echo = bool(body.echo)
     if echo and not texts:
-        texts = [model.text.decode(prompt, body.skip_special_tokens is not False) for prompt in prompts]
+        texts = await decode(prompts, model, body.skip_special_tokens is not False)
     max_tokens = body.max_tokens
     if max_tokens == 0 and not echo:
         raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
@@ -141,17 +145,33 @@ async def encode_messages(
         plain.append({"role": role, "content": content} | ({"name": message.name} if message.name else {}))
     size = sum(len(message["content"]) for message in plain)
     _check_hopeless(size // model.longest, limits, "messages")
-    if size > THREAD_CHARS:
+    if size + MESSAGE_CHARS * len(plain) > THREAD_CHARS:
         return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt)
     return model.encode_chat(plain, add_generation_prompt)
 
 
 async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a raw prompt. Raises ApiError(400)."""
-    _check_hopeless(len(text) // model.longest, limits, "prompt")
-    if len(text) > THREAD_CHARS:
-        return await asyncio.to_thread(model.encode, text, add_special_tokens)
-    return model.encode(text, add_special_tokens)
+    return (await _encode([text], model, limits, add_special_tokens))[0]
+
+
+async def _encode(texts: list[str], model: ModelText, limits: Limits, add_special_tokens: bool) -> list[list[int]]:
+    for text in texts:
+        _check_hopeless(len(text) // model.longest, limits, "prompt")
+
+    def work() -> list[list[int]]:
+        return [model.encode(text, add_special_tokens) for text in texts]
+
+    return await asyncio.to_thread(work) if sum(map(len, texts)) > THREAD_CHARS else work()
+
+
+async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool) -> list[str]:
+    """The text of each sequence of ids."""
+
+    def work() -> list[str]:
+        return [model.text.decode(sequence, skip_special) for sequence in sequences]
+
+    return await asyncio.to_thread(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
 
 
 async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:
@@ -162,10 +182,13 @@ async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tu
     elif isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
         texts = prompt
     else:
-        return _token_prompts(prompt, model, limits), []
+        size = sum(len(item) if isinstance(item, list) else 1 for item in prompt) if isinstance(prompt, list) else 0
+        if size > THREAD_TOKENS:
+            return await asyncio.to_thread(_token_prompts, prompt, model), []
+        return _token_prompts(prompt, model), []
     _check_choices(len(texts), body.n or 1, limits)
     special = body.add_special_tokens is not False
-    encoded = [await encode_text(text, model, limits, special) for text in texts]
+    encoded = await _encode(texts, model, limits, special)
     for index, tokens in enumerate(encoded):
         if not tokens:
             name = "prompt" if len(texts) == 1 else f"prompt[{index}]"
@@ -173,7 +196,7 @@ async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tu
     return encoded, texts
 
 
-def _token_prompts(prompt: Any, model: ModelText, limits: Limits) -> list[list[int]]:
+def _token_prompts(prompt: Any, model: ModelText) -> list[list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise invalid("prompt", f"prompt must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
     lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]

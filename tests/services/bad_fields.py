@@ -53,6 +53,13 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": []}, "messages", "at least 1"),
     ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "provide"),
+    ("chat/completions", {"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least 1"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]},
+        "messages[0].content[0].type",
+        "'image'",
+    ),
     ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "3"),
     ("chat/completions", {"messages": CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
     (

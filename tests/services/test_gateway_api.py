@@ -286,6 +286,7 @@ def test_unknown_paths_methods_and_types_have_openais_shape(gateway: GatewayProc
     resume = get(gateway, "/v1/requests/cmpl-x/stream")
     assert [a.status_code for a in (missing, wrong, form, resume)] == [404, 405, 415, 404]
     assert wrong.headers["allow"] == "POST"
+    assert httpx.options(gateway.url + "/v1/requests/x", headers=headers).headers["allow"] == "DELETE, GET"
     assert all(set(a.json()["error"]) == {"message", "type", "param", "code"} for a in (missing, wrong, form, resume))
 
 

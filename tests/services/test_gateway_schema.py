@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -73,6 +74,13 @@ CHECKS = [
 def test_the_document_names_every_operation(api: BaseSchema) -> None:
     found = {(result.ok().path, result.ok().method.upper()) for result in api.get_all_operations()}
     assert found == set(OPERATIONS)
+
+
+def test_the_document_says_which_paths_need_no_key(api: BaseSchema, gateway: GatewayProcess) -> None:
+    for path, operations in api.raw_schema["paths"].items():
+        for method, operation in operations.items():
+            answer = httpx.request(method, gateway.url + path, timeout=60)
+            assert (operation.get("security") == []) == (answer.status_code != 401), (method, path)
 
 
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)

@@ -182,8 +182,5 @@ def test_the_demo_model_is_read_as_transformers_reads_it() -> None:
     assert model.text.has_table
     for text in ("def main():\n    pass\n", "Grüße 🐋 逆戟鲸"):
         assert model.encode(text) == oracle.encode(text)
-    if model.has_chat:
-        expected = oracle.apply_chat_template(
-            CONVERSATION, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        assert model.encode_chat(CONVERSATION) == list(expected)
+    expected = oracle.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert model.encode_chat(CONVERSATION) == list(expected)
