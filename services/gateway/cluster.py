@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -15,15 +16,18 @@ from redis.exceptions import RedisError
 
 from services.gateway.validate import Limits
 from shared.keys import Keys
-from shared.redis_client import Unreachable, connect, persist
+from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
 DISCOVER_S = 10.0
+DISCOVER_FIRST_S = 5.0
+"""While no worker is known; `stats` says sooner that there are some, and their limits."""
 HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
+RETRY_MOST_S = 60.0
 STALE_S = 5.0
 """A snapshot older than this says nothing."""
 
@@ -65,22 +69,24 @@ class Cluster:
         self._progress_at = time.monotonic()
         self.snapshot: Snapshot | None = None
         self.redis_error = "Redis has not answered yet"
+        self.write_error = ""
         self.active = 0  # requests of this gateway that run now
 
     async def run(self) -> None:
         """Until cancelled."""
-        await persist("start", self._redis.ping, log)
+        heard = True  # so that the first failure is said
         while True:
             started = time.monotonic()
             try:
                 self.snapshot = await self._look()
                 if self.redis_error:
                     log.info("Redis answers")
-                self.redis_error = ""
+                self.redis_error, heard = "", True
                 self._watch_progress(self.snapshot)
             except (*Unreachable, RedisError) as error:
-                if not self.redis_error:
-                    log.warning("Redis does not answer: %s", error)
+                if heard:
+                    log.warning("waiting for Redis: %s", error)
+                heard = False
                 self.redis_error = str(error) or type(error).__name__
                 self._watch_progress(None)
             await asyncio.sleep(max(0.05, EVERY_S - (time.monotonic() - started)))
@@ -121,8 +127,10 @@ class Cluster:
             return "nothing has been heard from Redis"
         if not self.snapshot.leases:
             return "no scheduler is alive"
-        if not self.snapshot.workers:
+        if not self.snapshot.workers and not any(_number(stats.get("workers")) for stats in self._led()):
             return "no worker is registered"
+        if self.write_error:
+            return f"Redis refuses to write: {self.write_error}"
         if self.snapshot.memory_share > MEMORY_MOST:
             return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
         return ""
@@ -134,14 +142,23 @@ class Cluster:
     def retry_after_s(self, waiting_tokens: float) -> float:
         """When the queue will have drained, at the measured prefill rate."""
         rate = self.snapshot.total("prefill_tok_s") if self.snapshot else 0.0
-        return min(60.0, max(1.0, waiting_tokens / rate)) if rate > 0 else 1.0
+        return min(RETRY_MOST_S, max(1.0, waiting_tokens / rate)) if rate > 0 else 1.0
 
     def predicted_ttft_ms(self) -> float:
-        """The best shard's prediction; 0 when unknown or nothing waits."""
+        """The best leading shard's prediction; 0 when nothing waits or a shard's prefill rate is unknown."""
         if self.snapshot is None or self.snapshot.total("waiting") == 0:
             return 0.0
-        found = [_number(stats.get("predicted_ttft_ms")) for stats in self.snapshot.stats.values()]
-        return min(found, default=0.0)
+        known = [
+            _number(stats.get("predicted_ttft_ms")) if _number(stats.get("prefill_tok_s")) else 0.0
+            for stats in self._led()
+        ]
+        return min(known, default=0.0)
+
+    def _led(self) -> list[dict[str, str]]:
+        """Statistics of the shards that somebody leads."""
+        if self.snapshot is None:
+            return []
+        return [stats for shard, stats in self.snapshot.stats.items() if shard in self.snapshot.leases]
 
     def _watch_progress(self, snapshot: Snapshot | None) -> None:
         work = self.active > 0
@@ -158,7 +175,8 @@ class Cluster:
             self._progress_at = time.monotonic()
 
     async def _look(self) -> Snapshot:
-        if time.monotonic() - self._discovered_at >= DISCOVER_S or not self._worker_keys:
+        pause = DISCOVER_S if self._worker_keys else DISCOVER_FIRST_S
+        if time.monotonic() - self._discovered_at >= pause:
             await self._discover()
         shards, workers = sorted(self._shards), sorted(self._worker_keys)
         pipe = self._redis.pipeline(transaction=False)
@@ -171,7 +189,8 @@ class Cluster:
         for key in workers:
             pipe.hgetall(key)
         replies = await pipe.execute(raise_on_error=False)
-        # A Redis without memory left refuses the heartbeat; everything else can still be read.
+        # A Redis without memory left, or that may not write, refuses the heartbeat; the rest can still be read.
+        self.write_error = str(replies[0]) if isinstance(replies[0], Exception) else ""
         for reply in replies[1:]:
             if isinstance(reply, Exception):
                 raise reply
@@ -194,7 +213,7 @@ class Cluster:
         lease, worker = self._keys.lease(""), self._keys.worker("")
         for pattern in (lease, worker):
             async for raw in self._redis.scan_iter(match=_literal(pattern) + "*", count=1000):
-                key = raw.decode()
+                key = raw.decode("utf-8", "replace")
                 if pattern == lease:
                     self._shards.add(key.removeprefix(lease))
                 else:
@@ -207,11 +226,12 @@ def _literal(pattern: str) -> str:
 
 
 def _text(record: dict[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode("utf-8", "replace") for name, value in record.items()}
+    return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in record.items()}
 
 
 def _number(value: str | None) -> float:
     try:
-        return float(value or 0)
+        number = float(value or 0)
     except ValueError:
         return 0.0
+    return number if math.isfinite(number) else 0.0

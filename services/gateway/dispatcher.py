@@ -2,7 +2,7 @@
 
 A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is ever read by the wrong
 request and no cancel is lost. Work runs in the order in which it was handed over; commands about requests (cancel,
-stop) outlive a Redis that is away, questions and new requests fail at once with 503.
+stop) outlive a Redis that is away, questions and new requests fail at once with 503. A job that fails ends alone.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from protos import queue_pb2
 from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.metrics import Metrics
+from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.tasks import end
 from services.gateway.validate import GenerationSpec
 from services.gateway.wire import to_request
 from shared.columns import unpack
 from shared.keys import Keys
-from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect, persist
+from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
@@ -57,7 +57,7 @@ class Dispatcher:
         self._scripts = Scripts(self._redis)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._more = asyncio.Event()
-        self._retry: deque[Callable[[], Awaitable[None]]] = deque(maxlen=MOST_JOBS)
+        self._retries = Retries()
         self._sinks: dict[str, Sink] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.gateway_id = gateway_id
@@ -79,7 +79,8 @@ class Dispatcher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
                     await flushed.wait()
-        await end(*self._tasks)
+        tasks, self._tasks = self._tasks, []
+        await end(*tasks)
         if not self._cluster.redis_error:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))
@@ -93,12 +94,10 @@ class Dispatcher:
         """Requests that run now, by id."""
         return self._sinks
 
-    def dead_task(self) -> str:
-        """The error of a task that ended though it should not have; empty when all run."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                return repr(task.exception())
-        return ""
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What runs between start and stop; none of them ends by itself."""
+        return list(self._tasks)
 
     # What handlers call
 
@@ -146,13 +145,13 @@ class Dispatcher:
     def cancel(self, request_id: str, reason: str) -> None:
         """Cancels without waiting."""
         control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason=reason))
-        self._command(lambda: self._control(request_id, "cancel", control))
+        self._command((request_id, "cancel"), lambda: self._control(request_id, "cancel", control))
 
     def stop_choice(self, request_id: str, choice: int, at_token: int) -> None:
         """A stop string was found: tokens 0 .. at_token - 1 stay."""
         stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
         control = queue_pb2.Control(stop=stop)
-        self._command(lambda: self._control(request_id, "stop", control))
+        self._command((request_id, f"stop {choice}"), lambda: self._control(request_id, "stop", control))
 
     async def cancel_for(self, request_id: str, tenant: str) -> str:
         """Cancels for a client: sent | flagged | finished | unknown | forbidden. Raises ApiError(503)."""
@@ -171,7 +170,16 @@ class Dispatcher:
             if not self._jobs:
                 self._more.clear()
                 await self._more.wait()
-            await self._jobs.popleft()()
+            job = self._jobs.popleft()
+            try:
+                await job()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                log.error("a job for Redis was cancelled from within")
+            except Exception:
+                log.exception("a job for Redis failed")
 
     def _put(self, job: Callable[[], Awaitable[None]]) -> None:
         self._jobs.append(job)
@@ -189,7 +197,8 @@ class Dispatcher:
             try:
                 result = await question()
             except asyncio.CancelledError:
-                answer.cancel()
+                if not answer.done():
+                    answer.set_exception(unavailable("the question to Redis was cut short", "redis_unavailable", 2))
                 raise
             except Exception as error:
                 if not answer.done():
@@ -205,8 +214,12 @@ class Dispatcher:
         if isinstance(error, Unreachable):
             self._cluster.note_unreachable(str(error) or type(error).__name__)
             return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
-        if isinstance(error, ResponseError) and "OOM" in str(error):
+        if isinstance(error, RedisError) and "OOM" in str(error):
             return unavailable("Redis has no memory left for new requests", "redis_memory", 5)
+        if isinstance(error, RedisError):
+            log.error("Redis refused a request: %s", error)
+            return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
+        log.error("a question to Redis failed", exc_info=error)
         return error
 
     async def _enqueue(self, request_id: str, keys: list[str], arguments: list[Value]) -> Any:
@@ -221,16 +234,18 @@ class Dispatcher:
                 self.cancel(request_id, "its enqueueing got no answer")
                 raise
 
-    def _command(self, command: Callable[[], Awaitable[Any]]) -> None:
+    def _command(self, key: tuple[str, str], send: Callable[[], Awaitable[Any]]) -> None:
+        self._put_command(Command(key, send))
+
+    def _put_command(self, command: Command) -> None:
         async def job() -> None:
             try:
-                await command()
+                await command.send()
             except Unreachable as error:
                 self._cluster.note_unreachable(str(error) or type(error).__name__)
-                self._retry.append(job)
+                self._retries.keep(command)
             except RedisError as error:
-                log.error("a command was refused by Redis: %s", error)
-                self._retry.append(job)
+                self._retries.refused(command, error)
 
         self._put(job)
 
@@ -246,7 +261,6 @@ class Dispatcher:
     # The reading task
 
     async def _read(self) -> None:
-        await persist("read tokens", self._reader.ping, log)
         key = self._keys.tokens(self.gateway_id)
         last: bytes | str = "0-0"  # nobody else had this id before, so this is the beginning
         attempt = 0
@@ -266,8 +280,8 @@ class Dispatcher:
                 last = entry_id
                 try:
                     self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
-                except (DecodeError, ValueError, IndexError, KeyError) as error:
-                    log.error("entry %r of %s is broken and was skipped: %s", entry_id, key, error)
+                except Exception as error:  # whatever is in it, the next entry has to be read
+                    log.error("entry %r of %s is broken and was skipped: %r", entry_id, key, error)
                 await asyncio.sleep(0)  # handlers take what came before the next entry is put in
 
     def _route(self, batch: queue_pb2.TokenBatch) -> None:
@@ -303,8 +317,8 @@ class Dispatcher:
             await asyncio.sleep(EVERY_S)
             if self._cluster.redis_error:
                 continue
-            while self._retry:
-                self._put(self._retry.popleft())
+            for command in self._retries.take():
+                self._put_command(command)
             now = time.monotonic()
             for sink in self._sinks.values():
                 if sink.ahead or now - max(sink.heard_at, sink.asked_at) > SILENT_S:

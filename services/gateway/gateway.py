@@ -8,7 +8,7 @@ import hmac
 import logging
 import time
 
-from services.gateway.cluster import MEMORY_MOST, Cluster
+from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.generation import Generation
@@ -49,9 +49,22 @@ class Gateway:
 
     async def stop(self) -> None:
         await self.dispatcher.stop()
-        if self._watching is not None:
-            await end(self._watching)
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            await end(watching)
         await self.cluster.close()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What has to run as long as the process; main.py ends the process when one of them ended."""
+        return [*self.dispatcher.tasks, *([self._watching] if self._watching is not None else [])]
+
+    def dead_task(self) -> str:
+        """The error of a task that ended though it should not have; empty when all run."""
+        for task in self.tasks:
+            if task.done():
+                return "it was cancelled" if task.cancelled() else repr(task.exception() or "it ended")
+        return ""
 
     async def drain(self, seconds: float) -> None:
         """Lets running requests end for a while, then ends them with an error."""
@@ -95,7 +108,7 @@ class Gateway:
         """Empty when new work would be served."""
         if self.draining:
             return "shutting down"
-        if dead := self.dispatcher.dead_task():
+        if dead := self.dead_task():
             return f"a task of this gateway died: {dead}"
         return self.cluster.reason_not_ready()
 
@@ -125,7 +138,7 @@ class Gateway:
                 f"the first token is predicted in {predicted:.0f} ms, later than ttft_slo_ms = {spec.ttft_slo_ms}",
                 param="ttft_slo_ms",
                 code="slo_unreachable",
-                retry_after_s=(predicted - spec.ttft_slo_ms) / 1000,
+                retry_after_s=min(RETRY_MOST_S, (predicted - spec.ttft_slo_ms) / 1000),
             )
 
     async def begin(self, spec: GenerationSpec, tenant: str, salt: bytes, started: float) -> Generation:

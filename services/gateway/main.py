@@ -30,7 +30,10 @@ BACKLOG = 2048
 
 
 def run(settings: GatewaySettings) -> int:
-    """Blocks. 0 after a clean stop. Raises ConfigurationError for a model, a key or a port that will not do."""
+    """Blocks. 0 after a clean stop, 1 when a task of the gateway died.
+
+    Raises ConfigurationError for a model, a key or a port that will not do.
+    """
     log = logs.setup("gateway", settings.log_level, settings.log_json)
     gateway = Gateway(settings, ModelText(settings.model))
     faulthandler.register(signal.SIGUSR1)  # what hangs can be asked where
@@ -38,12 +41,17 @@ def run(settings: GatewaySettings) -> int:
         public = sockets.enter_context(contextlib.closing(_listen(settings.host, settings.port, "port")))
         ops = sockets.enter_context(contextlib.closing(_listen(settings.ops_host, settings.ops_port, "ops port")))
         log.info("serving %s on http://%s:%d", settings.served_model_name, settings.host, settings.port)
-        uvloop.run(_serve(gateway, public, ops))
+        failure = uvloop.run(_serve(gateway, public, ops))
+    if failure:
+        # Whoever started this process starts it again; without that task it would only look alive.
+        log.critical("a task of this gateway died, so the process ends: %s", failure)
+        return 1
     log.info("stopped")
     return 0
 
 
-async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) -> None:
+async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) -> str:
+    """Until told to stop, or until a task died: then its error is returned."""
     servers = [_server(public_app(gateway)), _server(ops_app(gateway))]
     stopping = asyncio.Event()
     hurried = asyncio.Event()
@@ -60,10 +68,13 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
         for server, listener in zip(servers, (public, ops), strict=True)
     ]
     asked = asyncio.create_task(stopping.wait())
-    await asyncio.wait({asked, *serving}, return_when=asyncio.FIRST_COMPLETED)
-    draining = asyncio.create_task(gateway.drain(gateway.settings.drain_s))
+    tasks = gateway.tasks
+    await asyncio.wait({asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    failure = gateway.dead_task()
+    draining = asyncio.create_task(gateway.drain(0 if failure else gateway.settings.drain_s))
     hurry = asyncio.create_task(hurried.wait())
-    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({draining, hurry, *([] if failure else tasks)}, return_when=asyncio.FIRST_COMPLETED)
+    failure = failure or gateway.dead_task()
     if not draining.done():
         await end(draining)
         await gateway.drain(0)
@@ -72,6 +83,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     await asyncio.gather(*serving)
     await end(asked, hurry)
     await gateway.stop()
+    return failure
 
 
 class Protocol(HttpToolsProtocol):

@@ -31,7 +31,7 @@ class GatewayProcess:
             **settings,
         }  # fmt: skip
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-        self._environment = {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
+        self.environment = {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
         self._log = directory / f"gateway-{self.port}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -39,7 +39,7 @@ class GatewayProcess:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", "gateway"],
-                stdout=log, stderr=log, env=self._environment, cwd=ROOT,
+                stdout=log, stderr=log, env=self.environment, cwd=ROOT,
             )  # fmt: skip
         return self
 

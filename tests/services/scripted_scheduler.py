@@ -77,7 +77,8 @@ class ScriptedScheduler:
         return self
 
     def stats(self, **fields: Any) -> None:
-        values = {"running": 0, "waiting": 0, "in_flight": 0, "iteration": self.step, "last_step": self.step, **fields}
+        steps = {"iteration": self.step, "last_step": self.step}
+        values = {"workers": 1, "running": 0, "waiting": 0, "in_flight": 0, **steps, **fields}
         self.client.hset(self.keys.stats(self.shard), mapping=values)
 
     def resign(self) -> None:

@@ -90,11 +90,37 @@ def test_a_full_queue_is_429_with_an_estimate(gateway: GatewayProcess, scheduler
 
 
 def test_a_ttft_that_cannot_be_kept_is_429(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    scheduler.stats(waiting=3, predicted_ttft_ms=5000)
+    scheduler.stats(waiting=3, predicted_ttft_ms=5000, prefill_tok_s=100)
     until("the prediction is known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "3")
     answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000})
     scheduler.stats(predicted_ttft_ms=0)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+
+
+def test_a_prefill_rate_that_nobody_measured_refuses_no_ttft_and_asks_for_a_second(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
+) -> None:
+    scheduler.stats(waiting=4, predicted_ttft_ms=5000, prefill_tok_s=0)
+    until("the waiting are known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "4")
+    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000}
+    assert post(gateway, "/v1/completions", body).status_code == 200
+    scheduler.client.hset(gateway.keys.queue, "tokens", 1000)
+    full = post(gateway, "/v1/completions", body)
+    scheduler.stats(predicted_ttft_ms=0)
+    assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+
+
+def test_a_schedulers_word_that_there_are_workers_makes_a_gateway_ready(
+    tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    redis_server.client.flushdb()
+    with running_gateway(tmp_path, model, redis_server) as own:
+        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead(workers=0, max_model_len=100)
+        redis_server.client.delete(own.keys.worker("worker-0"))
+        until("no worker", lambda: "no worker" in httpx.get(own.url + "/ready").json().get("reason", ""))
+        scheduler.stats(workers=1)
+        own.wait_ready()
+        assert httpx.get(own.url + "/v1/models").json()["data"][0]["max_model_len"] == 100
 
 
 def test_without_a_scheduler_new_work_is_503_and_the_reason_is_told(
@@ -163,6 +189,28 @@ def test_limits_of_a_worker_are_the_gateways(gateway: GatewayProcess, scheduler:
 
 
 # Start and stop
+
+DYING = """
+import asyncio, sys
+from services.gateway.dispatcher import Dispatcher
+
+async def dies(self):
+    raise RuntimeError("a task of a test")
+
+Dispatcher._watch = dies
+from services.cli import main
+sys.argv = ["orcinus", "gateway"]
+main()
+"""
+
+
+def test_a_gateway_with_a_dead_task_ends_with_an_error_and_says_why(tmp_path: Path, model: Path) -> None:
+    own = GatewayProcess(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0")
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING], env=own.environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "a task of a test" in ended.stdout + ended.stderr
 
 
 def test_a_gateway_waits_for_redis_alive_but_not_ready(tmp_path: Path, model: Path) -> None:
@@ -241,10 +289,10 @@ def test_a_directory_without_weights_is_one_clear_line(tmp_path: Path) -> None:
 
 def _run(model: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
     gateway = GatewayProcess(model.parent, model, "redis://127.0.0.1:1/0")
-    gateway._environment.update({f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()})
+    gateway.environment.update({f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()})
     return subprocess.run(
         [sys.executable, "-m", "services.cli", "gateway"],
-        env=gateway._environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        env=gateway.environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 

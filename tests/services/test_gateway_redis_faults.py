@@ -70,3 +70,41 @@ def test_a_cancel_that_redis_missed_is_sent_when_it_is_back(tmp_path: Path, mode
         until("the request is forgotten", lambda: own.metric("orcinus_gateway_active_requests") == 0)
         server.start()
         scheduler.wait_control("cancel", claimed.id)
+
+
+def test_a_redis_that_refuses_writes_costs_503s_and_no_task(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("The quick brown fox").ids
+    with RedisServer(tmp_path / "redis") as server, running_gateway(tmp_path, model, server) as own:
+        scheduler = ScriptedScheduler(server.client, own.keys).lead()
+        own.wait_ready()
+        body = json.dumps({"model": own.name, "prompt": "x", "stream": True}).encode()
+        with raw_post(own, body):
+            claimed = scheduler.claim()
+            server.client.config_set("min-replicas-to-write", 1)
+            until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
+        refused = own.post("/v1/completions", {"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_refused")
+        assert int(refused.headers["retry-after"]) >= 1
+        until("the cancel was refused", lambda: "is tried again" in own.log())
+        server.client.config_set("min-replicas-to-write", 0)
+        own.wait_ready()
+        scheduler.wait_control("cancel", claimed.id)
+        again = Stream(own)
+        scheduler.serve(scheduler.claim(), tokens)
+        assert again.join().tokens() == tokens
+
+
+def test_a_reader_that_gets_error_replies_reads_on(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("The quick brown fox").ids
+    with RedisServer(tmp_path / "redis") as server, running_gateway(tmp_path, model, server) as own:
+        scheduler = ScriptedScheduler(server.client, own.keys).lead()
+        own.wait_ready()
+        stream = Stream(own)
+        claimed = scheduler.claim()
+        server.client.execute_command("ACL", "SETUSER", "default", "-xread", "-hgetall")
+        until("the gateway is not ready", lambda: own.status("/health/ready") == 503)
+        until("the reader was refused", lambda: "to read tokens" in own.log())
+        scheduler.serve(claimed, tokens)
+        server.client.execute_command("ACL", "SETUSER", "default", "+@all")
+        assert stream.join().tokens() == tokens
+        own.wait_ready()
