@@ -18,7 +18,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import LeaseLostError
@@ -40,6 +40,12 @@ PROMPT_APART_BYTES = 64 * 1024
 """Prompts above this lie in a key of their own."""
 
 Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
+"""No answer."""
+
+Unavailable = (*Unreachable, ResponseError)
+"""No answer, or one that may be a refusal for the time being: ask `temporary`."""
+
+REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "BUSY")
 Value = bytes | str | int | float
 T = TypeVar("T")
 
@@ -61,6 +67,13 @@ def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: fl
     return Redis(connection_pool=pool)
 
 
+def temporary(error: BaseException) -> bool:
+    """May the same call succeed later? Full memory or disk, a replica, a start under way; not a wrong call."""
+    if isinstance(error, (*Unreachable, OutOfMemoryError, ReadOnlyError, NoPermissionError)):
+        return True
+    return isinstance(error, ResponseError) and any(word in str(error) for word in REFUSALS)
+
+
 def backoff_s(attempt: int, most_s: float = 2.0) -> float:
     """Exponential with full jitter: 0.05 s, 0.1 s, ... times a random number in [0.5, 1]."""
     return float(min(most_s, 0.05 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
@@ -77,7 +90,9 @@ async def persist(
     while True:
         try:
             result = await action()
-        except Unreachable as error:
+        except Unavailable as error:
+            if not temporary(error):
+                raise
             if attempt == 0:
                 log.warning("waiting for Redis to %s: %s", what, error)
             if stopping():

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from protos import queue_pb2
-from shared.redis_client import BLOCK_MS, Unreachable, backoff_s
+from shared.redis_client import BLOCK_MS, Unavailable, backoff_s, temporary
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -63,7 +63,9 @@ class Commands:
                     milliseconds, number = last.split("-")
                     await self._reader.xtrim(self._key, minid=f"{milliseconds}-{int(number) + 1}", approximate=False)
                 attempt = 0
-            except Unreachable as error:
+            except Unavailable as error:
+                if not temporary(error):
+                    raise
                 if attempt == 0:
                     log.warning("waiting for Redis to read commands: %s", error)
                 await asyncio.sleep(backoff_s(attempt))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, Ne
 from services.scheduler.lease import Lease
 from shared.columns import unpack
 from shared.keys import CLASSES, GROUP, Keys
-from shared.redis_client import BLOCK_MS, Scripts
+from shared.redis_client import BLOCK_MS, Scripts, Value
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -35,6 +35,11 @@ class Entry:
     id: str
     request: queue_pb2.Request
 
+    @property
+    def class_number(self) -> int:
+        """Of the stream, which is right also where the request is not."""
+        return CLASSES.index(self.stream.rpartition(":")[2])
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
@@ -45,6 +50,9 @@ class Claimed:
     cancelled: bool
     error: str = ""
 
+
+CANCELLED, UNKNOWN = 1, 2
+"""Verdicts of claim.lua; a higher one is an end that is written already."""
 
 _NO_PROMPT = np.zeros(1, np.int32)
 """Stands in for the prompt of a request that ends with an error before it runs."""
@@ -64,9 +72,11 @@ class Clock:
         return int((redis_ms - self._offset_ms) * 1e6)
 
 
-def decode(entry: Entry, prompts: queue_pb2.Prompts, clock: Clock) -> NewRequest:
-    """The core's form of a request. Raises ValueError for one that a gateway should never have sent."""
-    wire = entry.request
+def decode(wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int, clock: Clock) -> NewRequest:
+    """The core's form of a request; `enqueued_ms` is of Redis's clock.
+
+    Raises ValueError for one that a gateway should never have sent.
+    """
     arrays = [unpack(tokens) for tokens in prompts.tokens]
     stop_ids = unpack(wire.stop_token_ids)
     if not arrays or any(array.size == 0 for array in arrays):
@@ -78,7 +88,6 @@ def decode(entry: Entry, prompts: queue_pb2.Prompts, clock: Clock) -> NewRequest
         raise ValueError(f"class {priority} is none of {', '.join(CLASSES)}")
     if stop_ids.size > MAX_STOP_IDS:
         raise ValueError(f"{stop_ids.size} stop token ids; at most {MAX_STOP_IDS}")
-    arrived_ms = int(entry.id.split("-")[0])
     return NewRequest(
         id=wire.id,
         prompts=arrays,
@@ -89,13 +98,20 @@ def decode(entry: Entry, prompts: queue_pb2.Prompts, clock: Clock) -> NewRequest
         priority=priority,
         tenant=wire.tenant,
         gateway=wire.gateway,
-        arrived_ns=clock.monotonic_ns(arrived_ms),
+        arrived_ns=clock.monotonic_ns(enqueued_ms),
         ttft_slo_ns=wire.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=wire.tbt_slo_ms * 1_000_000,
-        deadline_ns=clock.monotonic_ns(arrived_ms + wire.deadline_ms) if wire.deadline_ms else 0,
+        deadline_ns=clock.monotonic_ns(enqueued_ms + wire.deadline_ms) if wire.deadline_ms else 0,
         salt=wire.cache_salt,
         payload=wire,
     )
+
+
+def room_by_class(window: int, held: list[int]) -> list[int]:
+    """Requests of each class that may be claimed when `held` of each are: an eighth of the window is kept for each
+    other class, so that one class's flood leaves room for the urgent."""
+    kept = [max(0, window // 8 - count) for count in held]
+    return [window - sum(held) - sum(kept) + own for own in kept]
 
 
 class Intake:
@@ -111,24 +127,26 @@ class Intake:
         self._shard = shard
         self._lease = lease
         self._clock = clock
+        self._streams = keys.request_streams()
 
     async def prepare(self) -> None:
         """Creates the consumer group on every class's stream, once for all shards."""
-        for stream in self._keys.request_streams():
+        for stream in self._streams:
             try:
                 await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
             except ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
 
-    async def read(self, room: int) -> list[Claimed]:
-        """New requests, at most `room` (at least one a class). Waits up to BLOCK_MS for the first."""
+    async def read(self, room: list[int]) -> list[Claimed]:
+        """New requests of the classes that have room, up to that many each. Waits up to BLOCK_MS for the first."""
+        open_ = [(self._keys.requests(name), left) for name, left in zip(CLASSES, room, strict=True) if left > 0]
         try:
             found = await self._reader.xreadgroup(
                 GROUP,
                 self._shard,
-                {stream: ">" for stream in self._keys.request_streams()},
-                count=max(1, room // len(CLASSES)),
+                {stream: ">" for stream, _ in open_},
+                count=max(1, min(left for _, left in open_) // len(open_)),
                 block=BLOCK_MS,
             )
         except ResponseError as error:
@@ -136,13 +154,13 @@ class Intake:
                 raise
             await self.prepare()  # Redis came back empty
             return []
-        return await self._claim(found)
+        return await self._claim(found, fresh=True)
 
     async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
         """Everything this shard has claimed and does not hold, oldest first, with the tokens of the records: after a
         restart, or after a claim whose answer was lost."""
         total = 0
-        for stream in self._keys.request_streams():
+        for stream in self._streams:
             last = "0"
             while True:
                 found = await self._redis.xreadgroup(GROUP, self._shard, {stream: last}, count=64)
@@ -150,14 +168,20 @@ class Intake:
                 if not entries:
                     break
                 last = entries[-1][0].decode()
-                claimed = [item for item in await self._claim(found) if item.request.id not in held]
+                claimed = await self._claim(found, held=held)
                 for item in claimed:
                     await self._restore(item.request)
+                await self._read_tails([item.request for item in claimed])
                 add(claimed)
                 total += len(claimed)
         return total
 
-    async def _claim(self, found: Any) -> list[Claimed]:
+    async def stranded(self, held: int) -> bool:
+        """Does the shard's pending list hold more than the `held` requests? A claim whose answer was lost does that."""
+        counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
+        return sum(len(rows) for rows in counts) > held
+
+    async def _claim(self, found: Any, fresh: bool = False, held: Container[str] = ()) -> list[Claimed]:
         entries: list[Entry] = []
         for stream, rows in found:
             for entry_id, fields in rows:
@@ -170,35 +194,38 @@ class Intake:
                     log.error("entry %s of %s is no request and was dropped", entry_id, stream)
                     await self._drop(stream.decode(), entry_id.decode())
                     continue
-                entries.append(Entry(stream.decode(), entry_id.decode(), wire))
+                if wire.id not in held:
+                    entries.append(Entry(stream.decode(), entry_id.decode(), wire))
         if not entries:
             return []
-        verdicts = await self._lease.fenced(
-            self._scripts.claim,
-            [],
-            [self._lease.epoch, self._shard, *(self._keys.req(entry.request.id) for entry in entries)],
-        )
+        args: list[Value] = [self._lease.epoch, self._shard]
+        for entry in entries:
+            waiting = sum(len(tokens) // 4 for tokens in entry.request.prompts.tokens) if fresh else 0
+            args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number]]
+        verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
         claimed = []
-        for entry, verdict in zip(entries, verdicts, strict=True):
-            if verdict >= 2:
+        for entry, verdict, enqueued_ms in zip(entries, verdicts[::2], verdicts[1::2], strict=True):
+            if verdict >= UNKNOWN:
                 await self._drop(entry.stream, entry.id)
-                continue
-            claimed.append(await self._open(entry, cancelled=verdict == 1))
+            else:
+                claimed.append(await self._open(entry, enqueued_ms, cancelled=verdict == CANCELLED))
         return claimed
 
     async def _drop(self, stream: str, entry_id: str) -> None:
         await self._redis.xack(stream, GROUP, entry_id)
         await self._redis.xdel(stream, entry_id)
 
-    async def _open(self, entry: Entry, cancelled: bool) -> Claimed:
+    async def _open(self, entry: Entry, enqueued_ms: int, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts
         error = ""
+        stored: bytes | None = None
         if entry.request.prompts_apart:
             stored = await self._redis.get(self._keys.prompt(entry.request.id))
-            prompts = queue_pb2.Prompts.FromString(stored) if stored else queue_pb2.Prompts()
         try:
-            return Claimed(entry, decode(entry, prompts, self._clock), cancelled)
-        except ValueError as bad:
+            if entry.request.prompts_apart:
+                prompts = queue_pb2.Prompts.FromString(stored or b"")
+            return Claimed(entry, decode(entry.request, prompts, enqueued_ms, self._clock), cancelled)
+        except (ValueError, DecodeError) as bad:
             error = f"the request cannot be served: {bad}"
             placeholder = NewRequest(
                 id=entry.request.id,
@@ -209,6 +236,11 @@ class Intake:
             )
             return Claimed(entry, placeholder, cancelled, error)
 
+    async def _read_tails(self, requests: list[NewRequest]) -> None:
+        for gateway in sorted({request.gateway for request in requests}):
+            rows = await self._redis.xrange(self._keys.tokens(gateway))
+            extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
+
     async def _restore(self, request: NewRequest) -> None:
         """Outputs and ended choices of a request that ran before."""
         choices = len(request.prompts) * request.n
@@ -216,6 +248,29 @@ class Intake:
         ended = await self._redis.hmget(self._keys.req(request.id), [f"finish:{choice}" for choice in range(choices)])
         request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
         request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in ended]
+
+
+def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) -> None:
+    """Appends what was published after the last checkpoint, token by token in order: it may never change.
+
+    Rows that leave a gap, and those of a choice that has ended, are passed over.
+    """
+    by_id = {request.id: request for request in requests}
+    for batch in batches:
+        choices, first, counts = unpack(batch.choices), unpack(batch.first), unpack(batch.counts)
+        ends = np.cumsum(counts)
+        for row, request_id in enumerate(batch.requests):
+            request = by_id.get(request_id)
+            if request is None or request.outputs is None or request.finished is None:
+                continue
+            choice = int(choices[row])
+            if choice >= len(request.outputs) or request.finished[choice] is not Finish.RUNNING:
+                continue
+            held = request.outputs[choice].size
+            begin, end = int(first[row]), int(first[row] + counts[row])
+            if begin <= held < end:
+                fresh = unpack(batch.tokens)[int(ends[row]) - (end - held) : int(ends[row])]
+                request.outputs[choice] = np.concatenate([request.outputs[choice], fresh])[: request.max_tokens]
 
 
 def _tokens(stored: bytes | None) -> Int32:

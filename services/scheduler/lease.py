@@ -13,7 +13,7 @@ from typing import Any
 
 from shared.errors import LeaseLostError
 from shared.keys import Keys
-from shared.redis_client import Script, Scripts, Unreachable, Value, persist
+from shared.redis_client import Script, Scripts, Unavailable, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -59,7 +59,7 @@ class Lease:
                 if int(await self._script(self._keys, ["renew", self._lease_ms, self.epoch])) != 1:
                     log.warning("shard %s is lost: epoch %d is no longer the holder's", self._shard, self.epoch)
                     return
-            except Unreachable as error:
+            except Unavailable as error:
                 log.warning("the lease of shard %s was not renewed: %s", self._shard, error)
 
     async def fenced(self, script: Script, keys: Sequence[str], args: Sequence[Value]) -> Any:
@@ -79,5 +79,5 @@ class Lease:
         """Lets a standby take the shard at once."""
         try:
             await self._script(self._keys, ["release", self._lease_ms, self.epoch])
-        except Unreachable as error:
+        except Unavailable as error:
             log.warning("the lease of shard %s was not released: %s", self._shard, error)

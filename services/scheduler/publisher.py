@@ -161,14 +161,15 @@ class Publisher:
     async def _write(self, args: list[Value]) -> None:
         await self._lease.fenced(self._script, [self._keys.queue], args)
 
-    async def flush(self) -> None:
-        """Waits until everything that was put is written, at most a few seconds."""
+    async def flush(self, running: asyncio.Task[None]) -> None:
+        """Waits until everything that was put is written, or `running` (the task of run) has given up on Redis."""
         self._stopping = True
         if not self._waiting and not self._busy:
             return
         self._written.clear()
         self._more.set()
-        try:
-            await asyncio.wait_for(self._written.wait(), FLUSH_S)
-        except TimeoutError:
+        written = asyncio.create_task(self._written.wait())
+        await asyncio.wait({written, running}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+        if not written.done():
+            written.cancel()
             log.warning("%d outcomes were not written; the next scheduler computes them again", len(self._waiting))

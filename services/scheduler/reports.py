@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared.keys import Keys
-from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unreachable
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -31,13 +31,14 @@ class Reports:
         self._alive = keys.alive("scheduler", scheduler_id)
         self._tasks: set[asyncio.Future[None]] = set()
         self.last_step = 0
+        self.answered = 0  # steps answered since the start
 
     async def heartbeat(self) -> None:
         """Until cancelled: this process lives, and this is the last step it applied."""
         while True:
             try:
                 await self._redis.set(self._alive, self.last_step, px=HEARTBEAT_MS)
-            except Unreachable as error:
+            except Unavailable as error:
                 log.warning("no heartbeat: %s", error)
             await asyncio.sleep(HEARTBEAT_MS / 5000)
 
@@ -45,7 +46,7 @@ class Reports:
         """Takes the heartbeat back at a clean stop."""
         try:
             await self._redis.delete(self._alive)
-        except Unreachable as error:
+        except Unavailable as error:
             log.warning("the heartbeat was not taken back: %s", error)
 
     async def stats(self, fields: Mapping[str, float | int | str]) -> None:
@@ -71,7 +72,7 @@ class Reports:
         row = {"time_ms": str(int(time.time() * 1000)), "shard": self._shard, **fields}
         try:
             await self._redis.xadd(key, row, maxlen=rows)
-        except Unreachable as error:
+        except Unavailable as error:
             log.warning("%s was not recorded: %s", fields, error)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:

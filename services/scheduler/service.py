@@ -17,30 +17,37 @@ import grpc
 from protos import queue_pb2
 from services.scheduler.commands import Commands
 from services.scheduler.core.core import Core
-from services.scheduler.core.types import Finish, Limits, Outcome, StepPlan
-from services.scheduler.intake import Claimed, Clock, Entry, Intake
+from services.scheduler.core.types import Finish, Limits, Outcome
+from services.scheduler.in_flight import InFlight
+from services.scheduler.intake import Claimed, Clock, Entry, Intake, room_by_class
 from services.scheduler.lease import Lease
 from services.scheduler.publisher import Publisher
 from services.scheduler.reports import Reports
 from services.scheduler.stats import Stats
+from services.scheduler.suspects import Suspects, Verdict
 from services.scheduler.tasks import first_of
 from services.scheduler.wire import result_from_wire, step_to_wire
-from services.scheduler.worker_link import WorkerLink, brief, find_worker
+from services.scheduler.worker_link import WorkerLink, brief, find_worker, refused
 from shared.errors import LeaseLostError, ProtocolError
 from shared.ids import process_id
-from shared.keys import GROUP
-from shared.redis_client import BLOCK_MS, Scripts, Unreachable, Value, backoff_s, connect, persist
+from shared.keys import CLASSES, GROUP
+from shared.redis_client import BLOCK_MS, Scripts, Unavailable, Value, backoff_s, connect, persist, temporary
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
 WATCH_S = 0.1
-STRIKES = 3
-"""A request that was in this many failed steps without a token in between ends with an error."""
+STRANDED_S = 10.0
+AVOID_S = 5.0
+"""A worker whose link was lost is taken again at once only if there is no other."""
 
 
 class WorkerLostError(Exception):
     """The link to the worker is of no use any more."""
+
+
+class StepTimeoutError(WorkerLostError):
+    """The watchdog tripped: the worker hangs or is slow, which is no request's doing."""
 
 
 class Service:
@@ -67,6 +74,7 @@ class Service:
             step_tokens=settings.step_tokens,
         )
         self._entries: dict[str, Entry] = {}
+        self._held = [0] * len(CLASSES)
         self._commands = Commands(
             self._control_reader, self._keys.control(settings.shard), self._entries, self._command
         )
@@ -78,9 +86,10 @@ class Service:
         self._draining = False
         self._limits: Limits | None = None
         self._link: WorkerLink | None = None
-        self._slot_request: dict[int, str] = {}
-        self._plans: dict[int, StepPlan] = {}
-        self._strikes: dict[str, int] = {}
+        self._in_flight = InFlight()
+        self._suspects = Suspects()
+        self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
+        self._patience = 1  # doubled by each trip of the watchdog, until a step is answered
 
     async def run(self) -> int:
         """Serves the shard until SIGTERM (0) or until another scheduler takes it (1)."""
@@ -103,13 +112,14 @@ class Service:
 
     async def _hold(self) -> int:
         publisher = asyncio.create_task(self._publisher.run(self._wake))
+        keep = asyncio.create_task(self._lease.keep())  # from the beginning: to rebuild may take longer than a lease
         try:
             await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
             await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
             await persist("rebuild claimed requests", self._rebuild, log, self._stop.is_set)
             await first_of(
                 asyncio.shield(publisher),  # a write under way is finished, also at the end
-                self._lease.keep(),
+                keep,
                 self._claim(),
                 self._commands.run(),
                 self._serve(),
@@ -118,7 +128,8 @@ class Service:
             )
             if not self._stop.is_set():
                 raise LeaseLostError("the shard was taken by another scheduler")
-            await self._publisher.flush()
+            self._put(self._core.checkpoint())
+            await self._publisher.flush(publisher)
             await self._lease.release()
             log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self._core.unfinished)
             return 0
@@ -128,8 +139,9 @@ class Service:
             log.error("%s; leaving", error)
             return 1
         finally:
-            publisher.cancel()
-            await asyncio.gather(publisher, return_exceptions=True)
+            for task in (publisher, keep):
+                task.cancel()
+            await asyncio.gather(publisher, keep, return_exceptions=True)
             if self._link is not None:
                 await self._link.close()
 
@@ -142,24 +154,31 @@ class Service:
 
     async def _claim(self) -> None:
         attempt = 0
+        checked = time.monotonic()
         while True:
-            room = self._window() - self._core.unfinished
+            room = self._room_by_class()
             if self._draining:
                 # Here and not at the command: a read that was under way would claim again what is handed back.
                 await self._hand_back()
                 await self._stop.wait()
                 return
-            if room <= 0 or self._limits is None:
+            if max(room) <= 0 or self._limits is None:
                 self._room.clear()
                 await self._room.wait()
                 continue
             self._commands.claim_begins()
             try:
-                if attempt:
-                    await self._rebuild()  # what the call that failed may have claimed
+                # What a call that failed, or a scheduler that was not quite dead, may have claimed for this shard.
+                late = time.monotonic() - checked > STRANDED_S
+                if attempt or (late and await self._intake.stranded(len(self._entries))):
+                    await self._rebuild()
+                if late:
+                    checked = time.monotonic()
                 claimed = await self._intake.read(room)
                 attempt = 0
-            except Unreachable as error:
+            except Unavailable as error:
+                if not temporary(error):
+                    raise
                 if attempt == 0:
                     log.warning("waiting for Redis to claim requests: %s", error)
                 await asyncio.sleep(backoff_s(attempt))
@@ -168,9 +187,9 @@ class Service:
             self._take_all(claimed)
             self._commands.claim_answered()
 
-    def _window(self) -> int:
-        slots = self._limits.slots if self._limits else 64
-        return self._settings.claim_window or 4 * slots
+    def _room_by_class(self) -> list[int]:
+        window = self._settings.claim_window or 4 * (self._limits.slots if self._limits else 64)
+        return room_by_class(window, self._held)
 
     def _take_all(self, claimed: list[Claimed]) -> None:
         now = time.monotonic_ns()
@@ -179,6 +198,7 @@ class Service:
             if request.id in self._entries:
                 continue  # delivered twice: it is in the core already
             self._entries[request.id] = item.entry
+            self._held[item.entry.class_number] += 1
             self._put(self._core.add(request, now))
             if item.error:
                 self._put(self._core.cancel(request.id, now, Finish.ERROR, item.error))
@@ -188,9 +208,11 @@ class Service:
             self._wake.set()
 
     def _forget(self, request_id: str) -> None:
-        self._strikes.pop(request_id, None)
-        self._entries.pop(request_id, None)
+        if entry := self._entries.pop(request_id, None):
+            self._held[entry.class_number] -= 1
         self._room.set()
+        if self._suspects:
+            self._judge(self._suspects.ended(request_id))
 
     async def _hand_back(self) -> None:
         """Draining: what never started goes back to the queue, for any shard."""
@@ -206,8 +228,6 @@ class Service:
 
         count = await persist("hand requests back", write, log, self._stop.is_set)
         log.info("draining: %d requests handed back, %d go on to their ends", count, self._core.unfinished)
-
-    # Commands
 
     def _command(self, control: queue_pb2.Control) -> None:
         now = time.monotonic_ns()
@@ -234,45 +254,42 @@ class Service:
             try:
                 self._limits = await link.open()
                 replica = self._core.join(self._limits)
-                log.info(
-                    "worker %s at %s: %d slots, %d blocks of %d tokens",
-                    link.worker.id,
-                    link.worker.address,
-                    self._limits.slots,
-                    self._limits.blocks,
-                    self._limits.block_size,
-                )
                 self._link = link
                 self._room.set()
-            except (grpc.aio.AioRpcError, OSError) as error:
+            except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
                 log.warning("worker %s at %s does not answer: %s", link.worker.id, link.worker.address, brief(error))
+                self._failed[link.worker.identity] = time.monotonic()
                 await link.close()
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
                 continue
-            attempt = 0
+            before, blame = self._reports.answered, False
             try:
                 await first_of(self._receive(link, replica), self._pump(link, replica), self._watch(link))
             except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
                 log.warning("worker %s is lost: %s", link.worker.id, brief(error))
                 self._reports.event("worker_lost", brief(error), worker=link.worker.id)
+                blame = not isinstance(error, StepTimeoutError) and not refused(error)
             finally:
                 self._link = None
                 await link.close()
-                self._lose(replica)
+                self._lose(replica, blame)
+            self._failed[link.worker.identity] = time.monotonic()
+            attempt = 0 if self._reports.answered > before else attempt + 1
+            if attempt:
+                await asyncio.sleep(backoff_s(attempt))
 
     async def _connect(self) -> WorkerLink:
         said = False
         while True:
             try:
+                self._failed = {name: at for name, at in self._failed.items() if time.monotonic() - at < AVOID_S}
                 found = await find_worker(
-                    self._redis,
-                    self._scripts,
-                    self._keys,
-                    self._settings.shard,
-                    self._lease,
+                    self._redis, self._scripts, self._keys, self._settings.shard, self._lease, self._failed
                 )
-            except Unreachable as error:
+            except Unavailable as error:
+                if not temporary(error):
+                    raise
                 found = None
                 log.warning("waiting for Redis to find a worker: %s", error)
             if found:
@@ -280,7 +297,9 @@ class Service:
             if not said:
                 log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
                 said = True
-            await asyncio.sleep(0.1)
+            # Nothing runs, but deadlines pass, and what the lost worker left is to be written.
+            self._put(self._core.plan(time.monotonic_ns())[1])
+            await asyncio.sleep(WATCH_S)
 
     async def _pump(self, link: WorkerLink, replica: int) -> None:
         """Plans and sends while there is something to plan, a place in flight, and room to publish."""
@@ -291,9 +310,7 @@ class Service:
                 self._put(outcome)
                 if plan is None:
                     break
-                for enter in plan.enters:
-                    self._slot_request[enter.slot] = enter.request.id
-                self._plans[plan.id] = plan
+                self._in_flight.sent(plan)
                 self._stats.step(plan.decode_tokens, plan.prefill_tokens)
                 self._stats.scheduled(time.monotonic_ns() - begin)
                 await link.send(step_to_wire(plan, self._lease.epoch))
@@ -305,43 +322,51 @@ class Service:
             if message.error:
                 raise WorkerLostError(f"step {message.id} failed: {message.error}")
             begin = time.monotonic_ns()
-            self._plans.pop(message.id, None)
+            plan = self._in_flight.answered(message.id)
             self._reports.last_step = message.id
+            self._reports.answered += 1
+            self._patience = 1
             outcome = self._core.apply(result_from_wire(message, replica), begin)
             self._wake.set()
-            self._stats.result(message.timings.total_ns, message.timings.idle_ns)
+            self._stats.result(message.timings.total_ns, message.timings.idle_ns, plan.prefill_tokens)
             self._stats.outcome(outcome, begin)
             self._stats.scheduled(time.monotonic_ns() - begin)
-            if self._strikes:
-                for request, count in zip(outcome.requests, outcome.counts, strict=True):
-                    if count:
-                        self._strikes.pop(request.id, None)
+            if self._suspects:
+                rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
+                self._judge(self._suspects.progressed({request.id for request, count in rows if count}))
             self._put(outcome, message.id)
         raise WorkerLostError("its stream ended")
 
     async def _watch(self, link: WorkerLink) -> None:
         """Ends the link when a step stays unanswered; wakes the loop for deadlines when nothing else does."""
-        while (waited := link.waited_s()) < self._settings.watchdog_s:
+        predicted_s = 10 * link.info.largest_step_ms / 1000
+        limit = self._patience * max(self._settings.watchdog_s, predicted_s)
+        while (waited := link.waited_s()) < limit:
             if waited == 0 and self._core.unfinished:
                 self._wake.set()
             await asyncio.sleep(WATCH_S)
-        raise WorkerLostError(f"a step is unanswered for {waited:.1f} s")
+        self._patience *= 2
+        raise StepTimeoutError(f"a step is unanswered for {waited:.1f} s")
 
-    def _lose(self, replica: int) -> None:
-        """Back to waiting with all; requests that were in the oldest unanswered step get a strike."""
-        now = time.monotonic_ns()
-        oldest = self._plans.get(min(self._plans, default=0))
-        suspects = {self._slot_request.get(int(slot), "") for slot in oldest.chunk_slots} if oldest else set()
-        self._core.lose(replica, now)
-        self._plans.clear()
-        self._slot_request.clear()
-        for request_id in suspects & self._entries.keys():
-            self._strikes[request_id] = self._strikes.get(request_id, 0) + 1
-            if self._strikes[request_id] >= STRIKES:
-                text = f"the request was in {STRIKES} steps that failed, without a token in between"
-                log.error("request %s ends: %s", request_id, text)
-                self._put(self._core.cancel(request_id, now, Finish.ERROR, text))
-                self._reports.dead(request_id, text)
+    def _lose(self, replica: int, blame: bool) -> None:
+        """Back to waiting with all. With blame, the requests of the oldest unanswered step are suspected of it."""
+        in_step = self._in_flight.oldest() if blame else set()
+        self._core.lose(replica, time.monotonic_ns())
+        self._in_flight = InFlight()
+        self._judge(self._suspects.died(in_step & self._entries.keys()))
+
+    def _judge(self, verdict: Verdict) -> None:
+        for request_id in verdict.park:
+            self._core.park(request_id)
+        for request_id in verdict.resume:
+            self._core.resume(request_id)
+        for request_id in verdict.dead:
+            text = "the worker died twice in a step in which this request was the one suspect"
+            log.error("request %s ends: %s", request_id, text)
+            self._put(self._core.cancel(request_id, time.monotonic_ns(), Finish.ERROR, text))
+            self._reports.dead(request_id, text)
+        if verdict.resume:
+            self._wake.set()
 
     def _put(self, outcome: Outcome | None, step: int = 0) -> None:
         self._publisher.put(outcome, step)
@@ -355,7 +380,7 @@ class Service:
             try:
                 await self._clock.sync(self._redis)
                 await self._reports.stats(self._snapshot())
-            except Unreachable as error:
+            except Unavailable as error:
                 log.warning("stats were not written: %s", error)
             if self._core.idle:
                 self._core.check()
@@ -370,11 +395,5 @@ class Service:
             1 if self._link else 0,
         )
         if self._link:
-            info = self._link.info
-            fields |= {
-                "max_model_len": info.max_model_len,
-                "max_input_tokens": info.max_input_tokens,
-                "max_output_tokens": info.max_output_tokens,
-                "backend": info.backend,
-            }
-        return fields | {"last_step": self._reports.last_step, "in_flight": len(self._plans)}
+            fields |= self._link.facts()
+        return fields | {"last_step": self._reports.last_step, "in_flight": len(self._in_flight)}

@@ -50,7 +50,8 @@ class Stats:
         self._tbt_ms = Window()
         self._violations = [0] * len(CLASSES)
         self._since_ns = started_ns
-        self._tokens = self._prefill = 0
+        self._tokens = self._prefill = self._prefill_ns = 0
+        self._rate = 0.0
         self._tokens_total = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
@@ -74,10 +75,12 @@ class Stats:
     def step(self, decode: int, prefill: int) -> None:
         """One iteration was sent."""
         self._step_tokens, self._step_decode, self._step_prefill = decode + prefill, decode, prefill
-        self._prefill += prefill
 
-    def result(self, step_ns: int, idle_ns: int) -> None:
-        """One iteration was answered."""
+    def result(self, step_ns: int, idle_ns: int, prefill: int) -> None:
+        """One iteration was answered; it ran `prefill` tokens of prompts."""
+        if prefill:
+            self._prefill += prefill
+            self._prefill_ns += step_ns
         self._step_ns += step_ns
         self._idle_ns += idle_ns
         self._steps += 1
@@ -92,7 +95,7 @@ class Stats:
         """Every field of `stats:{shard}`; starts the next second."""
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
-        prefill_rate = self._prefill / seconds
+        self._learn_rate()
         ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
         tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
         queued = int(core.get("queued_tokens", 0))
@@ -115,11 +118,19 @@ class Stats:
             "ttft_ms_p99": round(ttft[1], 3),
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
-            "prefill_tok_s": round(prefill_rate, 1),
-            "predicted_ttft_ms": round(1e3 * queued / prefill_rate, 1) if prefill_rate else 0,
+            "prefill_tok_s": round(self._rate, 1),
+            "predicted_ttft_ms": round(1e3 * queued / self._rate, 1) if self._rate else 0,
             **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
         }
         self._since_ns = now_ns
-        self._tokens = self._prefill = 0
+        self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         return fields
+
+    def _learn_rate(self) -> None:
+        """Prompt tokens per second of steps that ran some: what a queue of prompts is worth, also when none came
+        for a while. An average that follows with a third of each new second."""
+        if self._prefill_ns:
+            now = self._prefill / (self._prefill_ns / 1e9)
+            self._rate = now if not self._rate else self._rate + (now - self._rate) / 3
+        self._prefill = self._prefill_ns = 0

@@ -17,4 +17,5 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
-        task.result()
+        if not task.cancelled():  # one that gave up because of the stop
+            task.result()

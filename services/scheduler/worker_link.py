@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from dataclasses import dataclass
 
 import grpc
@@ -48,15 +48,22 @@ class Registration:
     identity: str
 
 
-async def find_worker(redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease) -> Registration | None:
-    """A ready worker that this shard could take, or None. The compare-and-set makes it ours."""
-    prefix = keys.worker("")
-    async for key in redis.scan_iter(match=f"{prefix}*", count=1000):
-        record = {name.decode(): value.decode() for name, value in (await redis.hgetall(key)).items()}
-        if record.get("ready") != "1" or not record.get("address"):
-            continue
-        if await lease.fenced(scripts.take_worker, [key.decode()], [lease.epoch, shard, keys.prefix]):
-            return Registration(key.decode().removeprefix(prefix), record["address"], record.get("identity", ""))
+async def find_worker(
+    redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, avoid: Container[str]
+) -> Registration | None:
+    """A ready worker that this shard could take, or None. The compare-and-set makes it ours.
+
+    Workers whose identity is in `avoid` come last.
+    """
+    ready = []
+    for member in await redis.zrange(keys.workers, 0, -1):
+        name = member.decode()
+        record = {key.decode(): value.decode() for key, value in (await redis.hgetall(keys.worker(name))).items()}
+        if record.get("ready") == "1" and record.get("address"):
+            ready.append(Registration(name, record["address"], record.get("identity", "")))
+    for worker in sorted(ready, key=lambda worker: worker.identity in avoid):
+        if await lease.fenced(scripts.take_worker, [keys.worker(worker.id)], [lease.epoch, shard, keys.prefix]):
+            return worker
     return None
 
 
@@ -71,14 +78,23 @@ class WorkerLink:
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._call: grpc.aio.StreamStreamCall | None = None
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
+        self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
 
     async def open(self) -> Limits:
         """Describes and says hello. Raises grpc.aio.AioRpcError when the worker is not there."""
         self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
         self._call = self._stub.Run()
-        await self._call.write(worker_pb2.Step(epoch=self._epoch, hello=worker_pb2.Hello(shard=self._shard)))
+        await self._write(worker_pb2.Step(epoch=self._epoch, hello=worker_pb2.Hello(shard=self._shard)))
         info = self.info
+        log.info(
+            "worker %s at %s: %d slots, %d blocks of %d tokens",
+            self.worker.id,
+            self.worker.address,
+            info.max_seqs,
+            info.gpu_blocks,
+            info.block_size,
+        )
         return Limits(
             slots=info.max_seqs,
             blocks=info.gpu_blocks,
@@ -88,11 +104,27 @@ class WorkerLink:
             host_blocks=info.host_blocks,
         )
 
+    def facts(self) -> dict[str, int | str]:
+        """What the statistics tell of the worker."""
+        info = self.info
+        return {
+            "max_model_len": info.max_model_len,
+            "max_input_tokens": info.max_input_tokens,
+            "max_output_tokens": info.max_output_tokens,
+            "backend": info.backend,
+        }
+
     async def send(self, step: worker_pb2.Step) -> None:
+        self._sent.append((step.id, time.monotonic_ns()))
+        await self._write(step)
+
+    async def _write(self, step: worker_pb2.Step) -> None:
         if self._call is None:
             raise ProtocolError("a step was sent before hello")
-        self._sent.append((step.id, time.monotonic_ns()))
-        await self._call.write(step)
+        try:
+            await self._call.write(step)
+        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:  # the call has ended meanwhile
+            raise ProtocolError(f"the stream to worker {self.worker.id} has ended: {error}") from error
 
     async def results(self) -> AsyncIterator[worker_pb2.Result]:
         """Results in the order of the steps, until the stream ends. Raises AioRpcError or ProtocolError."""
@@ -105,17 +137,23 @@ class WorkerLink:
                     f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self._epoch}"
                 )
             self._sent.popleft()
+            self._moved_ns = time.monotonic_ns()
             yield result
 
     def waited_s(self) -> float:
-        """How long the oldest unanswered step has been out; 0 when none is."""
-        return (time.monotonic_ns() - self._sent[0][1]) / 1e9 if self._sent else 0.0
+        """How long the worker has had the oldest unanswered step in hand; 0 when it has none."""
+        return (time.monotonic_ns() - max(self._sent[0][1], self._moved_ns)) / 1e9 if self._sent else 0.0
 
     async def close(self) -> None:
         if self._call is not None:
             self._call.cancel()
         with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
             await self._channel.close(grace=None)
+
+
+def refused(error: BaseException) -> bool:
+    """Did the worker refuse the Run itself?"""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def brief(error: BaseException) -> str:

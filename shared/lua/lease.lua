@@ -3,6 +3,11 @@
 if ARGV[1] == 'acquire' then
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
   local epoch = redis.call('INCR', KEYS[2])
+  if epoch == 1 then
+    -- The counter begins at the clock: a Redis that lost its data gives no epoch that a worker has seen before.
+    epoch = tonumber(redis.call('TIME')[1])
+    redis.call('SET', KEYS[2], epoch)
+  end
   redis.call('SET', KEYS[1], epoch, 'PX', ARGV[2])
   return epoch
 end

@@ -75,7 +75,7 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
         await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
     found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
     names = [(stream.decode(), entry.decode()) for stream, rows in found for entry, _ in rows]
-    await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r")])
+    await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal"])
     return names
 
 
@@ -138,7 +138,7 @@ def test_a_smaller_epoch_writes_nothing(within: Callable[[Body], None]) -> None:
         with pytest.raises(LeaseLostError):
             await publish(scripts, publication(old, ["g", b"tokens"], [], [], []))
         with pytest.raises(LeaseLostError):
-            await scripts.claim([KEYS.lease(SHARD)], [old, SHARD])
+            await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [old, SHARD])
         with pytest.raises(LeaseLostError):
             await scripts.take_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, KEYS.prefix])
         with pytest.raises(LeaseLostError):
@@ -198,7 +198,11 @@ def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Call
         assert await cancel("mallory") == b"forbidden"
         assert await cancel("alice") == b"flagged"
         epoch = await lease(scripts, "acquire")
-        assert await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r"), KEYS.req("gone")]) == [1, 2]
+        claimed = [epoch, SHARD, KEYS.req("r"), 10, "normal", KEYS.req("gone"), 7, "normal"]
+        verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], claimed)
+        assert verdicts[::2] == [1, 2]
+        assert verdicts[1] == int(await client.hget(KEYS.req("r"), "enqueued_ms"))
+        assert await client.hget(KEYS.queue, "tokens") == b"3"  # 10 of r; what is gone waits no more
         assert await cancel() == b"sent"
         assert await client.xlen(KEYS.control(SHARD)) == 1
 

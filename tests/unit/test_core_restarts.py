@@ -89,3 +89,49 @@ def test_a_restarted_request_with_outputs_is_not_released() -> None:
     new.outputs = [np.array([5], np.int32)]
     core.add(new, 1)
     assert not core.release("r")
+
+
+# -- set aside
+
+
+def test_a_parked_request_gets_no_step_until_it_is_resumed_in_its_old_place() -> None:
+    h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
+    for index, name in enumerate("abc"):
+        h.add(request(name, 4, 8, seed=index))
+    h.core.park("a")
+    h.core.check()
+    assert h.core.stats()["parked"] == 1
+    rounds(h, 3)
+    assert h.started == ["b"]
+    h.core.resume("a")
+    assert h.core.stats()["parked"] == 0
+    h.finish()
+    assert h.started == ["b", "a", "c"]
+
+
+def test_a_parked_request_can_be_cancelled_and_what_runs_is_not_parked() -> None:
+    h = house()
+    h.add(request("runs", 4, 8, seed=1))
+    rounds(h, 2)
+    h.core.park("runs")
+    assert h.core.stats()["parked"] == 0
+    h.add(request("waits", 4, 8, seed=2))
+    h.core.park("waits")
+    h.core.park("unknown")
+    h.core.resume("unknown")
+    h.take(h.core.cancel("waits", h.now))
+    h.core.check()
+    h.finish()
+    assert h.ended == {"waits": [Finish.CANCELLED], "runs": [Finish.LENGTH]}
+
+
+def test_a_last_checkpoint_carries_everything_that_is_known() -> None:
+    h = house(checkpoint_tokens=1000)
+    new = request("a", 4, 30, seed=1)
+    h.add(new)
+    rounds(h, 6)
+    assert h.records["a", 0] == []
+    h.take(h.core.checkpoint())
+    assert h.records["a", 0] == h.published["a", 0] != []
+    h.take(h.core.checkpoint())  # nothing twice
+    h.finish()

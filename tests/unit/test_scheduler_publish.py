@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from protos import queue_pb2
-from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
-from services.scheduler.intake import Entry
+from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
+from services.scheduler.in_flight import InFlight
+from services.scheduler.intake import Entry, extend, room_by_class
 from services.scheduler.publisher import arguments, batches
 from services.scheduler.stats import Stats, Window
 from shared.columns import pack, unpack
@@ -91,12 +92,70 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     seen.requests[2].ttft_slo_ns = 30_000_000
     stats.outcome(seen, SECOND)
     stats.step(decode=2, prefill=5)
-    stats.result(step_ns=3_000_000, idle_ns=1_000_000)
+    stats.result(step_ns=3_000_000, idle_ns=1_000_000, prefill=6)
     fields = stats.snapshot({"queued_tokens": 10}, 2 * SECOND, 77, 4, "orcinus", 1)
     assert (fields["ttft_ms_p50"], fields["tbt_ms_p50"]) == (40.0, 2.0)
     assert fields["slo_violations_normal"] == 1
     assert (fields["tokens_total"], fields["tok_s"]) == (2, 1.0)
     assert (fields["step_ms"], fields["device_idle_pct"]) == (3.0, 25.0)
-    assert (fields["prefill_tok_s"], fields["predicted_ttft_ms"]) == (2.5, 4000.0)
-    again = stats.snapshot({}, 3 * SECOND, 78, 4, "orcinus", 1)
+    assert (fields["prefill_tok_s"], fields["predicted_ttft_ms"]) == (2000.0, 5.0)
+    again = stats.snapshot({"queued_tokens": 10}, 3 * SECOND, 78, 4, "orcinus", 1)
     assert (again["tokens_total"], again["tok_s"], again["ttft_ms_p50"]) == (2, 0.0, 40.0)
+    assert again["predicted_ttft_ms"] == 5.0  # no prompt ran in that second; the rate stands
+
+
+def test_one_class_leaves_room_for_the_others() -> None:
+    assert room_by_class(64, [0, 0, 0, 0]) == [40, 40, 40, 40]
+    assert room_by_class(64, [0, 0, 0, 40]) == [8, 8, 8, 0]
+    assert room_by_class(64, [8, 8, 8, 40]) == [0, 0, 0, 0]
+    assert room_by_class(64, [0, 0, 60, 0])[2] < 0
+    assert max(room_by_class(4, [3, 0, 0, 0])) == 1
+
+
+def test_what_was_published_after_the_last_checkpoint_stands() -> None:
+    new = request("a", "g1", n=2)
+    new.outputs = [np.array([1, 2], np.int32), np.array([7], np.int32)]
+    new.finished = [Finish.RUNNING, Finish.STOP]
+
+    def batch(rows: list[tuple[str, int, int, list[int]]]) -> queue_pb2.TokenBatch:
+        return queue_pb2.TokenBatch(
+            requests=[row[0] for row in rows],
+            choices=pack([row[1] for row in rows]),
+            first=pack([row[2] for row in rows]),
+            counts=pack([len(row[3]) for row in rows]),
+            tokens=pack([token for row in rows for token in row[3]]),
+        )
+
+    extend(
+        [new],
+        [
+            batch(
+                [("other", 0, 2, [9]), ("a", 0, 1, [2, 3]), ("a", 1, 1, [8])]
+            ),  # one known, one new; choice 1 is over
+            batch([("a", 0, 2, [99])]),  # published again, differently: the first one stands
+            batch([("a", 0, 5, [6])]),  # a gap
+            batch([("a", 0, 3, [4])]),
+        ],
+    )
+    assert [output.tolist() for output in new.outputs] == [[1, 2, 3, 4], [7]]
+
+
+def test_the_suspects_are_those_who_had_the_slots_when_the_dead_step_was_sent() -> None:
+    flight = InFlight()
+
+    def plan(step: int, enters: list[tuple[int, str]], slots: list[int]) -> StepPlan:
+        empty = np.zeros(0, np.int32)
+        entered = [Enter(slot, request(name, "g"), 0, empty, 0, 0, empty) for slot, name in enters]
+        columns = np.array(slots, np.int32)
+        return StepPlan(
+            step, 0, empty, empty, empty, empty, empty, entered, empty, empty, columns, columns, columns, columns > 0
+        )
+
+    flight.sent(plan(1, [(0, "a"), (1, "b")], [0, 1]))
+    flight.answered(1)
+    assert flight.oldest() == set()
+    flight.sent(plan(2, [], [0, 1]))
+    flight.sent(plan(3, [(0, "c")], [0, 1]))  # a has left; c has its slot
+    assert flight.oldest() == {"a", "b"}
+    flight.answered(2)
+    assert flight.oldest() == {"c", "b"}

@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -245,6 +247,25 @@ def test_only_one_step_that_is_too_long_counts_and_not_many_in_a_row(monkeypatch
     with dog.step("the long one", 0.5):
         until("it is seen", lambda: said, 10)
     assert said[0].startswith("the long one has run for")
+    dog.stop()
+
+
+def test_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    polls: list[float] = []
+
+    def monotonic() -> float:
+        """An hour passes between any two looks at the clock after the second."""
+        polls.append(time.monotonic() + 3600 * max(0, len(polls) - 1))
+        return polls[-1]
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
+    said: list[str] = []
+    dog = StepWatchdog(said.append)
+    with dog.step("a step", 5.0):
+        dog.start()
+        until("it has looked often", lambda: len(polls) > 20)
+        assert not said
     dog.stop()
 
 

@@ -162,6 +162,29 @@ class Core:
         self._forget(record)
         return True
 
+    def checkpoint(self) -> Outcome:
+        """Everything that the running have and no checkpoint has carried: before a clean stop."""
+        out = self.collector()
+        for replica in self.replicas:
+            for slot in np.flatnonzero(replica.table.active).tolist():
+                self._results.checkpoint(replica, slot, out)
+        return out.build()
+
+    def park(self, request_id: str) -> None:
+        """Sets what waits of a request aside: no step until resume(). What runs goes on."""
+        if record := self._records.get(request_id):
+            for sequence in record.sequences:
+                if sequence.state is State.WAITING:
+                    sequence.state = State.PARKED
+                    self._placer.drop(sequence)
+
+    def resume(self, request_id: str) -> None:
+        """What was parked of a request waits again, in its old place."""
+        if record := self._records.get(request_id):
+            for sequence in list(record.sequences):
+                if sequence.state is State.PARKED:
+                    self._take_in(sequence, self._pending)
+
     def adopt(self, request_id: str, gateway: str) -> None:
         """Rows of the request carry `gateway` from now on."""
         if record := self._records.get(request_id):
@@ -227,7 +250,7 @@ class Core:
             "running": sum(r.table.count for r in alive),
             "waiting": len(self._placer),
             "swapped": 0,
-            "parked": 0,
+            "parked": sum(s.state is State.PARKED for r in self._records.values() for s in r.sequences),
             **{f"waiting_{name}": self._placer.counts[i] for i, name in enumerate(CLASSES)},
             "step_tokens": sum(r.last.tokens for r in alive),
             "step_decode": sum(r.last.decode for r in alive),
@@ -302,6 +325,8 @@ class Core:
         elif sequence.state is State.WAITING:
             sequence.state = State.ENDED
             self._placer.drop(sequence)
+        else:
+            sequence.state = State.ENDED
 
     def _drop(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         self.withdraw(sequence)

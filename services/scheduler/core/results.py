@@ -134,6 +134,17 @@ class Results:
         first = (start - table.prompt[which]).tolist()
         out.checkpoints.extend(zip(ids, table.choice[which].tolist(), first, tokens, strict=True))
 
+    @staticmethod
+    def checkpoint(replica: Replica, slot: int, out: Collector) -> None:
+        """What one running sequence has beyond its last checkpoint."""
+        table = replica.table
+        begin, end = int(table.checkpointed[slot]), int(table.applied[slot])
+        if end > begin:
+            first = begin - int(table.prompt[slot])
+            tokens = table.tokens[slot, begin:end].copy()
+            out.checkpoints.append((table.request[slot].id, int(table.choice[slot]), first, tokens))
+            table.checkpointed[slot] = end
+
     def _late(
         self,
         replica: Replica,

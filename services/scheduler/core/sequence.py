@@ -16,11 +16,12 @@ PINNED_AFTER = 3  # preemptions after which a sequence enters only with its whol
 
 
 class State(enum.IntEnum):
-    """Where a sequence is: with the Placer, in a slot, or nowhere any more."""
+    """Where a sequence is: with the Placer, in a slot, nowhere any more, or set aside until it is resumed."""
 
     WAITING = 0
     RUNNING = 1
     ENDED = 2
+    PARKED = 3
 
 
 @dataclass(slots=True, eq=False)
