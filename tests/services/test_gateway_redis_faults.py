@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from shared.keys import Keys
 from tests.services.gateway_clients import Stream, raw_post
 from tests.services.gateway_process import running_gateway
 from tests.services.scripted_scheduler import LENGTH, Line, ScriptedScheduler
@@ -108,3 +109,18 @@ def test_a_reader_that_gets_error_replies_reads_on(tmp_path: Path, model: Path, 
         server.client.execute_command("ACL", "SETUSER", "default", "+@all")
         assert stream.join().tokens() == tokens
         own.wait_ready()
+
+
+def test_a_gateway_that_may_nothing_at_its_start_waits(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("The quick").ids
+    with RedisServer(tmp_path / "redis") as server:
+        scheduler = ScriptedScheduler(server.client, Keys(model.name)).lead()
+        server.client.execute_command("ACL", "SETUSER", "default", "-ping", "-xread", "-info")
+        with running_gateway(tmp_path, model, server) as own:
+            until("the reader was refused", lambda: "to read tokens" in own.log())
+            assert own.post("/v1/completions", {"prompt": "x"}).status_code == 503
+            server.client.execute_command("ACL", "SETUSER", "default", "+@all")
+            own.wait_ready()
+            stream = Stream(own)
+            scheduler.serve(scheduler.claim(), tokens)
+            assert stream.join().tokens() == tokens
