@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from protos import queue_pb2
@@ -22,6 +23,7 @@ from tests.waiting import free_port, until
 
 REQUESTS = 8
 CONTEXT = 4096
+LONG = 1000  # tokens of a stream that a fault shall hit; the reference says what the first 96 are
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,9 @@ def test_clients_that_leave_calls_without_streaming_free_their_blocks_whenever_t
     assert after["blocks"] == after["total"]
 
 
-@pytest.mark.parametrize("service", ["worker", "scheduler"])
-def test_a_killed_service_costs_a_pause_and_no_token(stack: Stack, reference: Reference, service: str) -> None:
+@pytest.fixture
+def streams(stack: Stack, reference: Reference) -> Iterator[list[Future[list[int]]]]:
+    """One stream for each of the reference's prompts, once tokens flow."""
     seen = threading.Event()
 
     def client(index: int) -> list[int]:
@@ -88,7 +91,7 @@ def test_a_killed_service_costs_a_pause_and_no_token(stack: Stack, reference: Re
         body = {
             "model": stack.name,
             "prompt": reference.prompts[index],
-            "max_tokens": len(reference.outputs[index]),
+            "max_tokens": LONG,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -108,13 +111,47 @@ def test_a_killed_service_costs_a_pause_and_no_token(stack: Stack, reference: Re
     with ThreadPoolExecutor(REQUESTS) as clients:
         answers = [clients.submit(client, index) for index in range(REQUESTS)]
         until("tokens flow", lambda: seen.is_set() or any(answer.done() for answer in answers), 60)
-        stack.kill(service)
-        stack.start(service)
-        got = [answer.result(120) for answer in answers]
-    assert got == reference.outputs
+        yield answers
+
+
+def assert_nothing_is_lost(stack: Stack, reference: Reference, streams: list[Future[list[int]]]) -> None:
+    got = [answer.result(120) for answer in streams]
+    assert [ids[: len(output)] for ids, output in zip(got, reference.outputs, strict=True)] == reference.outputs
+    assert [len(ids) for ids in got] == [LONG] * REQUESTS
     after = stack.settled()
     assert after["blocks"] == after["total"]
     assert after["pending"] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler"])
+def test_a_killed_service_costs_a_pause_and_no_token(
+    stack: Stack, reference: Reference, streams: list[Future[list[int]]], service: str
+) -> None:
+    stack.kill(service)
+    stack.start(service)
+    assert_nothing_is_lost(stack, reference, streams)
+
+
+def test_a_redis_without_memory_costs_a_pause_and_no_token(
+    stack: Stack, reference: Reference, streams: list[Future[list[int]]]
+) -> None:
+    scheduler = stack.pid("scheduler")
+    stack.redis.client.config_set("maxmemory", "1mb")
+    until("the scheduler waits", lambda: "waiting for Redis to publish tokens" in stack.log("scheduler"), 30)
+    assert stack.post("/v1/completions", {"prompt": [5], "max_tokens": 1}).status_code == 503
+    stack.redis.client.config_set("maxmemory", "0")
+    assert_nothing_is_lost(stack, reference, streams)
+    assert psutil.pid_exists(scheduler) and stack.ready()
+
+
+def test_a_killed_redis_costs_a_pause_and_no_token(
+    stack: Stack, reference: Reference, streams: list[Future[list[int]]]
+) -> None:
+    said = stack.log("scheduler").count("waiting for Redis to publish")
+    stack.redis.stop(signal.SIGKILL)
+    until("the scheduler waits", lambda: stack.log("scheduler").count("waiting for Redis to publish") > said, 30)
+    stack.redis.start()
+    assert_nothing_is_lost(stack, reference, streams)
 
 
 def pending(stack: Stack, stream: str) -> int:
