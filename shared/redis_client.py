@@ -45,7 +45,7 @@ Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
 Unavailable = (*Unreachable, ResponseError)
 """No answer, or one that may be a refusal for the time being: ask `temporary`."""
 
-REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "BUSY")
+REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")
 Value = bytes | str | int | float
 T = TypeVar("T")
 

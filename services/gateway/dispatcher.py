@@ -194,6 +194,10 @@ class Dispatcher:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def job() -> None:
+            if silent := self._cluster.redis_error:  # since it was queued: those behind must not wait as long
+                if not answer.done():
+                    answer.set_exception(unavailable(f"Redis does not answer: {silent}", "redis_unavailable", 2))
+                return
             try:
                 result = await question()
             except asyncio.CancelledError:
