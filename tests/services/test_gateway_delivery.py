@@ -15,26 +15,9 @@ from tests.services.gateway_clients import Stream, posted, raw_post
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
 from tests.stack import RedisServer
-from tests.tokenizers_for_tests import byte_level, write_model
 from tests.waiting import until
 
 EOS = 1
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return byte_level()
 
 
 @pytest.fixture(scope="module")
