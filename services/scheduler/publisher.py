@@ -64,9 +64,13 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
     return result
 
 
-def _finishes(outcome: Outcome) -> dict[tuple[str, int], int]:
-    ended = np.flatnonzero(outcome.finish)
-    return {(outcome.requests[row].id, int(outcome.choices[row])): int(outcome.finish[row]) for row in ended}
+def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
+    """(request, choice) -> how it ended, and with how many tokens."""
+    ended = np.flatnonzero(outcome.finish).tolist()
+    lengths = (outcome.first + outcome.counts).tolist()
+    return {
+        (outcome.requests[row].id, int(outcome.choices[row])): (int(outcome.finish[row]), lengths[row]) for row in ended
+    }
 
 
 def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, where: Mapping[str, Entry]) -> list[Value]:
@@ -82,10 +86,10 @@ def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, wher
             counts[0] += 1
         finishes = _finishes(outcome)
         for request_id, choice, first, tokens in outcome.checkpoints:
-            checkpoints += [request_id, choice, 4 * first, pack(tokens), finishes.pop((request_id, choice), 0)]
+            checkpoints += [request_id, choice, 4 * first, pack(tokens), *finishes.pop((request_id, choice), (0, 0))]
             counts[1] += 1
-        for (request_id, choice), finish in finishes.items():
-            checkpoints += [request_id, choice, 0, b"", finish]
+        for (request_id, choice), end in finishes.items():
+            checkpoints += [request_id, choice, 0, b"", *end]
             counts[1] += 1
         started += outcome.started
         counts[2] += len(outcome.started)

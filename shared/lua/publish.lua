@@ -2,7 +2,7 @@
 -- KEYS: lease, queue
 -- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, ms that token streams keep, then four
 --       sections, each a count and its rows:
---       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0),
+--       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0, tokens at the end),
 --       started (id),
 --       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error)
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
@@ -21,6 +21,14 @@ local function leave_queue(record, tokens, class)
   redis.call('HINCRBY', KEYS[2], 'tokens:' .. class, -tokens)
 end
 
+-- A stop string ends a sequence before its last tokens: the record keeps what counts.
+local function trim(out, length, ttl)
+  if redis.call('STRLEN', out) > 4 * length then
+    redis.call('SET', out, length == 0 and '' or redis.call('GETRANGE', out, 0, 4 * length - 1))
+  end
+  redis.call('PEXPIRE', out, ttl)
+end
+
 for _ = 1, tonumber(arg()) do
   local key = prefix .. 'tokens:' .. arg()
   redis.call('XADD', key, 'MINID', '~', math.max(0, now - tonumber(ARGV[6])), '*', 'b', arg())
@@ -28,7 +36,7 @@ for _ = 1, tonumber(arg()) do
 end
 
 for _ = 1, tonumber(arg()) do
-  local id, choice, offset, tokens, finish = arg(), arg(), arg(), arg(), arg()
+  local id, choice, offset, tokens, finish, length = arg(), arg(), arg(), arg(), arg(), tonumber(arg())
   local record = prefix .. 'req:' .. id
   -- A request that has ended keeps its short life, and one whose record expired is not brought back.
   local state = redis.call('HGET', record, 'state')
@@ -38,7 +46,10 @@ for _ = 1, tonumber(arg()) do
       redis.call('SETRANGE', key, offset, tokens)
       redis.call('PEXPIRE', key, live)
     end
-    if finish ~= '0' then redis.call('HSET', record, 'finish:' .. choice, finish) end
+    if finish ~= '0' then
+      redis.call('HSET', record, 'finish:' .. choice, finish)
+      trim(prefix .. 'out:' .. id .. ':' .. choice, length, live)
+    end
     redis.call('PEXPIRE', record, live)
   end
 end
@@ -60,12 +71,7 @@ for _ = 1, tonumber(arg()) do
   local output, choice = 0, 0
   for length in string.gmatch(lengths, '%d+') do
     output = output + tonumber(length)
-    -- A stop string ends a sequence before its last tokens: the record keeps what counts.
-    local out = prefix .. 'out:' .. id .. ':' .. choice
-    if redis.call('STRLEN', out) > 4 * length then
-      redis.call('SET', out, length == '0' and '' or redis.call('GETRANGE', out, 0, 4 * length - 1))
-    end
-    redis.call('PEXPIRE', out, kept)
+    trim(prefix .. 'out:' .. id .. ':' .. choice, tonumber(length), kept)
     choice = choice + 1
   end
   redis.call('XACK', stream, group, entry)

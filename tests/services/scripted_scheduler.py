@@ -131,7 +131,7 @@ class ScriptedScheduler:
             arguments.append(0)
         arguments.append(len(checkpoints))
         for request_id, choice, first, tokens in checkpoints:
-            arguments += [request_id, choice, 4 * first, pack(tokens), RUNNING]
+            arguments += [request_id, choice, 4 * first, pack(tokens), RUNNING, 0]
         arguments += [len(started), *started, len(ended)]
         for request_id, finishes, lengths in ended:
             claimed = self._claimed[request_id]

@@ -80,7 +80,7 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
 
 
 def publication(epoch: int, *sections: list[Any]) -> list[Any]:
-    widths = (2, 5, 1, 7)
+    widths = (2, 6, 1, 7)
     flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
     for width, rows in zip(widths, sections, strict=True):
         flat += [len(rows) // width, *rows]
@@ -168,10 +168,10 @@ def test_a_request_ends_with_its_record_trimmed_and_its_entry_gone(within: Calla
         epoch = await lease(scripts, "acquire")
         (stream, entry), *_ = await claim(client, scripts, epoch)
         tokens = np.arange(6, dtype="<i4").tobytes()
-        await publish(scripts, publication(epoch, ["g", b"batch"], ["r", 0, 0, tokens, 0], ["r"], []))
+        await publish(scripts, publication(epoch, ["g", b"batch"], ["r", 0, 0, tokens, 0, 0], ["r"], []))
         assert await client.hget(KEYS.queue, "tokens") == b"0"
         assert await client.get(KEYS.out("r", 0)) == tokens
-        end = publication(epoch, [], ["r", 0, 16, tokens[16:], 1], [], ["r", stream, entry, "1", 10, "4", ""])
+        end = publication(epoch, [], ["r", 0, 16, tokens[16:], 1, 4], [], ["r", stream, entry, "1", 10, "4", ""])
         for _ in range(2):  # a repeated call changes nothing
             await publish(scripts, end)
             assert await client.get(KEYS.out("r", 0)) == tokens[:16]
@@ -183,6 +183,21 @@ def test_a_request_ends_with_its_record_trimmed_and_its_entry_gone(within: Calla
             assert 0 < await client.pttl(KEYS.req("r")) <= KEPT_TTL_MS
             assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
             assert await client.hget(KEYS.queue, "requests") == b"0"
+
+    within(body)
+
+
+def test_a_stopped_choice_keeps_what_counts_while_the_others_go_on(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        await enqueue(scripts, "r")
+        epoch = await lease(scripts, "acquire")
+        await claim(client, scripts, epoch)
+        tokens = np.arange(6, dtype="<i4").tobytes()
+        await publish(scripts, publication(epoch, [], ["r", 0, 0, tokens, 0, 0, "r", 1, 0, tokens, 0, 0], ["r"], []))
+        await publish(scripts, publication(epoch, [], ["r", 0, 0, b"", 1, 5], [], []))
+        assert await client.get(KEYS.out("r", 0)) == tokens[:20]
+        assert await client.get(KEYS.out("r", 1)) == tokens
+        assert await client.hmget(KEYS.req("r"), ["finish:0", "finish:1"]) == [b"1", None]
 
     within(body)
 

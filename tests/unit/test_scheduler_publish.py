@@ -64,10 +64,10 @@ def test_arguments_carry_checkpoints_finishes_starts_and_ends() -> None:
     assert args[at] == 2  # entries
     at += 1 + 2 * 2
     assert args[at] == 3  # checkpoints: of a, and the ends of b and c
-    rows = [args[at + 1 + 5 * i : at + 6 + 5 * i] for i in range(3)]
-    assert rows[0] == ["a", 0, 8, pack([10, 11]), 0]
-    assert sorted(map(tuple, rows[1:])) == [("b", 1, 0, b"", Finish.CANCELLED), ("c", 0, 0, b"", Finish.ERROR)]
-    at += 1 + 3 * 5
+    rows = [args[at + 1 + 6 * i : at + 7 + 6 * i] for i in range(3)]
+    assert rows[0] == ["a", 0, 8, pack([10, 11]), 0, 0]
+    assert sorted(map(tuple, rows[1:])) == [("b", 1, 0, b"", Finish.CANCELLED, 7), ("c", 0, 0, b"", Finish.ERROR, 1)]
+    at += 1 + 3 * 6
     assert args[at : at + 2] == [1, "c"]
     assert args[at + 2 :] == [1, "c", "stream", "5-0", "5", 5, "1", "it broke"]
 
