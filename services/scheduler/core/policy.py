@@ -1,67 +1,150 @@
 """What a policy is: one choice of each of five parts. The parts live in parts/, their combinations in presets.py.
 
-A part answers one question about arrays or about one sequence, holds no sequence itself, and never changes a table.
+A part answers one question about columns, holds no sequence itself, and never changes a table. Those that learn (a limit,
+a ratio, lengths) are told what happened by the hooks; no two cores share a part.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import SlotTable
+from services.scheduler.core.table import Bool, Int64, SlotTable
 from services.scheduler.core.types import Int32
+
+if TYPE_CHECKING:
+    from services.scheduler.core.replica import Replica
+
+
+class Queue(Protocol):
+    """The waiting in a policy's order. A sequence that has left WAITING (or is dropped) is passed over."""
+
+    def push(self, sequence: Sequence, now_ns: int) -> None:
+        """`sequence` waits from now on; a preempted one keeps its arrival."""
+
+    def head(self, now_ns: int) -> Sequence | None:
+        """Who is next; the same until something changes or time passes."""
+
+    def pop(self, sequence: Sequence) -> None:
+        """Takes out what head() has just returned."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """`sequence` has ended or was set aside; its state says so already."""
+
+    def __iter__(self) -> object:
+        """All that wait, in any order."""
 
 
 class Order(Protocol):
     """Who is next?"""
 
-    def place(self, sequence: Sequence) -> tuple[float, ...]:
-        """Its place among the waiting of its class, smallest first; fixed while it waits."""
+    swapped_first: bool  # the swapped stand before all that wait (vLLM); else all stand in one order
 
-    def rank(self, sequence: Sequence, now_ns: int) -> tuple[float, ...]:
-        """Its place among the heads of all classes, smallest first."""
+    def queue(self) -> Queue:
+        """An empty queue in this order."""
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         """The running `slots`, first ones first."""
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        """Interned tenants [n] were given so many tokens [n] in this step (fairness counts them)."""
+
+    counts: bool  # does served() want to be called?
+
+
+@dataclass(slots=True)
+class Entrants:
+    """The first of the waiting, in order: [n] columns."""
+
+    known: Int64  # tokens known
+    limit: Int64  # tokens of prompt and output at most, less one: whose KV is ever held
+    cached: Int64  # tokens whose KV is there already
+    shared: Int64  # blocks of `cached` that a running sequence holds: they cost nothing
+    priority: Int32
 
 
 class Memory(Protocol):
     """May it hold KV?"""
 
-    def promise(self, replica: Replica, sequence: Sequence, pace: Pace) -> int:
-        """Blocks to keep for `sequence` if it may enter now, at least those of its known tokens; -1 if it may not.
+    def admit(self, replica: Replica, entrants: Entrants, pace: Pace) -> Int64:
+        """[k] blocks to keep for each of the first k of `entrants` that may enter together (k <= n), shared ones
+        included, at least those of its known tokens.
 
-        That so many are free and promised to nobody is the caller's check. An empty replica must accept.
+        That so many are available is the caller's check (he takes fewer). An empty replica must accept the first.
         """
+
+    learns: bool  # do the hooks below want to be called?
+
+    def stepped(self, replica: Replica, preempted: int) -> None:
+        """A step was planned, and `preempted` sequences were preempted for it."""
+
+    def finished(self, prompt: int, output: int, limit: int) -> None:
+        """A sequence ended by itself with `output` tokens of at most `limit`."""
 
 
 class Tokens(Protocol):
     """How many tokens this iteration?"""
 
-    def budget(self, replica: Replica, step_tokens: int) -> int:
-        """At least 1; `step_tokens` is the operator's setting, 0 for none."""
+    def most(self, replica: Replica, step_tokens: int) -> int:
+        """Bound of a step, decodes included, at least 1; `step_tokens` is the operator's setting, 0 for none."""
+
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+        """Tokens of a step that runs the decodes of these slots and has prompts to add; at most most().
+
+        May leave nothing for prompts, but a policy must not do so for ever.
+        """
 
 
 class Batch(Protocol):
     """Who shares the iteration?"""
 
+    padded: bool  # the engine computes to the longest of the batch and returns it at its end (for the simulator)
+
+    def slots(self, most: int) -> int:
+        """Sequences that may run at once; `most` by the settings and the worker."""
+
     def seats(self, sequences: int, most: int, microbatches: int) -> int:
-        """Sequences in one step when `sequences` run; at most `most` may run, by the settings. At least 1."""
+        """Sequences in one step when `sequences` run; at most `most` may run. At least 1."""
 
-    def chunk(self, rest: int, left: int, first: bool) -> int:
-        """Tokens to run of a prompt with `rest` to go when `left` are left of the budget; 0: not in this step.
+    def joins(self, replica: Replica, waiting: int, oldest_ns: int, now_ns: int) -> int:
+        """How many of the waiting may join in this step; `oldest_ns`: arrival of the first of them."""
 
-        `first`: no other prompt has a chunk in this step.
+    def chunks(self, rest: Int64, left: int, first: bool) -> Int64:
+        """[k] tokens for the first k prompts that get a chunk when [n] have `rest` to go and `left` of the budget is
+        left; k <= n, all > 0, their sum <= left. `first`: no other prompt has a chunk in this step.
         """
 
 
+class How(enum.IntEnum):
+    """How a victim yields."""
+
+    RECOMPUTE = 0
+    SWAP = 1
+
+
+@dataclass(slots=True, frozen=True)
+class Slo:
+    """Preemption for TBT limits: it begins when a running sequence of class <= high has less slack than `risk_ns`
+    and goes on until all of them have more than `safe_ns` (hysteresis). Source: papers.md, Priorities and SLOs."""
+
+    risk_ns: int
+    safe_ns: int
+
+
 class Relief(Protocol):
-    """No memory: who yields?"""
+    """No memory, or an SLO at risk: who yields, and how?"""
+
+    stalls: bool  # who lacks his next block sits out with what he has; one yields only when nobody can run
+    takes: bool  # a waiting sequence of class <= high may take slot and blocks from running ones of lower classes
+    slo: Slo | None
 
     def victim(self, table: SlotTable, slots: Int32) -> int:
         """One of `slots` (at least one)."""
+
+    def how(self, replica: Replica, slot: int) -> How:
+        """SWAP is done only if the host tier has room, else RECOMPUTE."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,3 +165,6 @@ class Policy:
     tokens: Tokens
     batch: Batch
     relief: Relief
+    prefix_cache: bool = False  # shares and keeps prefixes by default
+    lookahead: int = 0  # what the system itself does; the simulator's default
+
