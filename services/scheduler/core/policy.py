@@ -7,6 +7,7 @@ a ratio, lengths) are told what happened by the hooks; no two cores share a part
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,8 +34,8 @@ class Queue(Protocol):
     def drop(self, sequence: Sequence) -> None:
         """`sequence` has ended or was set aside; its state says so already."""
 
-    def __iter__(self) -> object:
-        """All that wait, in any order."""
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that wait, each once, in any order."""
 
 
 class Order(Protocol):
@@ -100,7 +101,8 @@ class Tokens(Protocol):
 class Batch(Protocol):
     """Who shares the iteration?"""
 
-    padded: bool  # the engine computes to the longest of the batch and returns it at its end (for the simulator)
+    padded: bool  # the engine computes to the longest of the batch (for the simulator)
+    at_end: bool  # what a batch produced is delivered when the last of it has ended (for the simulator)
 
     def slots(self, most: int) -> int:
         """Sequences that may run at once; `most` by the settings and the worker."""
@@ -111,9 +113,14 @@ class Batch(Protocol):
     def joins(self, replica: Replica, waiting: int, oldest_ns: int, now_ns: int) -> int:
         """How many of the waiting may join in this step; `oldest_ns`: arrival of the first of them."""
 
-    def chunks(self, rest: Int64, left: int, first: bool) -> Int64:
-        """[k] tokens for the first k prompts that get a chunk when [n] have `rest` to go and `left` of the budget is
-        left; k <= n, all > 0, their sum <= left. `first`: no other prompt has a chunk in this step.
+    def joined(self, replica: Replica, sequences: int) -> None:
+        """So many of the waiting have joined in this step."""
+
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+        """[k] tokens for the first k prompts that get a chunk when [n] have `rest` to go behind `before` whose KV is
+        there, and `left` of the budget is left; k <= n, all > 0, their sum <= left.
+
+        `first`: no other prompt has a chunk in this step.
         """
 
 
@@ -167,4 +174,3 @@ class Policy:
     relief: Relief
     prefix_cache: bool = False  # shares and keeps prefixes by default
     lookahead: int = 0  # what the system itself does; the simulator's default
-
