@@ -186,6 +186,15 @@ def test_largest_is_the_last_that_brute_force_finds_within_the_limit(prefix: int
             assert model.largest(limit, decodes, context, prefix) == (fitting[-1] if fitting else 0)
 
 
+def test_largest_is_exact_where_the_limit_is_the_time_of_a_chunk() -> None:
+    model = StepTime()
+    model.c1, model.c2, model.c3 = 30_000.7, 12.3, 1.1
+    for chunk in range(1, 3000):
+        limit = chunk * (model.c1 + model.c3 * 11.5 + model.c3 / 2 * chunk)
+        assert model.largest(limit, 0, 0, 11) == chunk
+        assert model.largest(limit - 1, 0, 0, 11) == chunk - 1
+
+
 def test_largest_without_a_cost_per_token_is_unbounded() -> None:
     model = StepTime.from_state([1.0, 1e6, 0.0, 0.0, 0.0, *np.eye(4).ravel().tolist()])
     assert model.largest(2e6, 10, 0) == UNBOUNDED
