@@ -1,0 +1,277 @@
+"""How long the next iteration takes: models of a replica's step time, fitted from the timings of its results.
+
+The core keeps one of each a replica and calls `observe` once an iteration. Used for the token budget, the predicted
+time to first token, the choice between swap and recompute, and the simulator. Predictions never fall with more tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+
+_FIRST = 16  # so many are fitted together, again as they come, for there is nothing to tell a bad one by
+FOLD = 32  # observations taken in at once
+UNBOUNDED = 2**31 - 1  # tokens; what `largest` says where time does not grow with them
+
+_SCALE = np.array([1.0, 512.0, 65_536.0, 131_072.0])  # features near 1 in an ordinary step, so that sums stay regular
+_PRIOR = 1e-3  # information in the first guess, in observations
+_FORGET = 0.15  # of what an excited direction knows, at each fold: about 400 steps of memory
+_LOSE = 2.0  # no direction loses more than this times what the fold brings to it
+_SLIVER = 1e-9 * np.eye(4)
+_CLIP = 3.0  # residuals beyond so many standard deviations are cut to that
+_CALM = 0.005  # relative noise is never taken to be less
+_RING = 32  # latest residuals that scale and shift are judged by
+_KNOWN = 8  # with fewer of its kind nothing is cut
+
+
+class StepTime:
+    """t = c0 + c1 * tokens + c2 * decode_context + c3 * prefill_context, in ns, by recursive least squares.
+
+    tokens: of all sequences. decode_context: sum of the context lengths of the decodes. prefill_context: sum over
+    prefill chunks of length * (start + (length + 1) / 2). Errors count relative to the step's own time. What differs
+    from a plain recursive fit:
+
+    - A residual is cut at 3 standard deviations of its prediction (noise, and how little is known in that direction);
+      the noise is the median absolute residual of the last 32 steps of its kind (with or without prefill). So single
+      bad timings hardly count, and what is the rule soon counts in full.
+    - Forgetting takes from a direction only in proportion to what the fold brings to it, so hours of pure decode do
+      not wash out what prefills cost, and the information matrix never becomes singular.
+    - When most of the last 32 residuals agree on one ratio, the machine has become slower or faster as a whole: all
+      coefficients are multiplied by it and old information counts a tenth.
+    - Coefficients in use are the closest ones (in the metric of the information) that are not negative.
+
+    Predictions lag by up to 31 observations; `fold` takes in what is pending.
+    """
+
+    __slots__ = (
+        "_by_kind",
+        "_covariance",
+        "_information",
+        "_pending",
+        "_recent",
+        "_theta",
+        "_used",
+        "c0",
+        "c1",
+        "c2",
+        "c3",
+        "observed",
+    )
+
+    def __init__(self) -> None:
+        self.observed = 0
+        self.c0 = self.c1 = self.c2 = self.c3 = 0.0
+        self._pending: list[tuple[int, int, float, int]] = []
+        self._theta: Float64 = np.zeros(4)  # as fitted, of scaled features; may be negative
+        self._used: Float64 = np.zeros(4)  # not negative
+        self._information: Float64 = np.zeros((4, 4))
+        self._covariance: Float64 = np.zeros((4, 4))  # its inverse
+        self._recent: deque[float] = deque(maxlen=_RING)  # relative residuals
+        self._by_kind: tuple[deque[float], deque[float]] = (deque(maxlen=_RING), deque(maxlen=_RING))  # absolute ones
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """ns, ns a token, ns a token of decode context, ns a (query, key) pair of prefill; none negative."""
+        return self.c0, self.c1, self.c2, self.c3
+
+    def observe(self, tokens: int, decode_context: int, prefill_context: float, step_ns: int) -> None:
+        """One measured step; a `step_ns` of 0 or less (not measured) is ignored."""
+        if step_ns <= 0:
+            return
+        self._pending.append((tokens, decode_context, prefill_context, step_ns))
+        self.observed += 1
+        if len(self._pending) >= FOLD or self.observed in (1, 2, 4, 8, _FIRST):
+            self.fold()
+
+    def predict(self, tokens: int, decode_context: int = 0, prefill_context: float = 0) -> float:
+        """ns of such a step; 0.0 before the first observation."""
+        return self.c0 + self.c1 * tokens + self.c2 * decode_context + self.c3 * prefill_context
+
+    def largest(self, limit_ns: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
+        """Most tokens, decodes included, whose step is predicted to stay within `limit_ns`.
+
+        What is over the decodes is one prefill chunk after `prefix` tokens: c3 * n * (prefix + (n + 1) / 2) is solved
+        for n. Less than `decodes` (at their full context) where not even they fit; UNBOUNDED where nothing binds.
+        """
+        room = limit_ns - self.predict(decodes, decode_context)
+        if room < 0:
+            left = limit_ns - self.predict(0, decode_context)
+            return min(int(left / self.c1), decodes) if left > 0 and self.c1 > 0 else 0
+        half, line = self.c3 / 2, self.c1 + self.c3 * (prefix + 0.5)
+        bottom = line + (line * line + 4 * half * room) ** 0.5
+        if bottom <= 0 or (count := 2 * room / bottom) >= UNBOUNDED - decodes:
+            return UNBOUNDED
+        chunk = int(count)
+        # the root is rounded: its neighbour may be the one
+        if chunk and chunk * (line + half * chunk) > room:
+            chunk -= 1
+        elif (chunk + 1) * (line + half * (chunk + 1)) <= room:
+            chunk += 1
+        return decodes + chunk
+
+    def fold(self) -> None:
+        """Takes in the pending observations (an array operation on all of them, tens of microseconds)."""
+        if not self._pending:
+            return
+        rows = np.array(self._pending, dtype=np.float64)
+        features, measured = rows[:, :4].copy(), rows[:, 3]
+        features[:, 1:] = rows[:, :3]
+        features[:, 0] = 1.0
+        features /= _SCALE
+        all_pending = len(rows) == self.observed
+        if all_pending:  # the first guess: all steps are alike
+            self._start(_median(measured.tolist()))
+        if not all_pending or self.observed >= _FIRST:
+            self._pending.clear()
+        predicted = np.maximum(features @ self._used, 1.0)
+        measured = self._cut(features, predicted, measured)
+        # An error of a factor up weighs as one of the same factor down: what was far longer than predicted is divided
+        # by itself, and so cannot pull harder than a whole step.
+        unit = np.where(measured > 1.5 * predicted, measured, predicted)
+        features /= unit[:, None]
+        brought = features.T @ features
+        known = self._information
+        share = np.linalg.solve(known + (_LOSE / _FORGET) * brought, (_LOSE / _FORGET) * brought)
+        known = known - _FORGET * (known @ share)
+        self._know((known + known.T) / 2 + brought)
+        self._theta = self._theta + self._covariance @ (features.T @ (measured / unit - features @ self._theta))
+        self._follow_shift()
+        self._publish()
+
+    def state(self) -> list[float]:
+        """All that was learned, as 21 numbers; `from_state` makes the model again."""
+        self.fold()
+        return [float(self.observed), *self._theta.tolist(), *self._information.ravel().tolist()]
+
+    @classmethod
+    def from_state(cls, state: Sequence[float]) -> StepTime:
+        """Raises ValueError for anything but 21 finite numbers as `state` gives them."""
+        values = np.array(state, dtype=np.float64)
+        if values.shape != (21,) or not np.isfinite(values).all():
+            raise ValueError(f"a step-time model is 21 finite numbers, not {len(state)}: write the file again")
+        model = cls()
+        model.observed = int(values[0])
+        if model.observed:
+            model._theta = values[1:5].copy()
+            model._know(values[5:].reshape(4, 4).copy())
+            model._publish()
+        return model
+
+    def _start(self, step_ns: float) -> None:
+        self._theta = np.array([step_ns, 0.0, 0.0, 0.0])
+        self._used = self._theta
+        self._know(np.eye(4) * (_PRIOR / step_ns**2))
+        self._drop_residuals()
+
+    def _cut(self, features: Float64, predicted: Float64, measured: Float64) -> Float64:
+        """The measured times with residuals cut; notes the residuals."""
+        residuals = measured / predicted - 1.0
+        scaled = features / predicted[:, None]
+        leverage = ((scaled @ self._covariance) * scaled).sum(axis=1)
+        kinds = (features[:, 3] > 0).tolist()
+        for kind, residual in zip(kinds, residuals.tolist(), strict=True):  # plain floats: faster than an array of 32
+            self._recent.append(residual)
+            self._by_kind[kind].append(abs(residual))
+        noise = [max(1.4826 * _median(ring), _CALM) if len(ring) >= _KNOWN else np.inf for ring in self._by_kind]
+        bound = _CLIP * np.where(kinds, noise[1], noise[0]) * np.sqrt(1.0 + np.maximum(leverage, 0.0))
+        return np.asarray(predicted * (1.0 + np.minimum(np.maximum(residuals, -bound), bound)), dtype=np.float64)
+
+    def _follow_shift(self) -> None:
+        if len(self._recent) < _RING:
+            return
+        middle = _median(self._recent)
+        if abs(middle) < 0.05 or abs(middle) < 4 * _median([abs(one - middle) for one in self._recent]):
+            return
+        ratio = 1.0 + middle
+        self._theta = self._used * ratio  # residuals were against these
+        self._know(self._information * (0.1 / ratio**2))
+        self._drop_residuals()
+
+    def _drop_residuals(self) -> None:
+        for ring in (self._recent, *self._by_kind):
+            ring.clear()
+
+    def _know(self, information: Float64) -> None:
+        # the sliver on the diagonal outweighs rounding in a direction that sees nothing for a million folds
+        self._information = information + _SLIVER * information[0, 0]
+        self._covariance = np.asarray(np.linalg.inv(self._information), dtype=np.float64)
+
+    def _publish(self) -> None:
+        self._used = _not_negative(self._theta, self._information)
+        self.c0, self.c1, self.c2, self.c3 = (self._used / _SCALE).tolist()
+
+
+class TokenTime:
+    """Iteration time per token as an exponential mean (alpha 0.1): the dynamic budget of Sarathi's facts sheet."""
+
+    __slots__ = ("token_ns",)
+
+    def __init__(self) -> None:
+        self.token_ns = 0.0  # 0.0: nothing measured
+
+    def observe(self, tokens: int, step_ns: int) -> None:
+        """One measured step of `tokens`; a step without tokens or without a time is ignored."""
+        if tokens > 0 and step_ns > 0:
+            now = step_ns / tokens
+            self.token_ns = self.token_ns + 0.1 * (now - self.token_ns) if self.token_ns else now
+
+    def budget(self, limit_ns: float, cap: int, decodes: int, multiple: int = 64) -> int:
+        """Prefill tokens for a step within `limit_ns`: min(limit / mean, cap) - decodes, floored to `multiple`.
+
+        Never below 0. Before any measurement 256, as far as `cap` allows.
+        """
+        if not self.token_ns:
+            return max(min(256, (cap - decodes) // multiple * multiple), 0)
+        return max((int(min(limit_ns / self.token_ns, cap)) - decodes) // multiple * multiple, 0)
+
+
+def largest_chunk(
+    limit_ns: float, attention_ns: float, overhead_ns: float, token_ns: float, decodes: int, multiple: int = 64
+) -> int:
+    """Prefill tokens under a limit on the time between tokens (Sarathi's facts sheet); never below 0.
+
+    (limit - attention - overhead) / time per token - decodes, floored to `multiple`. Overhead: 1 to 3 ms there.
+    """
+    return max(int((limit_ns - attention_ns - overhead_ns) // token_ns - decodes) // multiple * multiple, 0)
+
+
+class SwapTime:
+    """ns to copy a block to or from the host: an exponential mean (alpha 0.1) that starts at bytes / link speed."""
+
+    __slots__ = ("block_ns",)
+
+    def __init__(self, block_bytes: int, link_bytes_s: float) -> None:
+        self.block_ns = block_bytes / link_bytes_s * 1e9
+
+    def observe(self, blocks: int, ns: int) -> None:
+        """One measured copy; counted as at most 4 times as fast or slow as the mean, so one bad timing does little."""
+        if blocks > 0 and ns > 0:
+            now = min(max(ns / blocks, self.block_ns / 4), self.block_ns * 4)
+            self.block_ns += 0.1 * (now - self.block_ns)
+
+    def predict(self, blocks: int) -> float:
+        """ns for `blocks`, one direction."""
+        return blocks * self.block_ns
+
+
+def _median(values: Sequence[float] | deque[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _not_negative(theta: Float64, information: Float64) -> Float64:
+    """The vector >= 0 near `theta`: while one is negative the lowest is fixed at 0 and the others fitted again."""
+    free = np.ones(4, dtype=np.bool_)
+    result = theta
+    while (result < 0).any():
+        free &= np.arange(4) != int(np.argmin(result))
+        result = np.zeros(4)
+        if not free.any():
+            break
+        inside, across = information[np.ix_(free, free)], information[np.ix_(free, ~free)]
+        result[free] = theta[free] + np.linalg.solve(inside, across @ theta[~free])
+    return np.asarray(result, dtype=np.float64)

@@ -1,0 +1,256 @@
+"""The step-time models against least squares, known coefficients, brute force and the facts sheet's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.step_time import UNBOUNDED, StepTime, SwapTime, TokenTime, largest_chunk
+
+TRUE = np.array([2e6, 30e3, 12.0, 1.5])
+PROBES = [(1, 500, 0.0), (256, 300_000, 0.0), (512, 0, 512 * 256.5), (2048, 100_000, 2048 * 3000.0)]
+Row = tuple[int, int, float]
+
+
+def rows(seed: int, prefill: float = 0.5) -> Iterator[Row]:
+    rng = np.random.default_rng(seed)
+    while True:
+        decodes = int(rng.integers(1, 257))
+        context = decodes * int(rng.integers(100, 3000))
+        if rng.random() >= prefill:
+            yield decodes, context, 0.0
+            continue
+        length, start = int(rng.integers(64, 1024)), int(rng.integers(0, 4000))
+        yield decodes + length, context, length * (start + (length + 1) / 2)
+
+
+def exact(row: Row, coefficients: np.ndarray = TRUE) -> float:
+    return float(coefficients @ np.array([1, *row]))
+
+
+class Machine:
+    """Feeds a model with steps of known coefficients and relative noise of 3 %."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.model = StepTime()
+        self.rows = rows(seed)
+        self.rng = np.random.default_rng(seed + 1)
+        self.seen: list[tuple[Row, int]] = []
+
+    def step(self, row: Row, coefficients: np.ndarray = TRUE, factor: float = 1.0) -> None:
+        ns = max(int(exact(row, coefficients) * factor * (1 + 0.03 * self.rng.normal())), 1)
+        self.model.observe(*row, ns)
+        self.seen.append((row, ns))
+
+    def steps(self, count: int, coefficients: np.ndarray = TRUE) -> None:
+        for _ in range(count):
+            self.step(next(self.rows), coefficients)
+
+    def worst(self, coefficients: np.ndarray = TRUE) -> float:
+        """The largest relative error over the probes."""
+        self.model.fold()
+        return max(abs(self.model.predict(*row) / exact(row, coefficients) - 1) for row in PROBES)
+
+
+def test_before_any_observation_nothing_is_predicted_and_nothing_binds() -> None:
+    model = StepTime()
+    model.observe(10, 10, 0.0, 0)
+    model.observe(10, 10, 0.0, -5)
+    assert model.observed == 0
+    assert model.predict(100, 100, 100) == 0.0
+    assert model.largest(1e6, 3, 100) == UNBOUNDED
+
+
+def test_one_observation_is_enough_for_a_prediction() -> None:
+    model = StepTime()
+    model.observe(8, 4000, 0.0, 5_000_000)
+    assert model.observed == 1
+    assert model.predict(8, 4000) == pytest.approx(5e6, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_predictions_are_those_of_weighted_least_squares_over_the_memory(seed: int) -> None:
+    machine = Machine(seed)
+    machine.steps(3008)
+    latest = machine.seen[-400:]
+    features = np.array([[1, *row] for row, _ in latest], dtype=np.float64)
+    times = np.array([ns for _, ns in latest], dtype=np.float64)
+    weight = 1 / (features @ TRUE)
+    oracle = np.linalg.lstsq(features * weight[:, None], times * weight, rcond=None)[0]
+    for row in PROBES:
+        assert machine.model.predict(*row) == pytest.approx(exact(row, oracle), rel=0.02)
+    assert machine.worst() < 0.02
+    assert np.array(machine.model.coefficients) == pytest.approx(TRUE, rel=0.1)
+
+
+def test_without_noise_the_coefficients_are_recovered() -> None:
+    model = StepTime()
+    for row, _ in zip(rows(3), range(2000), strict=False):
+        model.observe(*row, round(exact(row)))
+    assert np.array(model.coefficients) == pytest.approx(TRUE, rel=1e-3)
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.01])
+@pytest.mark.parametrize("bad", [1, 4, 16])
+def test_bad_timings_hardly_move_predictions(factor: float, bad: int) -> None:
+    machine = Machine(7)
+    machine.steps(640)
+    for i in range(160):
+        machine.step(next(machine.rows), factor=factor if i * bad % 160 < bad else 1.0)
+        if i % 8 == 0:
+            assert machine.worst() < 0.05
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.01])
+def test_a_bad_first_timing_is_soon_forgotten(factor: float) -> None:
+    machine = Machine(11)
+    machine.step(next(machine.rows), factor=factor)
+    machine.steps(128)
+    assert machine.worst() < 0.1
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.5, 1.3, 2.0, 3.0, 10.0])
+def test_a_lasting_change_of_speed_is_followed_within_a_hundred_steps(speed: float) -> None:
+    machine = Machine(5)
+    machine.steps(1000)
+    machine.steps(100, TRUE * speed)
+    assert machine.worst(TRUE * speed) < 0.06
+
+
+def test_a_change_of_one_cost_alone_is_followed() -> None:
+    machine = Machine(6)
+    machine.steps(1000)
+    slower = TRUE * np.array([1, 2, 1, 1])
+    machine.steps(400, slower)
+    assert machine.worst(slower) < 0.1
+
+
+def test_what_prefills_cost_is_remembered_through_hours_of_decode() -> None:
+    machine = Machine(8)
+    machine.steps(500)
+    for i in range(50_000):
+        decodes = 250 + i % 7
+        machine.step((decodes, decodes * (1000 + i % 500), 0.0))
+    assert machine.worst() < 0.06
+    assert np.linalg.cond(machine.model._information) < 1e8
+
+
+def test_decode_alone_of_one_batch_size_says_nothing_of_prefill_and_blows_nothing_up() -> None:
+    machine = Machine(9)
+    for i in range(5000):
+        machine.step((256, 256 * (1000 + i % 500), 0.0))
+    machine.model.fold()
+    long = (256 + 2048, 256 * 1200, 2048 * 1024.5)
+    decode = (256, 256 * 1200, 0.0)
+    assert machine.model.predict(*decode) == pytest.approx(exact(decode), rel=0.02)
+    assert machine.model.predict(*decode) <= machine.model.predict(*long) < 2 * exact(long)
+    for i in range(64):
+        machine.step(long if i % 16 == 0 else decode)
+    machine.model.fold()
+    assert machine.model.predict(*decode) == pytest.approx(exact(decode), rel=0.02)
+    assert machine.model.predict(*long) == pytest.approx(exact(long), rel=0.1)
+
+
+def test_no_coefficient_in_use_is_negative_even_where_the_data_fall() -> None:
+    """Longer steps for fewer tokens: the slope is 0, not negative."""
+    model, rng = StepTime(), np.random.default_rng(1)
+    for _ in range(500):
+        tokens = int(rng.integers(1, 500))
+        model.observe(tokens, tokens * 10, 0.0, 10_000_000 - 10_000 * tokens)
+        assert min(model.coefficients) >= 0
+        assert model.predict(tokens + 1, 10 * tokens + 1) >= model.predict(tokens, 10 * tokens)
+    assert model.predict(250, 2500) == pytest.approx(7.5e6, rel=0.1)
+
+
+def trained() -> StepTime:
+    machine = Machine(2)
+    machine.steps(640)
+    machine.model.fold()
+    return machine.model
+
+
+@pytest.mark.parametrize("prefix", [0, 100, 5000])
+def test_largest_is_the_last_that_brute_force_finds_within_the_limit(prefix: int) -> None:
+    model = trained()
+    for limit_ms in (3, 8, 11.5, 12, 20, 33.3, 100):
+        for decodes, context in ((0, 0), (1, 10), (64, 64_000), (256, 500_000)):
+            limit = limit_ms * 1e6
+
+            def time(tokens: int, decodes: int = decodes, context: int = context) -> float:
+                chunk = max(tokens - decodes, 0)
+                return model.predict(tokens, context, chunk * (prefix + (chunk + 1) / 2))
+
+            fitting = [tokens for tokens in range(5000) if time(tokens) <= limit]
+            assert model.largest(limit, decodes, context, prefix) == (fitting[-1] if fitting else 0)
+
+
+def test_largest_is_exact_where_the_limit_is_the_time_of_a_chunk() -> None:
+    model = StepTime()
+    model.c1, model.c2, model.c3 = 30_000.7, 12.3, 1.1
+    for chunk in range(1, 3000):
+        limit = chunk * (model.c1 + model.c3 * 11.5 + model.c3 / 2 * chunk)
+        assert model.largest(limit, 0, 0, 11) == chunk
+        assert model.largest(limit - 1, 0, 0, 11) == chunk - 1
+
+
+def test_largest_without_a_cost_per_token_is_unbounded() -> None:
+    model = StepTime.from_state([1.0, 1e6, 0.0, 0.0, 0.0, *np.eye(4).ravel().tolist()])
+    assert model.largest(2e6, 10, 0) == UNBOUNDED
+    assert model.largest(0.5e6, 10, 0) == 0
+
+
+def test_a_model_made_from_its_state_goes_on_as_the_first() -> None:
+    first = trained()
+    second = StepTime.from_state(first.state())
+    assert second.coefficients == first.coefficients
+    assert second.observed == first.observed
+    for row, _ in zip(rows(99), range(64), strict=False):
+        first.observe(*row, int(exact(row)))
+        second.observe(*row, int(exact(row)))
+    first.fold(), second.fold()
+    assert np.array(second.coefficients) == pytest.approx(np.array(first.coefficients), rel=0.02)
+    assert StepTime.from_state(StepTime().state()).observed == 0
+    with pytest.raises(ValueError, match="21 finite numbers"):
+        StepTime.from_state([1.0, 2.0])
+    with pytest.raises(ValueError, match="21 finite numbers"):
+        StepTime.from_state([float("nan")] * 21)
+
+
+def test_the_dynamic_budget_follows_the_mean_time_per_token() -> None:
+    time = TokenTime()
+    assert time.budget(50e6, 2048, 100) == 256  # nothing measured
+    assert time.budget(50e6, 300, 100) == 192
+    time.observe(0, 10)
+    time.observe(10, 0)
+    assert time.token_ns == 0.0
+    time.observe(100, 10_000_000)
+    assert time.token_ns == 100_000
+    time.observe(100, 20_000_000)
+    assert time.token_ns == pytest.approx(110_000)
+    assert time.budget(50e6, 2048, 32) == 384  # 454 - 32 = 422
+    assert time.budget(50e6, 300, 32) == 256  # capped at 300: 268
+    assert time.budget(50e6, 2048, 460) == 0
+
+
+def test_the_largest_chunk_for_a_limit_is_that_of_the_facts_sheet() -> None:
+    # (100 - 25 - 2) ms / 0.34 ms = 214.7 tokens; less 32 decodes: 182
+    assert largest_chunk(100e6, 25e6, 2e6, 0.34e6, 32) == 128
+    assert largest_chunk(100e6, 25e6, 2e6, 0.34e6, 22) == 192
+    assert largest_chunk(30e6, 25e6, 2e6, 0.34e6, 32) == 0
+    assert largest_chunk(20e6, 25e6, 2e6, 0.34e6, 0) == 0
+
+
+def test_swap_time_starts_at_the_link_and_follows_what_is_measured() -> None:
+    time = SwapTime(2 << 20, 25e9)
+    assert time.predict(10) == pytest.approx(10 * (2 << 20) / 25)
+    for _ in range(100):
+        time.observe(10, 2_000_000)
+    assert time.predict(1) == pytest.approx(200_000, rel=1e-3)
+    time.observe(10, 200_000_000)  # a hundred times as long
+    assert time.predict(1) == pytest.approx(260_000, rel=1e-3)
+    before = time.block_ns
+    time.observe(0, 100)
+    time.observe(10, 0)
+    assert time.block_ns == before
