@@ -7,7 +7,7 @@ outputs must equal `answer()` whatever the policy, chunking, lookahead or preemp
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,11 +61,15 @@ class TwinWorker:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.shared: set[int] = set()
         self.rows: dict[int, Row] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.queue: deque[StepPlan] = deque()
         self.last_id = 0
         self.fail_next: set[int] = set()  # positions among the next step's chunks
+        self.host: dict[tuple[int, int], int] = {}
+        self.copies: deque[tuple[int, str, int, int]] = deque()  # last step by which it is done, direction, from, to
+        self.lag = 0  # steps by which copies may lag, as long as there are steps to come
 
     def run(self) -> StepResult:
         """Runs the oldest queued step."""
@@ -74,13 +78,14 @@ class TwinWorker:
         self.last_id = step.id
         for slot in step.free_slots.tolist():
             del self.rows[slot]
+        self._order_copies(step)
         for enter in step.enters:
             self._enter(enter)
         for slot, block in zip(step.append_slots.tolist(), step.append_blocks.tolist(), strict=True):
             assert 0 <= block < limits.blocks
             self.rows[slot].blocks.append(block)
-        held = [b for row in self.rows.values() for b in row.blocks]
-        assert len(held) == len(set(held)), "a block stands in two tables"
+        held = Counter(b for row in self.rows.values() for b in row.blocks)
+        self.shared = {block for block, count in held.items() if count > 1}
         assert int(step.chunk_lengths.sum()) <= limits.max_step_tokens
         assert np.unique(step.chunk_slots).size == step.chunk_slots.size
         slots, tokens, errors = [], [], []
@@ -102,13 +107,39 @@ class TwinWorker:
                 slots.append(slot)
                 tokens.append(token)
         self.fail_next = set()
-        return StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
+        result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
+        result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
+        result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
+        return result
+
+    def _order_copies(self, step: StepPlan) -> None:
+        pairs = [("out", step.swap_out_gpu, step.swap_out_host), ("in", step.swap_in_host, step.swap_in_gpu)]
+        for direction, sources, targets in pairs:
+            assert sources.size == targets.size
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                self.copies.append((step.id + self.lag, direction, source, target))
+
+    def _copy(self, step_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies happen as late as they may, so that a block that is used too early shows."""
+        acks: dict[str, list[int]] = {"out": [], "in": []}
+        while self.copies and (self.copies[0][0] <= step_id or not self.queue):
+            _, direction, source, target = self.copies.popleft()
+            here, there = (self.kv, self.host) if direction == "out" else (self.host, self.kv)
+            for offset in range(self.limits.block_size):
+                there.pop((target, offset), None)
+                if (source, offset) in here:
+                    there[target, offset] = here[source, offset]
+            acks[direction].append(source)
+        return np.array(acks["out"], np.int32), np.array(acks["in"], np.int32)
 
     def _enter(self, enter: Enter) -> None:
         assert enter.slot not in self.rows and 0 <= enter.slot < self.limits.slots
-        assert enter.computed == 0 and enter.blocks.size == 0
+        assert enter.computed < enter.tokens.size and enter.computed <= enter.blocks.size * self.limits.block_size
         assert enter.prompt_tokens == enter.request.prompts[enter.choice // enter.request.n].size
-        self.rows[enter.slot] = Row(enter.request.payload + enter.choice, enter.tokens.tolist())
+        row = Row(enter.request.payload + enter.choice, enter.tokens.tolist(), enter.blocks.tolist())
+        for token in row.tokens[: enter.computed]:
+            row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, token))
+        self.rows[enter.slot] = row
 
     def _chunk(self, row: Row, start: int, length: int) -> int | None:
         size, known = self.limits.block_size, len(row.tokens)
@@ -121,6 +152,7 @@ class TwinWorker:
             if p < start:
                 assert self.kv.get(place) == row.hashes[p], f"position {p} reads KV that is not its own"
             else:
+                assert place[0] not in self.shared, "writes into a block that another one reads"
                 self.kv[place] = row.hashes[p]
         if start + length < known:
             return None

@@ -10,14 +10,17 @@ import heapq
 
 import numpy as np
 
+from services.scheduler.core.draft import Shared
+from services.scheduler.core.forecast import ttft_ns
 from services.scheduler.core.outcome import Collector, Names
 from services.scheduler.core.passes import Passes
 from services.scheduler.core.placer import CLASSES, Placer
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.presets import preset
+from services.scheduler.core.prefix import Hasher
+from services.scheduler.core.presets import parse
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
-from services.scheduler.core.sequence import Record, Sequence, State
+from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State
 from services.scheduler.core.types import (
     EMPTY,
     MAX_STOP_IDS,
@@ -35,7 +38,8 @@ class Core:
     """Schedules requests over replicas.
 
     max_seqs: sequences that run at most (0: the replica's slots); microbatches and lookahead: PROTOCOL.md, section 3;
-    step_tokens: token budget of a step (0: the policy's); a sequence's checkpoint is due every `checkpoint_tokens`
+    step_tokens: token budget of a step (0: the policy's); prefix_cache: share and keep prefixes (None: as the policy
+    does); a sequence's checkpoint is due every `checkpoint_tokens`
     tokens or `checkpoint_ns`, when it loses its slot, and at its end.
     """
 
@@ -47,21 +51,27 @@ class Core:
         microbatches: int = 1,
         lookahead: int = 1,
         step_tokens: int = 0,
+        prefix_cache: bool | None = None,
         checkpoint_tokens: int = 32,
         checkpoint_ns: int = 1_000_000_000,
     ) -> None:
-        self.policy = preset(policy) if isinstance(policy, str) else policy
+        self.policy = parse(policy) if isinstance(policy, str) else policy
         self.microbatches, self.lookahead = microbatches, lookahead
+        self._prefix_cache = self.policy.prefix_cache if prefix_cache is None else prefix_cache
+        self._hasher: Hasher | None = None
+        self._next_policy: Policy | None = None
         self.replicas: list[Replica] = []
         self._records: dict[str, Record] = {}
         self._names = Names()
         self._placer = Placer(self.policy.order)
-        self._passes = Passes(self.policy, self._placer, max_seqs, microbatches, lookahead, step_tokens)
+        self._shared = Shared(self.policy, self._placer, max_seqs, microbatches, lookahead, step_tokens)
+        self._passes = Passes(self._shared)
         self._results = Results(self, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
         self._pending = Collector()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
         self._ended = dict.fromkeys(Finish, 0)
+        self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
 
     # -- replicas
 
@@ -71,7 +81,12 @@ class Core:
         What waits and can run on no replica ends with an error in the next Outcome.
         """
         number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
-        self.replicas[number : number + 1] = [Replica(number, limits)]
+        if self._prefix_cache and (self._hasher is None or self._hasher.block_size != limits.block_size):
+            self._hasher = Hasher(limits.block_size, seed=0)
+            for record in self._records.values():
+                for sequence in record.sequences:
+                    sequence.keys = NO_KEYS
+        self.replicas[number : number + 1] = [Replica(number, limits, self._hasher)]
         for sequence in list(self._placer):
             finish, error = self._examine(sequence)
             if finish is not Finish.RUNNING:
@@ -85,17 +100,26 @@ class Core:
         """
         lost = self.replicas[replica]
         lost.alive = False
+        self._moved += lost.transfers.swapped_blocks
+        self._hit += lost.sharing.hit_tokens if lost.sharing is not None else 0
         lost.inflight.clear()
         lost.inflight_of.clear()
         for departed in [gone for each in lost.departed.values() for gone in each]:
             departed.sequence.unanswered = 0
         lost.departed.clear()
         for slot in np.flatnonzero(lost.table.active).tolist():
-            self._passes.counters.recomputed_tokens += int(lost.table.planned[slot])
+            lost_tokens = int(lost.table.planned[slot])
             sequence = lost.leave(slot)
-            sequence.unanswered = 0
+            sequence.unanswered, sequence.lost = 0, lost_tokens
             self._pending.checkpoint(sequence)
-            self._placer.push(sequence)
+            self._placer.push(sequence, now_ns)
+        for sequence in self._placer:
+            if sequence.swapped and sequence.replica == replica:
+                sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
+                self._placer.unswapped()
+        if lost.sharing is not None:
+            for sequence in lost.sharing.ready:
+                self._placer.back(sequence, now_ns)
         lost.freed.clear()
 
     # -- requests
@@ -124,7 +148,7 @@ class Core:
         out = self.collector()
         for sequence in list(record.sequences):
             sequence.checkpointed = sequence.outputs.size
-            self._take_in(sequence, out)
+            self._take_in(sequence, now_ns, out)
         if request.deadline_ns and record.left:
             heapq.heappush(self._deadlines, (request.deadline_ns, record.sequences[0].number, record))
         return out.build()
@@ -178,12 +202,12 @@ class Core:
                     sequence.state = State.PARKED
                     self._placer.drop(sequence)
 
-    def resume(self, request_id: str) -> None:
+    def resume(self, request_id: str, now_ns: int) -> None:
         """What was parked of a request waits again, in its old place."""
         if record := self._records.get(request_id):
             for sequence in list(record.sequences):
                 if sequence.state is State.PARKED:
-                    self._take_in(sequence, self._pending)
+                    self._take_in(sequence, now_ns, self._pending)
 
     def adopt(self, request_id: str, gateway: str) -> None:
         """Rows of the request carry `gateway` from now on."""
@@ -205,6 +229,8 @@ class Core:
         out = self.collector()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
+        if self._next_policy is not None:
+            self._change_policy(now_ns)
         step = None
         if replica < len(self.replicas) and self.replicas[replica].alive:
             step = self._passes.iterate(self.replicas[replica], now_ns, out)
@@ -218,6 +244,14 @@ class Core:
         if step is None or result.error:
             return Outcome()
         return self._results.apply(replica, step, result, now_ns)
+
+    def switch(self, policy: str) -> None:
+        """Another policy, from when nothing runs any more: what runs goes to its end, what waits goes on waiting.
+
+        Whether prefixes are cached stays as it is. Raises ValueError for a policy that does not exist.
+        """
+        self._next_policy = parse(policy)
+        self._shared.closed = True
 
     # -- what the core knows
 
@@ -240,16 +274,20 @@ class Core:
     def held_ids(self) -> list[str]:
         return list(self._records)
 
+    def predicted_ttft_ns(self) -> int:
+        """Predicted time to first token of a request that comes now, behind all that wait; 0 while nothing is known."""
+        return ttft_ns(self._shared, [r for r in self.replicas if r.alive])
+
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
         alive = [r for r in self.replicas if r.alive]
-        counters, ended = self._passes.counters, self._ended
+        counters, ended = self._shared.counters, self._ended
         rest = sum(int((r.table.known - r.table.planned - 1).clip(min=0).sum()) for r in alive)
         return {
             "iteration": counters.iteration,
             "running": sum(r.table.count for r in alive),
             "waiting": len(self._placer),
-            "swapped": 0,
+            "swapped": self._placer.swapped,
             "parked": sum(s.state is State.PARKED for r in self._records.values() for s in r.sequences),
             **{f"waiting_{name}": self._placer.counts[i] for i, name in enumerate(CLASSES)},
             "step_tokens": sum(r.last.tokens for r in alive),
@@ -263,7 +301,8 @@ class Core:
             "host_blocks_free": sum(r.host.free for r in alive),
             "preemptions": counters.preemptions,
             "recomputed_tokens": counters.recomputed_tokens,
-            "swapped_blocks": 0,
+            "swapped_blocks": self._moved + sum(r.transfers.swapped_blocks for r in alive),
+            "prefix_hit_tokens": self._hit + sum(r.sharing.hit_tokens for r in alive if r.sharing is not None),
             "finished": ended[Finish.STOP] + ended[Finish.LENGTH],
             "cancelled": ended[Finish.CANCELLED] + ended[Finish.DEADLINE],
             "failed": ended[Finish.ERROR],
@@ -293,6 +332,12 @@ class Core:
         """For the next Outcome, beginning with what had to wait for one."""
         out, self._pending = self._pending, Collector()
         return out
+
+    def completed(self, sequence: Sequence) -> None:
+        """A sequence ended by itself; policies learn how long outputs are."""
+        if self.policy.memory.learns:
+            prompt = sequence.prompt.size
+            self.policy.memory.finished(prompt, sequence.outputs.size, sequence.record.request.max_tokens)
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         """A sequence that holds nothing any more is over; with its last sequence the request is."""
@@ -327,6 +372,9 @@ class Core:
             self._placer.drop(sequence)
         else:
             sequence.state = State.ENDED
+        if sequence.swapped:
+            self.replicas[sequence.replica].host.give(sequence.host)
+            sequence.host = EMPTY
 
     def _drop(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         self.withdraw(sequence)
@@ -338,7 +386,17 @@ class Core:
             if sequence.state is not State.ENDED:
                 self._drop(sequence, finish, error, out)
 
-    def _take_in(self, sequence: Sequence, out: Collector) -> None:
+    def _change_policy(self, now_ns: int) -> None:
+        """The policy asked for takes over if nothing runs and nothing is in flight."""
+        policy = self._next_policy
+        if policy is None or any(r.table.count or r.inflight for r in self.replicas if r.alive):
+            return
+        self.policy = self._shared.policy = policy
+        self._next_policy, self._shared.closed = None, False
+        self._placer.rebuild(policy.order, now_ns)
+        self._passes.policy_changed()
+
+    def _take_in(self, sequence: Sequence, now_ns: int, out: Collector) -> None:
         """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""
         request = sequence.record.request
         before = request.finished[sequence.choice] if request.finished else Finish.RUNNING
@@ -347,7 +405,7 @@ class Core:
             return
         finish, error = self._examine(sequence)
         if finish is Finish.RUNNING:
-            self._placer.push(sequence)
+            self._placer.push(sequence, now_ns)
             return
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)

@@ -1,83 +1,94 @@
-"""Owner of every sequence that waits for a slot: new, preempted, or of a lost replica.
+"""Owner of every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a shared prefix.
 
-Four heaps, one per class, each in the policy's order; the passes look at the head and take it or leave it, so a
+The policy's queue holds them in order; here they are counted. The passes look at the head and take it or leave it, so a
 sequence that does not fit holds back those behind it and nobody starves by being overtaken.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
 from services.scheduler.core.policy import Order
 from services.scheduler.core.sequence import Sequence, State
 
 CLASSES = ("realtime", "high", "normal", "low")
-Entry = tuple[tuple[float, ...], int, Sequence]
 
 
 class Placer:
-    """The waiting, by class. `counts` and `tokens` (known tokens of the waiting) are exact at any moment."""
+    """The waiting. `counts` by class, `tokens` (known tokens of the waiting) and `swapped` are exact at any moment."""
 
     def __init__(self, order: Order) -> None:
-        self._order = order
-        self._heaps: list[list[Entry]] = [[] for _ in CLASSES]
+        self._queue = order.queue()
+        self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * len(CLASSES)
         self.tokens = 0
+        self.swapped = 0
 
     def __len__(self) -> int:
         return sum(self.counts)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for heap in self._heaps:
-            yield from (entry[2] for entry in heap if entry[2].state is State.WAITING)
+        yield from self._queue
+        yield from self._aside.values()
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, now_ns: int) -> None:
         """`sequence` waits from now on. A preempted one keeps its arrival, so it stands where it stood."""
         sequence.state = State.WAITING
-        heapq.heappush(self._heaps[sequence.priority], (self._order.place(sequence), sequence.number, sequence))
-        self.counts[sequence.priority] += 1
-        self.tokens += sequence.known
+        self._queue.push(sequence, now_ns)
+        self._count(sequence, 1)
 
     def head(self, now_ns: int) -> Sequence | None:
         """Who is next, of all classes."""
-        best: Sequence | None = None
-        rank: tuple[float, ...] = ()
-        for priority, heap in enumerate(self._heaps):
-            while heap and heap[0][2].state is not State.WAITING:
-                heapq.heappop(heap)
-            if not self.counts[priority]:
-                continue
-            sequence = heap[0][2]
-            its = self._order.rank(sequence, now_ns)
-            if best is None or its < rank:
-                best, rank = sequence, its
-        return best
+        return self._queue.head(now_ns)
 
     def pop(self, sequence: Sequence) -> None:
-        """Takes the head of its class out: it enters a slot."""
-        heapq.heappop(self._heaps[sequence.priority])
-        self._forget(sequence)
+        """Takes the head out: it enters a slot, or comes back by push() or aside()."""
+        self._queue.pop(sequence)
+        self._count(sequence, -1)
+
+    def aside(self, sequence: Sequence) -> None:
+        """One that was popped waits outside the queue, until back()."""
+        self._aside[sequence.number] = sequence
+        self._count(sequence, 1)
+
+    def back(self, sequence: Sequence, now_ns: int) -> None:
+        """One that was set aside stands in the queue again; nothing happens if it has ended or was parked meanwhile."""
+        if self._aside.pop(sequence.number, None) is not None:
+            self._count(sequence, -1)
+            self.push(sequence, now_ns)
 
     def drop(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended (its state says so already); its entry is removed when it surfaces."""
-        self._forget(sequence)
-        heap = self._heaps[sequence.priority]
-        if len(heap) > 2 * self.counts[sequence.priority] + 64:
-            heap[:] = [entry for entry in heap if entry[2].state is State.WAITING]
-            heapq.heapify(heap)
+        """A waiting sequence has ended or is parked (its state says so already)."""
+        self._count(sequence, -1)
+        if self._aside.pop(sequence.number, None) is None:
+            self._queue.drop(sequence)
 
     def grew(self, tokens: int) -> None:
         """A waiting sequence got tokens of steps that were sent before it was preempted."""
         self.tokens += tokens
 
+    def unswapped(self) -> None:
+        """A waiting sequence lost its KV in the host tier."""
+        self.swapped -= 1
+
+    def rebuild(self, order: Order, now_ns: int) -> None:
+        """The waiting stand in another policy's order from now on."""
+        waiting = list(self)
+        self._queue = order.queue()
+        self._aside.clear()
+        for sequence in sorted(waiting, key=lambda s: s.number):
+            self._queue.push(sequence, now_ns)
+
     def check(self) -> None:
-        """Raises RuntimeError when the counts are not those of the heaps."""
+        """Raises RuntimeError when the counts are not those of the queue."""
         waiting = list(self)
         counts = [sum(s.priority == c for s in waiting) for c in range(len(CLASSES))]
         if counts != self.counts or sum(s.known for s in waiting) != self.tokens:
             raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted")
+        if sum(s.swapped for s in waiting) != self.swapped or len({s.number for s in waiting}) != len(waiting):
+            raise RuntimeError("the swapped are counted wrongly, or a sequence waits twice")
 
-    def _forget(self, sequence: Sequence) -> None:
-        self.counts[sequence.priority] -= 1
-        self.tokens -= sequence.known
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self.counts[sequence.priority] += sign
+        self.tokens += sign * sequence.known
+        self.swapped += sign * sequence.swapped

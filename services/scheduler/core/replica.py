@@ -1,6 +1,7 @@
-"""One model copy as the core sees it: its slots, its blocks, its steps in flight.
+"""One model copy as the core sees it: its slots, the blocks of both tiers, its steps in flight, its speed.
 
-The passes plan on it, apply() answers its steps; a lost replica is emptied and can join again.
+The passes plan on it, apply() answers its steps; a lost replica is replaced by an empty one. What moves between the
+tiers is in transfers.py, what is known of prefixes in sharing.py.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sharing import Sharing
+from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.table import SlotTable
+from services.scheduler.core.transfers import Transfers
 from services.scheduler.core.types import Int32, Limits
+
+LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
 
 
 @dataclass(slots=True)
@@ -22,8 +29,14 @@ class InFlight:
     id: int
     microbatch: int
     roster: int  # of the table when it was planned: unchanged, nobody left since
-    slots: Int32  # of its chunks
+    slots: Int32  # of its chunks, decodes first
     sampled: Int32  # those of them whose chunk samples
+    decodes: int
+    ends: Int32  # of the other chunks: tokens whose KV is there when the step is answered
+    tokens: int
+    decode_context: int
+    prefill_context: float
+    moved: int  # blocks that it moves between the tiers
 
 
 @dataclass(slots=True)
@@ -47,12 +60,20 @@ class Last:
 class Replica:
     """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
 
-    def __init__(self, number: int, limits: Limits) -> None:
+    def __init__(self, number: int, limits: Limits, hasher: Hasher | None) -> None:
+        """With a hasher prefixes are shared and kept."""
         self.number = number
         self.limits = limits
         self.table = SlotTable(limits)
-        self.pool = BlockPool(limits.blocks)
-        self.host = BlockPool(limits.host_blocks)
+        self.contents = Contents()
+        indexed = limits.block_size if hasher else 0
+        self.pool = BlockPool(limits.blocks, indexed, self.contents)
+        self.host = BlockPool(limits.host_blocks, indexed, self.contents)
+        self.transfers = Transfers(self.pool, self.host, self.table)
+        self.sharing = Sharing(self.pool, self.host, self.table, self.contents, hasher) if hasher else None
+        self.model = StepTime()
+        self.token_time = TokenTime()
+        self.swap_time = SwapTime(limits.block_bytes, LINK_BYTES_S)
         self.inflight: dict[int, InFlight] = {}
         self.inflight_of: dict[int, int] = {}  # microbatch -> steps in flight
         self.last_planned: dict[int, int] = {}  # microbatch -> its last step
@@ -68,13 +89,17 @@ class Replica:
         """Free blocks that are promised to nobody."""
         return self.pool.free + self.pool.cached - self.outstanding
 
+    @property
+    def swap_ns_per_block(self) -> float:
+        return self.swap_time.predict(1)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
     def promise(self, slot: int, blocks: int) -> None:
-        """Keeps `blocks` in all for the row of `slot`; it takes them as it grows."""
+        """Keeps `blocks` in all for the row of `slot`; it takes them as it grows. Those it holds are not counted."""
         self.table.promised[slot] = blocks
-        self.outstanding += blocks
+        self.outstanding += max(blocks - int(self.table.held[slot]), 0)
 
     def grow(self, slot: int, blocks: int) -> Int32:
         """Takes `blocks` for one row, promised ones first; returns them."""
@@ -86,20 +111,48 @@ class Replica:
 
     def leave(self, slot: int) -> Sequence:
         """Takes the sequence out of `slot`; slot and blocks may be used by the next step."""
-        table = self.table
-        sequence: Sequence = table.sequence[slot]
-        self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
-        self.pool.give(table.leave(slot))
-        self.freed.append(slot)
-        return sequence
+        return self._leave(slot, keep=False)
 
-    def preempt(self, slot: int) -> Sequence:
-        """As leave(), but what is in flight for the sequence will still be applied to it. Source: PROTOCOL.md, 3."""
+    def preempt(self, slot: int, swap: bool) -> Sequence:
+        """As leave(), but what is in flight for the sequence will still be applied to it, and with `swap` its KV moves
+        to the host tier, which must have the room. Source: PROTOCOL.md, section 3."""
         since = int(self.table.since[slot])
-        sequence = self.leave(slot)
+        sequence = self._leave(slot, keep=swap)
         if sequence.unanswered:
             self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step))
         return sequence
+
+    def can_swap(self, slot: int) -> bool:
+        """Has the host tier room for the KV of this row, and is all of it in its blocks?"""
+        held = int(self.table.held[slot])
+        return 0 < held <= self.host.free + self.host.cached and not self.transfers.loads(slot)
+
+    def _leave(self, slot: int, keep: bool) -> Sequence:
+        table = self.table
+        sequence: Sequence = table.sequence[slot]
+        self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
+        if self.sharing is not None:
+            self.sharing.leaves(slot, sequence)
+        computed = int(table.planned[slot])
+        if not self.transfers.loads(slot):  # else the worker was not told of the row yet
+            self.freed.append(slot)
+        copied = self.transfers.leaves(slot)
+        blocks = table.leave(slot)
+        if keep:
+            sequence.host, sequence.computed = self.transfers.out(blocks), computed
+        elif copied.size:
+            landing = np.isin(blocks, copied)
+            self.pool.give(blocks[~landing])
+            self.pool.drain(blocks[landing])
+        else:
+            self.pool.give(blocks)
+        return sequence
+
+    def acknowledged(self, out_gpu: Int32, in_host: Int32) -> None:
+        """Copies between the tiers are complete. Raises ValueError for one that was not under way."""
+        for load in self.transfers.acknowledged(out_gpu, in_host):
+            if load.shared:  # the same prefix is in both tiers now
+                self.pool.adopt(load.gpu, *self.host.describe(load.host))
 
     def owner(self, slot: int, step: int) -> Sequence | None:
         """The preempted sequence whose slot this was in `step`, if it still is owed the answer."""
@@ -136,8 +189,9 @@ class Replica:
         table = self.table
         table.check(lookahead + 1)
         tables = [table.blocks[s, : table.held[s]] for s in np.flatnonzero(table.active)]
-        self.pool.check(np.concatenate(tables) if tables else np.zeros(0, np.int32))
+        self.pool.check(np.concatenate([*tables, self.transfers.kept]))
         self.host.check()
+        self.transfers.check()
         owed = int(np.maximum(table.promised - table.held, 0)[table.active].sum())
         if owed != self.outstanding or self.outstanding > self.pool.free + self.pool.cached:
             raise RuntimeError(f"{owed} blocks are promised, {self.outstanding} counted, {self.pool.free} free")

@@ -42,6 +42,7 @@ class Results:
             raise ValueError(f"the result of step {step.id} has {tokens.size} tokens for {slots.size} slots")
         out = self._core.collector()
         replica.answered(step)
+        self._learn(replica, step, result)
         if step.roster == table.roster:
             table.unanswered[table.rows(step.slots)] -= 1
         else:
@@ -57,10 +58,33 @@ class Results:
             for slot in step.slots[~mine].tolist():
                 if slot in replica.departed:
                     replica.settle(slot, step.id)
+        if step.ends.size and replica.sharing is not None:
+            self._filled(replica, step)
         columns = self._tokens(replica, step, slots, tokens, logprobs, now_ns, out) if slots.size else None
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
         return out.build(columns)
+
+    @staticmethod
+    def _learn(replica: Replica, step: InFlight, result: StepResult) -> None:
+        """How long the step took, and which copies are complete."""
+        if step.tokens and not step.moved:
+            replica.model.observe(step.tokens, step.decode_context, step.prefill_context, result.step_ns)
+            replica.token_time.observe(step.tokens, result.step_ns)
+        if result.swap_out_acks.size or result.swap_in_acks.size:
+            replica.acknowledged(result.swap_out_acks, result.swap_in_acks)
+            replica.swap_time.observe(result.swap_out_acks.size + result.swap_in_acks.size, result.swap_ns)
+
+    @staticmethod
+    def _filled(replica: Replica, step: InFlight) -> None:
+        """The KV of the step's prompt chunks is there: others may share its blocks."""
+        table = replica.table
+        chunks = step.slots[step.decodes :]
+        live = table.since[chunks] <= step.id
+        slots, ends = chunks[live], step.ends[live]
+        table.filled[slots] = ends
+        if slots.size and replica.sharing is not None:
+            replica.sharing.filled(slots.tolist(), ends.tolist())
 
     @staticmethod
     def _answered(replica: Replica, step: InFlight, result: StepResult) -> Int32:
@@ -103,7 +127,9 @@ class Results:
             finish[done] = Finish.LENGTH
             finish[stopped] = Finish.STOP
             for i in np.flatnonzero(done).tolist():
-                self._core.end(replica.leave(int(slots[i])), Finish(int(finish[i])), "", out)
+                sequence = replica.leave(int(slots[i]))
+                self._core.completed(sequence)
+                self._core.end(sequence, Finish(int(finish[i])), "", out)
         if (order := audience.order) is not None:
             first, tokens, finish, waits = first[order], tokens[order], finish[order], waits[order]
             logprobs = logprobs[order] if logprobs is not None else None
@@ -167,6 +193,7 @@ class Results:
         finish = sequence.verdict(sequence.longest(replica.limits))
         if finish is not Finish.RUNNING:
             self._core.withdraw(sequence)
+            self._core.completed(sequence)
             sequence.finish = finish
         out.late(sequence, token, logprob, wait_ns)
         if finish is not Finish.RUNNING:

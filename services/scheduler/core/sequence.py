@@ -9,9 +9,12 @@ import enum
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.types import EMPTY, Finish, Int32, Limits, NewRequest
 
+UInt64 = npt.NDArray[np.uint64]
+NO_KEYS: UInt64 = np.zeros(0, np.uint64)
 PINNED_AFTER = 3  # preemptions after which a sequence enters only with its whole remainder reserved
 
 
@@ -56,10 +59,19 @@ class Sequence:
     checkpointed: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
+    keys: UInt64 = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
+    hits: int = 0  # tokens that the prefix cache held when it was last asked
+    host: Int32 = field(default_factory=lambda: EMPTY)  # its KV in the host tier of `replica`, while it is swapped out
+    computed: int = 0  # tokens whose KV lies there
+    lost: int = 0  # tokens whose KV it gave up when it left its slot
 
     @property
     def priority(self) -> int:
         return self.record.request.priority
+
+    @property
+    def swapped(self) -> bool:
+        return self.host.size > 0
 
     @property
     def known(self) -> int:

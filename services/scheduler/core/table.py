@@ -36,12 +36,58 @@ class Audience:
     choices: Int32
 
 
+# Rows of the two matrices that the columns are views of: a sequence enters and leaves with one assignment to each.
+# planned, known and unanswered stand first and together, because a planned decode adds one to all three.
+_INT32 = (
+    "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "promised", "capacity", "microbatch",
+    "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "entered", "filled", "registered",
+)  # fmt: skip
+_INT64 = (
+    "since", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns", "content",
+)  # fmt: skip
+
+
 class SlotTable:
-    """Columns by slot. planned: tokens whose KV is planned; known: tokens known, placeholders of steps in flight
-    included; applied: tokens really known; limit: tokens at most; capacity: tokens that the row's blocks hold.
+    """Columns by slot, [slots] each. All tokens are counted from the first of the prompt.
+
+    planned: tokens whose KV is planned; known: tokens known, placeholders of steps in flight included; applied: tokens
+    really known; limit: tokens at most; entered: tokens known when the sequence took the slot; filled: tokens whose
+    KV a result has confirmed, while it still prefills; held, promised: blocks in the row's block table, and kept for
+    it (held ones included); capacity: tokens that the held blocks take; floor: tokens from which a stop id counts;
+    checkpointed: tokens that need no checkpoint any more; registered: blocks that the prefix index has been told of;
+    content: content id of the last of them; since: the step with which the sequence entered, its generation;
+    last_token_ns: before the first token the arrival.
 
     planned < known <= limit and applied <= known hold for every row with a sequence.
     """
+
+    planned: Int32
+    known: Int32
+    unanswered: Int32
+    applied: Int32
+    limit: Int32
+    prompt: Int32
+    held: Int32
+    promised: Int32
+    capacity: Int32
+    microbatch: Int32
+    choice: Int32
+    gateway: Int32
+    tenant: Int32
+    priority: Int32
+    floor: Int32
+    checkpointed: Int32
+    entered: Int32
+    filled: Int32
+    registered: Int32
+    since: Int64
+    arrived: Int64
+    number: Int64
+    ttft_slo_ns: Int64
+    tbt_slo_ns: Int64
+    last_token_ns: Int64
+    checkpoint_ns: Int64
+    content: Int64
 
     def __init__(self, limits: Limits) -> None:
         slots, self.width = limits.slots, limits.max_model_len + 1
@@ -51,34 +97,16 @@ class SlotTable:
         self.high = 0  # one above the highest row in use: vector operations stop there
         self.roster = 0  # changes whenever a row gets another sequence, none, or another gateway
         self.stop_width = 0
-
-        def column(dtype: Any, value: int = 0) -> npt.NDArray[Any]:
-            return np.full(slots, value, dtype)
-
-        self.planned: Int32 = column(np.int32)
-        self.applied: Int32 = column(np.int32)
-        self.known: Int32 = column(np.int32)
-        self.limit: Int32 = column(np.int32)
-        self.prompt: Int32 = column(np.int32)
-        self.held: Int32 = column(np.int32)  # blocks in the row's block table
-        self.promised: Int32 = column(np.int32)  # blocks kept for the row, held ones included
-        self.capacity: Int32 = column(np.int32)
-        self.unanswered: Int32 = column(np.int32)
-        self.microbatch: Int32 = column(np.int32)
-        self.choice: Int32 = column(np.int32)
-        self.gateway: Int32 = column(np.int32)
-        self.tenant: Int32 = column(np.int32)
-        self.priority: Int32 = column(np.int32)
-        self.floor: Int32 = column(np.int32)  # tokens from which a stop id counts
-        self.checkpointed: Int32 = column(np.int32)  # tokens (prompt included) that need no checkpoint any more
-        self.since: Int64 = column(np.int64, NEVER)  # the step with which the row's sequence entered: its generation
-        self.arrived: Int64 = column(np.int64)
-        self.number: Int64 = column(np.int64)
-        self.tbt_slo_ns: Int64 = column(np.int64)
-        self.last_token_ns: Int64 = column(np.int64)  # before the first one: the arrival
-        self.checkpoint_ns: Int64 = column(np.int64)
-        self.active: Bool = column(np.bool_)
-        self.pinned: Bool = column(np.bool_)
+        self.ints: Int32 = np.zeros((len(_INT32), slots), np.int32)
+        self.longs: Int64 = np.zeros((len(_INT64), slots), np.int64)
+        for i, name in enumerate(_INT32):
+            setattr(self, name, self.ints[i])
+        for i, name in enumerate(_INT64):
+            setattr(self, name, self.longs[i])
+        self.since[:] = NEVER
+        self.decoding: Int32 = self.ints[:3]  # planned, known, unanswered
+        self.active: Bool = np.zeros(slots, np.bool_)
+        self.pinned: Bool = np.zeros(slots, np.bool_)
         self.stop_ids: Int32 = np.full((MAX_STOP_IDS, slots), UNSET, np.int32)  # a row per id: contiguous over slots
         self.blocks: Int32 = np.zeros((slots, -(-limits.max_model_len // limits.block_size)), np.int32)
         self.tokens: Int32 = np.zeros((slots, self.width), np.int32)
@@ -86,6 +114,7 @@ class SlotTable:
         self.base: Int64 = np.arange(slots, dtype=np.int64) * self.width
         self.sequence: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
+        self.limited = 0  # rows with a TBT limit
         self._every: Int32 = np.arange(slots, dtype=np.int32)
         self._first: Int32 = self._every[:0]
         self._free = list(range(slots))
@@ -105,38 +134,41 @@ class SlotTable:
         """How to index columns with `slots`: a slice where they are all of the first rows, which is much cheaper."""
         return slice(0, slots.size) if slots is self._first else slots
 
-    def enter(self, sequence: Sequence, step: int, microbatch: int, limits: Limits, now_ns: int) -> int:
-        """Gives `sequence` the lowest free slot, with nothing planned and no blocks; returns the slot."""
-        s = heapq.heappop(self._free)
-        record, request, known = sequence.record, sequence.record.request, sequence.known
-        self.planned[s] = self.held[s] = self.promised[s] = self.capacity[s] = self.unanswered[s] = 0
-        self.applied[s] = self.known[s] = known
-        self.limit[s] = sequence.longest(limits)
-        self.prompt[s] = sequence.prompt.size
-        self.microbatch[s] = microbatch
-        self.choice[s] = sequence.choice
-        self.gateway[s], self.tenant[s] = record.gateway, record.tenant
-        self.priority[s] = request.priority
-        self.floor[s] = sequence.prompt.size + max(request.min_tokens, 1)
-        self.since[s] = step
-        self.arrived[s], self.number[s] = record.arrived_ns, sequence.number
-        self.tbt_slo_ns[s] = request.tbt_slo_ns
-        self.last_token_ns[s] = sequence.last_token_ns or record.arrived_ns
-        self.checkpointed[s] = sequence.prompt.size + sequence.checkpointed
-        self.checkpoint_ns[s] = sequence.checkpoint_ns or now_ns
-        self.active[s], self.pinned[s] = True, sequence.pinned
-        stops = request.stop_ids.size
-        self.stop_ids[:, s] = UNSET
-        self.stop_ids[:stops, s] = request.stop_ids
-        self.stop_width = max(self.stop_width, stops) if self.count else stops
-        self.tokens[s, : sequence.prompt.size] = sequence.prompt
-        self.tokens[s, sequence.prompt.size : known] = sequence.outputs
-        self.sequence[s], self.request[s] = sequence, request
-        sequence.state, sequence.slot = State.RUNNING, s
-        self.count += 1
-        self.high = max(self.high, s + 1)
+    def enter(self, sequences: list[Sequence], step: int, microbatch: int, limits: Limits, now_ns: int) -> Int32:
+        """Gives each of `sequences` the lowest free slot, with nothing planned and no blocks; returns the slots."""
+        taken = [heapq.heappop(self._free) for _ in sequences]
+        ints, longs = [], []
+        for s, sequence in zip(taken, sequences, strict=True):
+            record, request, known = sequence.record, sequence.record.request, sequence.known
+            prompt, stops = sequence.prompt.size, request.stop_ids.size
+            arrived = record.arrived_ns
+            ints.append(
+                (0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
+                 sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
+                 prompt + sequence.checkpointed, known, 0, 0)
+            )  # fmt: skip
+            longs.append(
+                (step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
+                 sequence.last_token_ns or arrived, sequence.checkpoint_ns or now_ns, 0)
+            )  # fmt: skip
+            self.pinned[s] = sequence.pinned
+            self.stop_ids[:, s] = UNSET
+            self.stop_ids[:stops, s] = request.stop_ids
+            self.stop_width = max(self.stop_width, stops) if self.count else stops
+            self.tokens[s, :prompt] = sequence.prompt
+            if known > prompt:
+                self.tokens[s, prompt:known] = sequence.outputs
+            self.sequence[s], self.request[s] = sequence, request
+            self.limited += request.tbt_slo_ns > 0
+            sequence.state, sequence.slot = State.RUNNING, s
+            self.count += 1
+        slots = np.array(taken, np.int32)
+        self.ints[:, slots] = np.array(ints, np.int32).T
+        self.longs[:, slots] = np.array(longs, np.int64).T
+        self.active[slots] = True
+        self.high = max(self.high, max(taken) + 1)
         self.roster += 1
-        return s
+        return slots
 
     def leave(self, s: int) -> Int32:
         """Takes the sequence of slot `s` out, with the outputs applied so far; returns its blocks."""
@@ -149,8 +181,8 @@ class SlotTable:
             sequence.last_token_ns = int(self.last_token_ns[s])
         sequence.slot = -1
         blocks = self.blocks[s, : self.held[s]].copy()
-        self.planned[s] = self.applied[s] = self.known[s] = self.limit[s] = 0
-        self.held[s] = self.promised[s] = self.capacity[s] = self.unanswered[s] = 0
+        self.limited -= int(self.tbt_slo_ns[s]) > 0
+        self.ints[:, s] = 0
         self.since[s] = NEVER
         self.active[s] = self.pinned[s] = False
         self.sequence[s] = self.request[s] = None
@@ -160,6 +192,18 @@ class SlotTable:
         while self.high and not self.active[self.high - 1]:
             self.high -= 1
         return blocks
+
+    def hold(self, s: int, sequence: Sequence) -> None:
+        """The row's sequence cannot run before go(): its KV is still being copied in."""
+        self.limit[s] = sequence.known
+
+    def go(self, s: int, limits: Limits) -> None:
+        """The row's sequence has its KV."""
+        self.limit[s] = self.sequence[s].longest(limits)
+
+    def computed(self, s: int) -> int:
+        """Tokens of the row whose KV is surely there: results have told so."""
+        return int(self.applied[s] - 1 if self.applied[s] > self.entered[s] else self.filled[s])
 
     def outputs(self, s: int) -> Int32:
         """[applied - prompt] int32, a copy."""

@@ -105,6 +105,7 @@ class StepResult:
     errors: list[tuple[int, str, str]] = field(default_factory=list)  # slot, code, message
     error: str = ""
     step_ns: int = 0
+    swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
 
 
 @dataclass(slots=True)
@@ -150,3 +151,4 @@ class Limits:
     max_model_len: int
     max_step_tokens: int
     host_blocks: int = 0
+    block_bytes: int = 0  # of one block, all layers; a first guess of what a swap costs

@@ -1,0 +1,365 @@
+"""The prefill pass (further chunks of prompts that run) and the admission pass (the waiting enter).
+
+Called by passes.py after the decodes. Candidates are looked up, judged and entered together: a few vector operations for
+all of them, and Python only per sequence that enters or is put aside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.core.draft import Draft, Shared
+from services.scheduler.core.guard import HIGH, Guard
+from services.scheduler.core.outcome import Collector
+from services.scheduler.core.policy import Entrants, Pace
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sharing import Hit, Sharing
+from services.scheduler.core.table import Int64
+from services.scheduler.core.types import EMPTY, Enter, Int32
+
+LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
+NO_HIT = Hit(EMPTY, EMPTY, 0)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why the head of the waiting did not enter: it lacked `cost` blocks, or a slot."""
+
+    number: int
+    roster: int
+    available: int
+    cost: int
+    again: int  # iteration
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One of the waiting, with what is cached for it."""
+
+    sequence: Sequence
+    hit: Hit
+
+    @property
+    def loads(self) -> bool:
+        """Has its KV to come from the host tier first?"""
+        return self.sequence.swapped or self.hit.host.size > 0
+
+
+class Admission:
+    """Fills a draft with chunks of prompts."""
+
+    def __init__(self, shared: Shared, guard: Guard) -> None:
+        self._shared = shared
+        self._guard = guard
+        self._refused: dict[int, Refusal] = {}  # replica -> its head
+
+    def forget(self) -> None:
+        """The policy is another: who was refused is judged again."""
+        self._refused.clear()
+
+    def make_room(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
+        """Before anything is planned: running sequences yield to an urgent head that was refused in the last step."""
+        refusal = self._refused.get(replica.number)
+        if refusal is None or not self._shared.policy.relief.takes:
+            return
+        head = self._shared.placer.head(now_ns)
+        if head is None or head.number != refusal.number or head.priority > HIGH or head.unanswered:
+            return
+        if draft.left > replica.table.count:  # else it could not have a chunk
+            self._guard.take(replica, draft, head, refusal.cost, now_ns, known)
+            if draft.beneficiary is not None:
+                del self._refused[replica.number]
+
+    def enter_loaded(self, replica: Replica, draft: Draft) -> None:
+        """Those whose KV has come from the host tier take part from this step on."""
+        table = replica.table
+        for slot in replica.transfers.take_arrived():
+            sequence: Sequence = table.sequence[slot]
+            table.go(slot, replica.limits)
+            draft.enters.append(self._enter(replica, slot, sequence))
+
+    def prefill(self, replica: Replica, draft: Draft, now_ns: int) -> None:
+        """Further chunks of the prompts that run already, before anybody else enters."""
+        if not draft.prompts or draft.seats <= 0 or draft.left <= 0:
+            return
+        table, high = replica.table, replica.table.high
+        more = table.known[:high] - table.planned[:high] > 1
+        more &= self._shared.wants(replica, draft.microbatch)
+        slots = np.flatnonzero(more).astype(np.int32)
+        if not slots.size:
+            return
+        self._budget(replica, draft, now_ns)
+        if draft.left <= 0:
+            return
+        slots = self._shared.policy.order.sort(table, slots, now_ns)[: draft.seats]
+        before = table.planned[slots].astype(np.int64)
+        rest = table.known[slots] - before
+        lengths = self._shared.policy.batch.chunks(rest, before, draft.left, not draft.prefill)
+        if lengths.size:
+            self._run(replica, draft, slots[: lengths.size], lengths)
+
+    def admit(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
+        """The waiting enter in order, until the first for whom there is no slot, budget or memory.
+
+        One who was preempted does not enter while a step of his is unanswered, and holds his place meanwhile.
+        """
+        shared, placer, sharing = self._shared, self._shared.placer, replica.sharing
+        if sharing is not None:
+            sharing.expire(now_ns)
+            for sequence in sharing.ready:
+                placer.back(sequence, now_ns)
+            sharing.ready.clear()
+        if not len(placer) or shared.closed or (draft.preempted and draft.beneficiary is None):
+            return
+        head = placer.head(now_ns)
+        if head is None or (draft.beneficiary not in (None, head)):
+            return
+        running, waiting = replica.table.count, len(placer)
+        draft.seats += shared.seats(replica, running + waiting) - shared.seats(replica, running)
+        free = shared.most(replica) - running
+        room = min(free, draft.seats, shared.policy.batch.joins(replica, waiting, head.record.arrived_ns, now_ns))
+        if free <= 0:
+            self._refuse(replica, head, 0)
+        if room <= 0 or draft.left <= 0 or self._still_refused(replica, head):
+            return
+        self._budget(replica, draft, now_ns)
+        if draft.left <= 0:
+            return
+        if draft.beneficiary is not None:
+            room = 1
+        candidates = self._candidates(replica, draft, room, now_ns)
+        if candidates:
+            self._judge(replica, draft, candidates, now_ns, known)
+
+    def _budget(self, replica: Replica, draft: Draft, now_ns: int) -> None:
+        """`left` becomes what the policy leaves for prompts beside the decodes; asked once a step."""
+        if not draft.budgeted:
+            draft.budgeted = True
+            shared = self._shared
+            budget = shared.policy.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens)
+            draft.left = min(draft.left, budget - draft.slots.size)
+
+    def _still_refused(self, replica: Replica, head: Sequence) -> bool:
+        """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
+        refusal = self._refused.get(replica.number)
+        if refusal is None:
+            return False
+        same = refusal.number == head.number and refusal.roster == replica.table.roster
+        if same and replica.available <= refusal.available and self._shared.counters.iteration < refusal.again:
+            return True
+        del self._refused[replica.number]
+        return False
+
+    def _refuse(self, replica: Replica, head: Sequence, cost: int) -> None:
+        again = self._shared.counters.iteration + LOOK_AGAIN
+        refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
+        self._refused[replica.number] = refusal
+
+    def _candidates(self, replica: Replica, draft: Draft, room: int, now_ns: int) -> list[Candidate]:
+        """The first of the waiting, at most `room` and about as many as the budget takes; they are popped."""
+        placer = self._shared.placer
+        taken: list[Sequence] = []
+        spent = 0
+        while len(taken) < room and spent < draft.left:
+            sequence = placer.head(now_ns)
+            if sequence is None or sequence.unanswered or sequence.misfit(replica.limits):
+                break
+            if sequence.swapped and sequence.replica != replica.number:
+                break
+            if sequence.pinned and taken:  # judged by other rules, so alone
+                break
+            placer.pop(sequence)
+            taken.append(sequence)
+            spent += 0 if sequence.swapped else max(sequence.known - sequence.hits, 1)
+            if sequence.pinned:
+                break
+        if replica.sharing is None:
+            return [Candidate(sequence, NO_HIT) for sequence in taken]
+        return self._look_up(replica, replica.sharing, draft, taken, now_ns)
+
+    def _look_up(
+        self, replica: Replica, sharing: Sharing, draft: Draft, taken: list[Sequence], now_ns: int
+    ) -> list[Candidate]:
+        """What is cached for each; those whose next blocks somebody computes now are set aside until they are there."""
+        hits = sharing.find(taken)
+        candidates: list[Candidate] = []
+        starting: dict[int, int] = {}  # key of the first block to compute -> number of who starts it in this step
+        for sequence, hit in zip(taken, hits, strict=True):
+            if sequence.swapped:
+                candidates.append(Candidate(sequence, Hit(EMPTY, EMPTY, sharing.root(sequence))))
+                continue
+            blocks = hit.gpu.size + hit.host.size
+            owner = sharing.owner_of(sequence, blocks)
+            if owner >= 0:
+                until = now_ns + self._prefill_ns(replica, draft, owner)
+                sharing.wait(sequence, owner, until)
+                self._shared.placer.aside(sequence)
+                continue
+            key = sharing.next_key(sequence, blocks)
+            if key and key in starting:  # looks again when the first has its slot
+                sharing.ready.append(sequence)
+                self._shared.placer.aside(sequence)
+                continue
+            if key:
+                starting[key] = sequence.number
+            candidates.append(Candidate(sequence, hit))
+        return candidates
+
+    def _prefill_ns(self, replica: Replica, draft: Draft, slot: int) -> int:
+        """How long the rest of a running prompt is predicted to take, at the pace of this step; 1 s if unknown."""
+        table = replica.table
+        rest, budget = int(table.known[slot] - table.planned[slot]), max(draft.left, 1)
+        steps = -(-rest // budget) + self._shared.lookahead + 1
+        tokens = draft.slots.size + min(rest, budget)
+        return int(steps * replica.model.predict(tokens, draft.context, rest * rest / 2 / steps)) or 1_000_000_000
+
+    def _judge(
+        self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector
+    ) -> None:
+        """As many of the first candidates enter as memory and budget allow; the others stand where they stood."""
+        shared = self._shared
+        entrants = self._entrants(replica, candidates)
+        if candidates[0].sequence.pinned:
+            promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
+        else:
+            most = shared.policy.tokens.most(replica, shared.step_tokens)
+            promised = shared.policy.memory.admit(replica, entrants, Pace(max(draft.left, 1), shared.lookahead, most))
+        costs = promised - entrants.shared[: promised.size]
+        count = int(np.searchsorted(np.cumsum(costs), replica.available, side="right"))
+        if not count:
+            cost = int(costs[0]) if costs.size else replica.blocks_for(candidates[0].sequence.known)
+            self._refuse(replica, candidates[0].sequence, cost)
+        entering, lengths = self._chunks(draft, candidates[:count], entrants)
+        for candidate in candidates[len(entering) :]:
+            shared.placer.push(candidate.sequence, now_ns)
+        if entering:
+            shared.policy.batch.joined(replica, len(entering))
+            self._enter_all(replica, draft, entering, promised, lengths, now_ns, known)
+
+    @staticmethod
+    def _entrants(replica: Replica, candidates: list[Candidate]) -> Entrants:
+        refs, size = replica.pool.refs, replica.limits.block_size
+        rows = []
+        for candidate in candidates:
+            sequence, hit = candidate.sequence, candidate.hit
+            cached = sequence.computed if sequence.swapped else (hit.gpu.size + hit.host.size) * size
+            held = int(np.count_nonzero(refs[hit.gpu])) if hit.gpu.size else 0
+            most = sequence.longest(replica.limits) - 1
+            rows.append((sequence.known, most, cached, held, sequence.priority, sequence.prompt.size))
+        known, limit, cached_, shared, priority, prompt = np.array(rows, np.int64).T
+        return Entrants(known, limit, cached_, shared, priority.astype(np.int32), prompt)
+
+    def _chunks(
+        self, draft: Draft, candidates: list[Candidate], entrants: Entrants
+    ) -> tuple[list[Candidate], Int64]:
+        """Who may enter with the tokens that are left, and the first chunks of those that need not load."""
+        if not candidates:
+            return [], np.zeros(0, np.int64)
+        before = entrants.cached[: len(candidates)]
+        rest = entrants.known[: len(candidates)] - before
+        runs = np.array([not candidate.loads for candidate in candidates])
+        if not runs.any():
+            return candidates, np.zeros(0, np.int64)
+        lengths = self._shared.policy.batch.chunks(rest[runs], before[runs], draft.left, not draft.prefill)
+        if lengths.size < int(runs.sum()):
+            candidates = candidates[: int(np.flatnonzero(runs)[lengths.size])]
+        return candidates, lengths
+
+    def _enter_all(
+        self, replica: Replica, draft: Draft, entering: list[Candidate], promised: Int64, lengths: Int64,
+        now_ns: int, known: Collector,
+    ) -> None:  # fmt: skip
+        table, limits = replica.table, replica.limits
+        for candidate in entering:  # first of all, so that no block found is taken for another
+            if candidate.hit.gpu.size:
+                replica.pool.share(candidate.hit.gpu)
+        sequences = [candidate.sequence for candidate in entering]
+        slots = table.enter(sequences, replica.next_step, draft.microbatch, limits, now_ns)
+        run = []
+        for slot, candidate, blocks in zip(slots.tolist(), entering, promised.tolist(), strict=False):
+            sequence, hit = candidate.sequence, candidate.hit
+            sequence.replica = replica.number
+            if sequence.lost:
+                self._shared.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.hits, 0)
+                sequence.lost = 0
+            if hit.gpu.size:
+                table.append(slot, hit.gpu)
+            if candidate.loads:
+                self._load(replica, slot, candidate)
+            else:
+                table.planned[slot] = hit.gpu.size * limits.block_size
+                draft.enters.append(self._enter(replica, slot, sequence))
+                run.append(slot)
+            replica.promise(slot, blocks)
+            if replica.sharing is not None:
+                replica.sharing.entered(slot, sequence, hit)
+            if not sequence.record.started:
+                sequence.record.started = True
+                known.started.append(sequence.record.request.id)
+        if run:
+            self._run(replica, draft, np.array(run, np.int32), lengths)
+
+    @staticmethod
+    def _enter(replica: Replica, slot: int, sequence: Sequence) -> Enter:
+        table = replica.table
+        return Enter(
+            slot,
+            sequence.record.request,
+            sequence.choice,
+            table.tokens[slot, : table.applied[slot]].copy(),
+            sequence.prompt.size,
+            int(table.planned[slot]),
+            table.blocks[slot, : table.held[slot]].copy(),
+        )
+
+    @staticmethod
+    def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
+        """The row gets blocks for its KV on the host and waits until it is there."""
+        table, sequence = replica.table, candidate.sequence
+        host = sequence.host if sequence.swapped else candidate.hit.host
+        gpu = replica.pool.take(host.size)
+        table.append(slot, gpu)
+        replica.transfers.load(slot, host, gpu, shared=not sequence.swapped)
+        if sequence.swapped:
+            table.planned[slot] = table.filled[slot] = sequence.computed
+        else:
+            table.planned[slot] = int(table.held[slot]) * table.block_size
+        table.hold(slot, sequence)
+        sequence.host, sequence.computed = EMPTY, 0
+
+    def _run(self, replica: Replica, draft: Draft, slots: Int32, lengths: Int64) -> None:
+        """Chunks of `lengths` tokens for the rows `slots`, with their blocks, which are promised and so are there."""
+        table, size = replica.table, replica.limits.block_size
+        starts = table.planned[slots]
+        ends = (starts + lengths).astype(np.int32)
+        held = table.held[slots]
+        more = np.maximum(-(-ends // size) - held, 0)
+        total = int(more.sum())
+        if total:
+            blocks = replica.pool.take(total)
+            owed = np.maximum(table.promised[slots] - held, 0)
+            replica.outstanding -= int(np.minimum(owed, more).sum())
+            rows = np.repeat(slots, more)
+            within = np.arange(total) - np.repeat(np.cumsum(more) - more, more)
+            table.blocks[rows, np.repeat(held, more) + within] = blocks
+            table.held[slots] = held + more
+            table.capacity[slots] = (held + more) * size
+            draft.append_slots.append(rows)
+            draft.append_blocks.append(blocks)
+        samples = ends == table.known[slots]
+        table.planned[slots] = ends
+        table.known[slots] += samples
+        table.unanswered[slots] += 1
+        table.microbatch[slots] = draft.microbatch
+        draft.chunk_slots.append(slots)
+        draft.chunk_starts.append(starts)
+        draft.chunk_lengths.append(lengths.astype(np.int32))
+        draft.chunk_samples.append(samples)
+        spent = int(lengths.sum())
+        draft.prefill += spent
+        draft.prefill_context += float((lengths * (starts + (lengths + 1) / 2)).sum())
+        draft.left -= spent
+        draft.seats -= slots.size

@@ -1,0 +1,124 @@
+"""The decode pass: one token for every running sequence that lacks one, and its next block where it crosses a boundary.
+
+Called by passes.py. Vector operations over the slot table; Python runs only for those who yield.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.draft import Draft, Shared, sum_contexts
+from services.scheduler.core.outcome import Collector
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.table import Rows
+from services.scheduler.core.types import Int32
+
+
+class Decoding:
+    """Plans the decodes of a draft."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._calm: dict[int, tuple[int, int]] = {}  # replica -> roster of a table in steady decode, steps it lasts
+
+    def plan(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
+        """Fills the decode columns of `draft`."""
+        table = replica.table
+        slots = self._slots(replica, draft)
+        if not slots.size:
+            return
+        most = min(draft.seats, draft.left)
+        if slots.size > most:
+            slots = np.sort(self._shared.policy.order.sort(table, slots, now_ns)[:most])
+        rows = table.rows(slots)
+        edge = slots[table.planned[rows] == table.capacity[rows]]
+        if edge.size:
+            promised = int(np.count_nonzero(table.promised[edge] > table.held[edge]))
+            if edge.size - promised > replica.available:
+                slots = self._relieve(replica, draft, slots, now_ns, known)
+                rows = table.rows(slots)
+                edge = slots[table.planned[rows] == table.capacity[rows]]
+                promised = int(np.count_nonzero(table.promised[edge] > table.held[edge]))
+            self._grow(replica, draft, edge, promised)
+        draft.slots, draft.starts = slots, table.planned[rows].copy()
+        draft.context = sum_contexts(draft.starts)
+        self._advance(replica, draft, rows)
+
+    def _slots(self, replica: Replica, draft: Draft) -> Int32:
+        """Who lacks one token, ascending. While nobody comes or goes and all decode, that is known without looking."""
+        table, high = replica.table, replica.table.high
+        if self._shared.microbatches == 1:
+            roster, steps = self._calm.get(replica.number, (-1, 0))
+            if roster == table.roster and steps > 0:
+                self._calm[replica.number] = (roster, steps - 1)
+                return table.first_rows(high)
+        wants = self._shared.wants(replica, draft.microbatch)
+        one = table.known[:high] - table.planned[:high] == 1
+        one &= wants
+        count = int(np.count_nonzero(one))
+        draft.prompts = count < high and count < int(np.count_nonzero(wants))
+        if count < high:
+            return np.flatnonzero(one).astype(np.int32)
+        if high:
+            steps = int((table.limit[:high] - table.known[:high]).min())
+            self._calm[replica.number] = (table.roster, steps - 1)
+        return table.first_rows(high)
+
+    def _advance(self, replica: Replica, draft: Draft, rows: Rows) -> None:
+        table = replica.table
+        table.decoding[:, rows] += 1
+        if self._shared.microbatches > 1:
+            table.microbatch[rows] = draft.microbatch
+        draft.seats -= draft.slots.size
+        draft.left -= draft.slots.size
+
+    @staticmethod
+    def _grow(replica: Replica, draft: Draft, edge: Int32, promised: int) -> None:
+        """One block for each row of `edge`, of which so many have it promised."""
+        table = replica.table
+        blocks = replica.pool.take(edge.size)
+        replica.outstanding -= promised
+        held = table.held[edge]
+        table.blocks[edge, held] = blocks
+        held += 1
+        table.held[edge] = held
+        table.capacity[edge] = held * table.block_size
+        draft.append_slots.append(edge)
+        draft.append_blocks.append(blocks)
+
+    def _relieve(self, replica: Replica, draft: Draft, slots: Int32, now_ns: int, known: Collector) -> Int32:
+        """Too few blocks for the next tokens of `slots`: some wait, some are preempted; the rest is returned.
+
+        Who has a step unanswered sits out: the answer may end him, and no over-run token may cost anybody his KV. What
+        a victim gives up by swap is free only when its copy is acknowledged; until then those it is for sit out too.
+        """
+        table, relief = replica.table, self._shared.policy.relief
+        needs = table.planned[slots] == table.capacity[slots]
+        needs &= table.promised[slots] <= table.held[slots]
+        idle = table.unanswered[slots] == 0
+        needy, slots = slots[needs & idle], slots[~needs | idle]
+        if relief.stalls and (slots.size > needy.size or replica.inflight):
+            return self._sit_out(replica, slots, needy, now_ns)
+        while needy.size > replica.available + replica.pool.draining:
+            high = table.high
+            loads = replica.transfers.slots()
+            victims = table.active[:high] & ~table.pinned[:high]
+            victims[loads] = False
+            candidates = np.flatnonzero(victims).astype(np.int32)
+            if not candidates.size:
+                break
+            victim = relief.victim(table, candidates)
+            self._shared.preempt(replica, draft, victim, now_ns, known)
+            needy, slots = needy[needy != victim], slots[slots != victim]
+            if relief.stalls:
+                break
+        return self._sit_out(replica, slots, needy, now_ns)
+
+    def _sit_out(self, replica: Replica, slots: Int32, needy: Int32, now_ns: int) -> Int32:
+        """`slots` without those of `needy` for whom there is no block, the last ones in order."""
+        room = max(replica.available, 0)
+        if needy.size <= room:
+            return slots
+        needy = self._shared.policy.order.sort(replica.table, needy, now_ns)
+        left: Int32 = slots[~np.isin(slots, needy[room:])]
+        return left

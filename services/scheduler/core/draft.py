@@ -1,0 +1,118 @@
+"""A step while it is planned, and what all passes share: the policy, the waiting, the settings, the counters.
+
+Used by passes.py (the frame), decode.py, admit.py and guard.py. A draft is discarded only when it holds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.outcome import Collector
+from services.scheduler.core.placer import Placer
+from services.scheduler.core.policy import How, Policy
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.table import Bool
+from services.scheduler.core.types import EMPTY, Enter, Int32
+
+
+@dataclass(slots=True)
+class Draft:
+    """The decodes are whole columns; the other chunks come in groups of columns."""
+
+    microbatch: int
+    seats: int  # sequences that may still join
+    left: int  # tokens that may still be spent
+    slots: Int32 = field(default_factory=lambda: EMPTY)
+    starts: Int32 = field(default_factory=lambda: EMPTY)
+    context: int = 0  # sum of starts
+    append_slots: list[Int32] = field(default_factory=list)
+    append_blocks: list[Int32] = field(default_factory=list)
+    chunk_slots: list[Int32] = field(default_factory=list)
+    chunk_starts: list[Int32] = field(default_factory=list)
+    chunk_lengths: list[Int32] = field(default_factory=list)
+    chunk_samples: list[Bool] = field(default_factory=list)
+    enters: list[Enter] = field(default_factory=list)
+    prefill: int = 0
+    prefill_context: float = 0.0
+    prompts: bool = False  # some that run have more than one token to go
+    budgeted: bool = False  # `left` is what the policy leaves for prompts
+    preempted: int = 0
+    beneficiary: Sequence | None = None  # for whom was preempted; nobody else enters then
+
+    @property
+    def chunks(self) -> bool:
+        return bool(self.chunk_slots)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start, for the stats."""
+
+    iteration: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Shared:
+    """What every pass has to know."""
+
+    policy: Policy
+    placer: Placer
+    max_seqs: int
+    microbatches: int
+    lookahead: int
+    step_tokens: int
+    counters: Counters = field(default_factory=Counters)
+    closed: bool = False  # nobody enters: the policy is about to change
+
+    def most(self, replica: Replica) -> int:
+        """Sequences that may run at once."""
+        slots = replica.limits.slots
+        return self.policy.batch.slots(min(self.max_seqs or slots, slots))
+
+    def seats(self, replica: Replica, sequences: int) -> int:
+        """Sequences in one step when `sequences` run."""
+        return self.policy.batch.seats(sequences, self.most(replica), self.microbatches)
+
+    def wants(self, replica: Replica, microbatch: int) -> Bool:
+        """[high] bool: who has something to run and may be in a step of this microbatch.
+
+        A sequence is of the microbatch of its last step until that is answered; then any may take it, so the
+        microbatches balance. Nobody is planned past his limit: known counts the placeholders.
+        """
+        table, high = replica.table, replica.table.high
+        wants: Bool = table.known[:high] < table.limit[:high]
+        if self.microbatches > 1:
+            wants &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == microbatch)
+        return wants
+
+    def preempt(
+        self, replica: Replica, draft: Draft, slot: int, now_ns: int, known: Collector, how: How | None = None
+    ) -> None:
+        """Slot and blocks are given up, arrival and tokens are kept; the KV goes to the host tier or is lost."""
+        if how is None:
+            how = self.policy.relief.how(replica, slot)
+        swap = how is How.SWAP and replica.can_swap(slot)
+        self.counters.preemptions += 1
+        draft.preempted += 1
+        fresh = len(draft.enters)
+        planned = int(replica.table.planned[slot])
+        sequence = replica.preempt(slot, swap)
+        if fresh:
+            draft.enters = [enter for enter in draft.enters if enter.slot != slot]
+            if len(draft.enters) < fresh:  # the worker was not told of it yet
+                replica.freed.remove(slot)
+        sequence.preemptions += 1
+        if not swap:
+            sequence.lost = planned
+        known.checkpoint(sequence)
+        self.placer.push(sequence, now_ns)
+
+
+def sum_contexts(starts: Int32) -> int:
+    """Tokens whose KV the decodes read."""
+    return int(np.add.reduce(starts, dtype=np.int64))

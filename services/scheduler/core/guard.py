@@ -1,0 +1,99 @@
+"""Preemption for service levels, before anything of a step is planned: TBT limits of those that run, and those who wait.
+
+Called by passes.py. Source of the rules: papers.md, Priorities and SLOs; DESIGN.md, section 4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.draft import Draft, Shared
+from services.scheduler.core.outcome import Collector
+from services.scheduler.core.policy import How, Slo
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.table import Int64
+from services.scheduler.core.types import Int32
+
+HIGH = 1  # classes up to this one may make others yield
+NORMAL = 2  # classes from this one on yield
+
+
+class Guard:
+    """Makes running sequences yield for the sake of others."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    def protect(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
+        """Victims until every running sequence of class <= high has slack in its TBT limit again.
+
+        Nobody yields when that could not be reached even if all candidates did.
+        """
+        slo = self._shared.policy.relief.slo
+        if slo is None or not replica.table.limited or not replica.model.observed:
+            return
+        table, high = replica.table, replica.table.high
+        decodes = (table.known[:high] - table.planned[:high] == 1) & (table.known[:high] < table.limit[:high])
+        urgent = np.flatnonzero(decodes & (table.tbt_slo_ns[:high] > 0) & (table.priority[:high] <= HIGH))
+        if not urgent.size:
+            return
+        # Who has a step unanswered gets its token at that step's end, about now; the next one a step later.
+        last = np.where(table.unanswered[urgent] > 0, now_ns, table.last_token_ns[urgent])
+        slack = int((last + table.tbt_slo_ns[urgent]).min()) - now_ns
+        running = int(np.count_nonzero(decodes))
+        context = int(table.planned[:high][decodes].sum())
+        if slack - replica.model.predict(running, context) >= slo.risk_ns:
+            return
+        self._yield_for(replica, draft, decodes, slack, running, context, slo, now_ns, known)
+
+    def _yield_for(
+        self, replica: Replica, draft: Draft, decodes: np.ndarray[tuple[int], np.dtype[np.bool_]], slack: int,
+        running: int, context: int, slo: Slo, now_ns: int, known: Collector,
+    ) -> None:  # fmt: skip
+        table = replica.table
+        victims = self._victims(replica, NORMAL)
+        victims = victims[decodes[victims]]
+        planned = table.planned[victims]
+        after = np.arange(1, victims.size + 1)
+        contexts = context - np.cumsum(planned)
+        for gone, rest in zip(after.tolist(), contexts.tolist(), strict=True):
+            if slack - replica.model.predict(running - gone, rest) > slo.safe_ns:
+                for victim in victims[:gone].tolist():
+                    self._shared.preempt(replica, draft, victim, now_ns, known)
+                return
+
+    def take(self, replica: Replica, draft: Draft, sequence: Sequence, cost: int, now_ns: int, known: Collector) -> None:
+        """`sequence`, of class <= high and first of the waiting, lacks a slot or `cost` blocks: running ones of lower
+        classes yield both, if that is enough. Its blocks have to be there at once, so they yield by recompute."""
+        table = replica.table
+        victims = self._victims(replica, max(sequence.priority + 1, NORMAL))
+        lacking = cost - replica.available
+        slots = 1 if table.count >= self._shared.most(replica) else 0
+        freed = np.cumsum(self._frees(replica, victims))
+        enough = int(np.searchsorted(freed, lacking)) + 1 if lacking > 0 else slots
+        if not enough or enough > victims.size:
+            return
+        how = How.RECOMPUTE if lacking > 0 else None
+        for victim in victims[:enough].tolist():
+            self._shared.preempt(replica, draft, victim, now_ns, known, how)
+        draft.beneficiary = sequence
+
+    @staticmethod
+    def _frees(replica: Replica, victims: Int32) -> Int64:
+        """Blocks, at least, that become available when each of `victims` yields: those that it alone holds or is promised."""
+        table, refs = replica.table, replica.pool.refs
+        promised = np.maximum(table.promised[victims] - table.held[victims], 0).astype(np.int64)
+        alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held[s]]] == 1)) for s in victims.tolist()]
+        return promised + np.array(alone, np.int64)
+
+    @staticmethod
+    def _victims(replica: Replica, lowest: int) -> Int32:
+        """Who may yield, of classes >= `lowest`: the lowest class first, then the least work lost."""
+        table, high = replica.table, replica.table.high
+        may = table.active[:high] & ~table.pinned[:high] & (table.priority[:high] >= lowest)
+        may[replica.transfers.slots()] = False
+        slots = np.flatnonzero(may).astype(np.int32)
+        order = np.lexsort((-table.number[slots], table.planned[slots], -table.priority[slots]))
+        victims: Int32 = slots[order]
+        return victims

@@ -1,0 +1,191 @@
+"""Prefix sharing on one replica: who finds what in the cache, what is registered when, who waits for whose prefill.
+
+Owned by Replica. Only KV that results have confirmed is registered: a prompt's blocks chunk by chunk, outputs when their
+sequence leaves its slot. A waiting sequence whose next block somebody computes right now is set aside until it is there
+(in-batch prefix sharing); it comes back through `ready`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.prefix import Contents, Hasher
+from services.scheduler.core.sequence import Sequence, State, UInt64
+from services.scheduler.core.table import SlotTable
+from services.scheduler.core.types import EMPTY, Int32
+
+LEAST_SHARED_BLOCKS = 2  # for fewer nobody waits
+
+
+@dataclass(slots=True)
+class Hit:
+    """What the tiers hold of a sequence's tokens: full blocks from the first on, the host's behind the GPU's."""
+
+    gpu: Int32
+    host: Int32
+    parent: int  # content id of the last block found
+
+
+@dataclass(slots=True)
+class Owner:
+    """A running sequence that computes a prefix, and those who wait for it: each until a time."""
+
+    slot: int
+    key: int  # of its next block that is not registered
+    waiting: list[tuple[Sequence, int]] = field(default_factory=list)
+
+
+class Sharing:
+    """Looks prefixes up and registers them."""
+
+    def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable, contents: Contents, hasher: Hasher) -> None:
+        self.hit_tokens = 0  # that were not computed again, since the start
+        self.ready: list[Sequence] = []  # set aside before; they may stand in the queue again
+        self._pool = pool
+        self._host = host
+        self._table = table
+        self._contents = contents
+        self._hasher = hasher
+        self._size = table.block_size
+        self._owners: dict[int, Owner] = {}  # slot -> what it computes
+        self._computing: dict[int, Owner] = {}  # key -> who computes that block
+
+    def chain(self, sequence: Sequence, tokens: Int32) -> UInt64:
+        """The keys of all full blocks of `tokens`, which are the sequence's; kept with it."""
+        have, count = sequence.keys.size, tokens.size // self._size
+        if have < count:
+            salt = sequence.record.request.salt
+            before = int(sequence.keys[-1]) if have else 0
+            more = self._hasher.keys(tokens[have * self._size : count * self._size], salt, before)
+            sequence.keys = np.concatenate([sequence.keys, more]) if have else more
+        return sequence.keys
+
+    def find(self, sequences: list[Sequence]) -> list[Hit]:
+        """What is cached for each; at least one token of a sequence is left to compute. Takes no references."""
+        asked = []
+        for sequence in sequences:
+            tokens = sequence.tokens()
+            keys = self.chain(sequence, tokens)[: (tokens.size - 1) // self._size]
+            asked.append((keys, tokens, self._contents.root(sequence.record.request.salt)))
+        hits = []
+        for sequence, (keys, tokens, root), gpu in zip(sequences, asked, self._pool.find_many(asked), strict=True):
+            parent, host = int(self._pool.content[gpu[-1]]) if gpu.size else root, EMPTY
+            if self._host.cached and gpu.size < keys.size:
+                host = self._host.find(keys[gpu.size :], tokens[gpu.size * self._size :], parent)
+                parent = int(self._host.content[host[-1]]) if host.size else parent
+            sequence.hits = (gpu.size + host.size) * self._size
+            hits.append(Hit(gpu, host, parent))
+        return hits
+
+    def root(self, sequence: Sequence) -> int:
+        """The parent of its first block."""
+        return self._contents.root(sequence.record.request.salt)
+
+    def next_key(self, sequence: Sequence, blocks: int) -> int:
+        """The key of its block after the first `blocks`, if there are enough for others to wait for; else 0."""
+        return int(sequence.keys[blocks]) if sequence.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
+
+    def entered(self, slot: int, sequence: Sequence, hit: Hit) -> None:
+        """The sequence took `slot` with these blocks; what it computes from there on others may wait for."""
+        table, blocks = self._table, hit.gpu.size + hit.host.size
+        table.registered[slot] = blocks
+        table.content[slot] = hit.parent
+        table.filled[slot] = max(int(table.filled[slot]), blocks * self._size)
+        self.hit_tokens += blocks * self._size
+        if sequence.keys.size - blocks >= LEAST_SHARED_BLOCKS:
+            self._own(slot, sequence, blocks)
+
+    def owner_of(self, sequence: Sequence, blocks: int) -> int:
+        """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
+        follow; -1 if there is none, or if it is of a lower class and so may take long."""
+        if sequence.keys.size - blocks < LEAST_SHARED_BLOCKS:
+            return -1
+        owner = self._computing.get(int(sequence.keys[blocks]))
+        if owner is None or self._table.priority[owner.slot] > sequence.priority:
+            return -1
+        theirs = self._table.sequence[owner.slot].keys
+        end = blocks + LEAST_SHARED_BLOCKS
+        return owner.slot if np.array_equal(theirs[blocks:end], sequence.keys[blocks:end]) else -1
+
+    def wait(self, sequence: Sequence, slot: int, until_ns: int) -> None:
+        """Sets `sequence` aside until `slot` has registered its next blocks, at most until then."""
+        self._owners[slot].waiting.append((sequence, until_ns))
+
+    def expire(self, now_ns: int) -> None:
+        """Those who have waited long enough are ready."""
+        for owner in self._owners.values():
+            if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
+                self._release([s for s, until in owner.waiting if until <= now_ns])
+                owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
+
+    def filled(self, slots: list[int], ends: list[int]) -> None:
+        """Results have confirmed the KV of these rows up to `ends` tokens."""
+        self._register(slots, ends)
+        for slot in slots:
+            owner = self._owners.get(slot)
+            if owner is not None:
+                self._advance(owner)
+
+    def leaves(self, slot: int, sequence: Sequence) -> None:
+        """The sequence of `slot` is about to leave it: its full blocks stay known, nobody waits for it any more."""
+        self._register([slot], [self._table.computed(slot)])
+        owner = self._owners.pop(slot, None)
+        if owner is not None:
+            self._disown(owner)
+
+    def _register(self, slots: list[int], ends: list[int]) -> None:
+        table, size = self._table, self._size
+        blocks, keys, tokens, sizes, rows = [], [], [], [], []
+        for slot, end in zip(slots, ends, strict=True):
+            begin, stop = int(table.registered[slot]), end // size
+            if stop <= begin:
+                continue
+            row = table.tokens[slot, : stop * size]
+            keys.append(self.chain(table.sequence[slot], row)[begin:stop])
+            blocks.append(table.blocks[slot, begin:stop])
+            tokens.append(row[begin * size :].reshape(-1, size))
+            sizes.append(stop - begin)
+            rows.append(slot)
+        if not rows:
+            return
+        lasts = np.cumsum(sizes) - 1
+        first = np.zeros(int(lasts[-1]) + 1, np.bool_)
+        first[0] = True
+        first[lasts[:-1] + 1] = True
+        if len(rows) == 1:
+            contents = self._pool.register(blocks[0], keys[0], tokens[0], first, table.content[rows])
+        else:
+            contents = self._pool.register(
+                np.concatenate(blocks), np.concatenate(keys), np.concatenate(tokens), first, table.content[rows]
+            )
+        table.content[rows] = contents[lasts]
+        table.registered[rows] += np.array(sizes, np.int32)
+
+    def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
+        key = int(sequence.keys[blocks])
+        if key not in self._computing:
+            self._owners[slot] = self._computing[key] = Owner(slot, key)
+
+    def _advance(self, owner: Owner) -> None:
+        """The owner has registered blocks: those who waited look again, and its next block is what it computes."""
+        slot = owner.slot
+        done = int(self._table.registered[slot])
+        sequence: Sequence = self._table.sequence[slot]
+        if done < sequence.keys.size and int(sequence.keys[done]) == owner.key:
+            return
+        del self._owners[slot]
+        self._disown(owner)
+        if sequence.keys.size - done >= LEAST_SHARED_BLOCKS:
+            self._own(slot, sequence, done)
+
+    def _disown(self, owner: Owner) -> None:
+        del self._computing[owner.key]
+        self._release([sequence for sequence, _ in owner.waiting])
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        self.ready += [sequence for sequence in sequences if sequence.state is State.WAITING]
+
+

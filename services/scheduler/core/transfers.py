@@ -1,0 +1,178 @@
+"""What moves between the two tiers of one replica: swap-outs and swap-ins on their way, and who waits for them.
+
+Owned by Replica. A block that is copied from or to is in no one's use before the worker has acknowledged the copy
+(PROTOCOL.md, section 3). Copies are acknowledged in the order in which they were sent: the worker has one copy stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.table import SlotTable
+from services.scheduler.core.types import EMPTY, Int32
+
+
+@dataclass(slots=True)
+class Load:
+    """KV on its way from the host tier into the blocks of one row."""
+
+    slot: int
+    since: int
+    host: Int32
+    gpu: Int32
+    shared: bool  # a cold prefix, which stays on the host; else a swapped sequence's own
+    left: int  # blocks not acknowledged yet
+    orphan: bool = False  # the sequence has gone; nobody waits for it
+
+
+class Transfers:
+    """Columns for the next step, loads in flight, rows that the worker has to be told of when their KV is there."""
+
+    def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable) -> None:
+        self.swapped_blocks = 0  # moved since the start, both ways
+        self._pool = pool
+        self._host = host
+        self._table = table
+        self._kept: Counter[int] = Counter()  # references of copies under way to blocks that others hold as well
+        self._out: list[tuple[Int32, Int32]] = []  # GPU, host
+        self._in: list[tuple[Int32, Int32]] = []  # host, GPU
+        self._loads: deque[Load] = deque()
+        self._loading: dict[int, Load] = {}  # slot -> its load
+        self._arrived: dict[int, None] = {}  # slots whose KV is there and which no step has entered yet, in order
+
+    @property
+    def pending(self) -> bool:
+        """Is there something that the next step has to carry?"""
+        return bool(self._out or self._in)
+
+    def out(self, blocks: Int32) -> Int32:
+        """Moves the content of `blocks` to host blocks, which are returned; the caller's references are given up.
+
+        One that others refer to as well keeps this reference until the copy is acknowledged: whoever lets go of it last
+        must not free it under the copy.
+        """
+        host = self._host.take(blocks.size)
+        alone = self._pool.refs[blocks] == 1
+        self._pool.drain(blocks[alone])
+        self._kept.update(blocks[~alone].tolist())
+        self._out.append((blocks, host))
+        self.swapped_blocks += blocks.size
+        return host
+
+    def keep(self, blocks: Int32) -> None:
+        """Copies cold prefix blocks, which nobody refers to, to the host tier and frees them."""
+        host = self._host.take(blocks.size)
+        self._host.adopt(host, *self._pool.describe(blocks))
+        self._pool.share(blocks)
+        self._pool.forget(blocks)
+        self._pool.drain(blocks)
+        self._host.give(host)
+        self._out.append((blocks, host))
+        self.swapped_blocks += blocks.size
+
+    def load(self, slot: int, host: Int32, gpu: Int32, shared: bool) -> None:
+        """The row of `slot` holds `gpu` already and waits until they have the content of `host`."""
+        if shared:
+            self._host.share(host)
+        else:
+            self._host.drain(host)
+        self._in.append((host, gpu))
+        load = Load(slot, int(self._table.since[slot]), host, gpu, shared, host.size)
+        self._loads.append(load)
+        self._loading[slot] = load
+        self.swapped_blocks += host.size
+
+    def loads(self, slot: int) -> bool:
+        """Is the row of `slot` waiting for KV, or for the step that tells the worker of it?"""
+        return slot in self._loading or slot in self._arrived
+
+    def slots(self) -> list[int]:
+        """Rows that wait for KV, or for the step that tells the worker of them."""
+        return [*self._loading, *self._arrived] if self._loading or self._arrived else []
+
+    def leaves(self, slot: int) -> Int32:
+        """The sequence of `slot` leaves; returns its blocks into which a copy is still under way."""
+        self._arrived.pop(slot, None)
+        load = self._loading.pop(slot, None)
+        if load is None:
+            return EMPTY
+        load.orphan = True
+        return load.gpu
+
+    def take_arrived(self) -> list[int]:
+        """The slots that the next step has to enter."""
+        slots = list(self._arrived)
+        self._arrived.clear()
+        return slots
+
+    def columns(self) -> tuple[Int32, Int32, Int32, Int32]:
+        """GPU and host blocks of the swap-outs, host and GPU blocks of the swap-ins, for the step that is sealed."""
+        if not (self._out or self._in):
+            return EMPTY, EMPTY, EMPTY, EMPTY
+        out, in_ = self._out or [(EMPTY, EMPTY)], self._in or [(EMPTY, EMPTY)]
+        self._out, self._in = [], []
+        return (
+            np.concatenate([gpu for gpu, _ in out]),
+            np.concatenate([host for _, host in out]),
+            np.concatenate([host for host, _ in in_]),
+            np.concatenate([gpu for _, gpu in in_]),
+        )
+
+    def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[Load]:
+        """Copies are complete: drained blocks are free, and the loads returned have all their KV.
+
+        Raises ValueError for a copy that is not under way.
+        """
+        if out_gpu.size:
+            alone = self._pool.drains(out_gpu)
+            self._pool.drained(out_gpu[alone])
+            self._pool.give(out_gpu[~alone])
+            self._kept.subtract(out_gpu[~alone].tolist())
+        done = []
+        at = 0
+        while at < in_host.size:
+            if not self._loads:
+                raise ValueError("acknowledged a copy that is not under way")
+            load = self._loads[0]
+            count = min(load.left, in_host.size - at)
+            begin = load.host.size - load.left
+            if not np.array_equal(in_host[at : at + count], load.host[begin : begin + count]):
+                raise ValueError("copies were acknowledged out of order")
+            load.left -= count
+            at += count
+            if not load.left:
+                self._loads.popleft()
+                self._complete(load, done)
+        return done
+
+    def _complete(self, load: Load, done: list[Load]) -> None:
+        if load.shared:
+            self._host.give(load.host)
+        else:
+            self._host.drained(load.host)
+        if load.orphan:
+            self._pool.drained(load.gpu)
+            return
+        del self._loading[load.slot]
+        self._arrived[load.slot] = None
+        done.append(load)
+
+    @property
+    def kept(self) -> Int32:
+        """Blocks that copies under way refer to, once for each reference."""
+        return np.fromiter(self._kept.elements(), np.int32)
+
+    def check(self) -> None:
+        """Raises RuntimeError when rows and loads contradict each other."""
+        for slot, load in self._loading.items():
+            if self._table.since[slot] != load.since or not self._table.active[slot]:
+                raise RuntimeError(f"slot {slot} waits for KV and holds another sequence")
+        if sum(not load.orphan for load in self._loads) != len(self._loading):
+            raise RuntimeError("loads are counted wrongly")
+        for slot in self._arrived:
+            if not self._table.active[slot]:
+                raise RuntimeError(f"slot {slot} is to be entered and holds no sequence")
