@@ -1,7 +1,7 @@
 """What a policy is: one choice of each of five parts. The parts live in parts/, their combinations in presets.py.
 
-A part answers one question about columns, holds no sequence itself, and never changes a table. Those that learn (a limit,
-a ratio, lengths) are told what happened by the hooks; no two cores share a part.
+A part answers one question about columns, holds no sequence itself, and never changes a table. Those that learn (a
+limit, a ratio, lengths) are told what happened by the hooks; no two cores share a part.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Bool, Int64, SlotTable
+from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import Int32
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Entrants:
     cached: Int64  # tokens whose KV is there already
     shared: Int64  # blocks of `cached` that a running sequence holds: they cost nothing
     priority: Int32
+    prompt: Int64  # tokens of the prompt: known - prompt were produced before
 
 
 class Memory(Protocol):
@@ -110,8 +111,11 @@ class Batch(Protocol):
     def seats(self, sequences: int, most: int, microbatches: int) -> int:
         """Sequences in one step when `sequences` run; at most `most` may run. At least 1."""
 
-    def joins(self, replica: Replica, waiting: int, oldest_ns: int, now_ns: int) -> int:
-        """How many of the waiting may join in this step; `oldest_ns`: arrival of the first of them."""
+    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
+        """How many of the waiting may join in this step, where at most `most` run; `oldest_ns`: arrival of the first.
+
+        It may grow by the passing of time alone (a queue delay).
+        """
 
     def joined(self, replica: Replica, sequences: int) -> None:
         """So many of the waiting have joined in this step."""
@@ -158,8 +162,9 @@ class Relief(Protocol):
 class Pace:
     """What a memory estimate has to know of the running iteration."""
 
-    budget: int  # tokens of a step
+    budget: int  # tokens that this step leaves for prompts
     lookahead: int
+    most: int  # tokens of a step at most
 
 
 @dataclass(slots=True, frozen=True)

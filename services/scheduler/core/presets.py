@@ -1,24 +1,96 @@
-"""The table of policies: each is one line, a choice of the five parts."""
+"""The table of policies: each is one line, a choice of the five parts; and every part by name.
+
+What papers.md says of a system rules; where it is silent the figures are the system's own defaults: 2048 tokens a step
+for vLLM, 8192 for SGLang, LightLLM, TensorRT-LLM and lmdeploy, 4096 for TGI, 768 for FastGen.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable
+from typing import Any
 
-from services.scheduler.core.parts.batch import Chunked, WholePrefill
-from services.scheduler.core.parts.memory import PeakEstimate, Reserve, Watermark
-from services.scheduler.core.parts.order import ClassThenArrival, FirstCome
-from services.scheduler.core.parts.relief import LeastLost, Newest
-from services.scheduler.core.parts.tokens import Fixed, Unlimited
+from services.scheduler.core.parts.batch import Chunked, Static, WholePrefill
+from services.scheduler.core.parts.expected import Expected
+from services.scheduler.core.parts.fair import Fair
+from services.scheduler.core.parts.memory import Aimd, FtAimd, Overcommit, PeakEstimate, Reserve, Watermark
+from services.scheduler.core.parts.order import (
+    ClassThenArrival,
+    ClassThenSlack,
+    FirstCome,
+    LeastSlack,
+    LongestPrefix,
+    ResponseRatio,
+    ShortestPrompt,
+)
+from services.scheduler.core.parts.relief import (
+    SLO,
+    LastStarted,
+    LeastLost,
+    LeastOutput,
+    Newest,
+    cheaper,
+    groups,
+    recompute,
+    swap,
+)
+from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy import Policy
+
+DELAY_NS = 50_000_000  # longest queue delay of request-level batching
+CACHED: dict[str, Any] = {"prefix_cache": True}
+OVERLAPPED: dict[str, Any] = {"prefix_cache": True, "lookahead": 1}
 
 # fmt: off
 #                          order               memory          tokens       batch           relief
 PRESETS: dict[str, Callable[[], Policy]] = {
-    "orca":    lambda: Policy("orca",    FirstCome(),        Reserve(),      Unlimited(), WholePrefill(), Newest()),
-    "sarathi": lambda: Policy("sarathi", FirstCome(),        Watermark(),    Fixed(512),  Chunked(),      Newest()),
-    "orcinus": lambda: Policy("orcinus", ClassThenArrival(), PeakEstimate(), Fixed(2048), Chunked(),      LeastLost()),
+    "static": lambda: Policy("static", FirstCome(), Reserve(), Unlimited(), Static(), Newest()),
+    "request": lambda: Policy("request", FirstCome(), Reserve(), Unlimited(), Static(32, DELAY_NS, False), Newest()),
+    "orca": lambda: Policy("orca", FirstCome(), Reserve(), Unlimited(), WholePrefill(), Newest()),
+    "sarathi": lambda: Policy("sarathi", FirstCome(), Watermark(), Fixed(512), Chunked(), Newest()),
+    "vllm": lambda: Policy("vllm", FirstCome(True), Watermark(), Fixed(2048), Chunked(), Newest(groups), **CACHED),
+    "sglang": lambda: Policy(
+        "sglang", LongestPrefix(), Overcommit(), Fixed(8192), Chunked(least=64), LeastOutput(), **OVERLAPPED),
+    "lightllm": lambda: Policy("lightllm", FirstCome(), PeakEstimate(), Fixed(8192), Chunked(), Newest()),
+    "ft-aimd": lambda: Policy("ft-aimd", FirstCome(), FtAimd(), Unlimited(), WholePrefill(), Newest(swap, stalls=True)),
+    "tgi": lambda: Policy("tgi", FirstCome(), Reserve(), Fixed(4096), WholePrefill(), Newest()),
+    "fastgen": lambda: Policy("fastgen", FirstCome(), Watermark(), Fixed(768), Chunked(), Newest()),
+    "trt-no-evict": lambda: Policy("trt-no-evict", FirstCome(), Reserve(), Fixed(8192), Chunked(64), Newest()),
+    "trt-max-utilization": lambda: Policy(
+        "trt-max-utilization", FirstCome(), Watermark(0.0), Fixed(8192), Chunked(64), LastStarted()),
+    "lmdeploy": lambda: Policy("lmdeploy", FirstCome(), Watermark(0.0), Fixed(8192), WholePrefill(128), Newest()),
+    "iteration-level": lambda: Policy(
+        "iteration-level", ClassThenArrival(0, slack=True), Reserve(), Fixed(2048), Chunked(64, most=256, slots=128),
+        LeastLost(swap, slo=SLO)),
+    "orcinus": lambda: Policy(
+        "orcinus", ClassThenSlack(), Expected(), ModelBudget(), Chunked(),
+        LeastLost(cheaper, takes=True, slo=SLO), **OVERLAPPED),
+}
+
+PARTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "order": {
+        "fcfs": FirstCome, "swapped-first": lambda: FirstCome(True), "class": ClassThenArrival,
+        "class-slack": ClassThenSlack, "least-slack": LeastSlack, "prefix": LongestPrefix, "shortest": ShortestPrompt,
+        "ratio": ResponseRatio, "fair": Fair,
+    },
+    "memory": {
+        "reserve": Reserve, "watermark": Watermark, "fits": lambda: Watermark(0.0), "peak": PeakEstimate,
+        "expected": Expected, "ft-aimd": FtAimd, "aimd": Aimd, "overcommit": Overcommit,
+    },
+    "tokens": {"unlimited": Unlimited, "fixed": Fixed, "ema": EmaBudget, "model": ModelBudget},
+    "batch": {
+        "static": Static, "request": lambda most=32: Static(most, DELAY_NS, False), "whole": WholePrefill,
+        "chunked": Chunked, "capped": lambda most: Chunked(64, most=most), "skip": lambda least: Chunked(least=least),
+        "shrinking": lambda depth: Chunked(64, depth=depth), "slots": lambda slots: Chunked(slots=slots),
+    },
+    "relief": {"newest": Newest, "last-started": LastStarted, "least-lost": LeastLost, "least-output": LeastOutput},
 }
 # fmt: on
+NEEDS = {"fixed", "capped", "skip", "shrinking", "slots"}  # say a number, as in fixed-512
+TAKES = {"static", "request", "whole", "chunked"}  # may say one
+WAYS = {"recompute": recompute, "swap": swap, "cheaper": cheaper, "groups": groups}
+OPTIONS: dict[str, dict[str, Any]] = {"stalls": {"stalls": True}, "takes": {"takes": True}, "slo": {"slo": SLO}}
 
 
 def preset(name: str) -> Policy:
@@ -27,3 +99,55 @@ def preset(name: str) -> Policy:
         return PRESETS[name]()
     except KeyError:
         raise ValueError(f"no policy {name!r}; there are {', '.join(sorted(PRESETS))}") from None
+
+
+def parse(text: str) -> Policy:
+    """A policy as --policy names it: a preset, or one with parts replaced, as in
+    `sarathi:order=fair,memory=peak,tokens=fixed-256,batch=chunked-64,relief=newest-swap+slo`.
+
+    Its name is `text`. Raises ValueError that says which word is wrong and which there are.
+    """
+    name, _, rest = text.partition(":")
+    policy = preset(name)
+    changes: dict[str, Any] = {}
+    for word in rest.split(",") if rest else []:
+        part, equals, choice = word.partition("=")
+        if part not in PARTS or not equals:
+            raise ValueError(f"no part {word!r} in policy {text!r}; parts are {_list(PARTS)}, as in order=fcfs")
+        if part in changes:
+            raise ValueError(f"policy {text!r} gives {part} twice")
+        changes[part] = _relief(choice) if part == "relief" else _part(part, choice)
+    return dataclasses.replace(policy, name=text, **changes) if changes else policy
+
+
+def _part(part: str, choice: str) -> Any:
+    """One part by its name, with its number if it says one."""
+    table = PARTS[part]
+    match = re.fullmatch(r"(.+?)(?:-([1-9]\d*))?", choice)
+    word, number = match.groups() if match else (choice, None)
+    if word in table:
+        if number is None and word not in NEEDS:
+            return table[word]()
+        if number is not None and word in NEEDS | TAKES:
+            return table[word](int(number))
+    raise ValueError(f"no {part} {choice!r}; there are {_list(table)}")
+
+
+def _relief(choice: str) -> Any:
+    """victim, victim-way, and either with +option."""
+    base, *options = choice.split("+")
+    victims = PARTS["relief"]
+    for name, build in victims.items():
+        for way, how in {"": recompute, **{f"-{way}": how for way, how in WAYS.items()}}.items():
+            if base == name + way and all(option in OPTIONS for option in options):
+                return build(how, **{key: value for option in options for key, value in OPTIONS[option].items()})
+    raise ValueError(
+        f"no relief {choice!r}; there are {_list(victims)}, each may be followed by -{' -'.join(WAYS)}, "
+        f"and then by +{' +'.join(OPTIONS)}"
+    )
+
+
+def _list(names: dict[str, Any]) -> str:
+    """For a message; `-N` where a number belongs to a name."""
+    marks = dict.fromkeys(NEEDS, "-N") | dict.fromkeys(TAKES, "[-N]")
+    return ", ".join(name + marks.get(name, "") for name in names)

@@ -1,27 +1,134 @@
-"""Who shares an iteration: how many sequences, and how much of a prompt?"""
+"""Who shares an iteration: how many sequences, who may join, and how much of each prompt?"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.core.table import Int64
+
+if TYPE_CHECKING:
+    from services.scheduler.core.replica import Replica
 
 
 class WholePrefill:
     """Iteration-level batching with whole prompts (Orca): up to max_bs of those that are not in flight, by arrival.
 
     A prompt waits for a step with room for all of it; the first of a step does not wait but is cut at the worker's
-    max_step_tokens, and goes on in the next steps, so that a prompt longer than that runs too.
+    max_step_tokens, and goes on in the next steps, so that a prompt longer than that runs too. `slots`: sequences that
+    run at most (lmdeploy's fixed slots).
     """
+
+    padded = False
+    at_end = False
+
+    def __init__(self, slots: int = 0) -> None:
+        self._slots = slots
+
+    def slots(self, most: int) -> int:
+        return min(most, self._slots or most)
 
     def seats(self, sequences: int, most: int, microbatches: int) -> int:
         return -(-most // microbatches)
 
-    def chunk(self, rest: int, left: int, first: bool) -> int:
-        return rest if rest <= left else left if first else 0
+    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
+        return waiting
+
+    def joined(self, replica: Replica, sequences: int) -> None:
+        pass
+
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+        return whole(rest, left, first)
+
+
+class Static:
+    """A batch of up to `max_bs` is formed of what waits when nothing runs, and nobody joins before all of it has ended
+    (FasterTransformer as it was). Its members may take several steps to enter; it is padded and delivered at its end.
+
+    With `delay_ns` (Triton's dynamic batching) it is formed when `max_bs` wait or the first of them has waited so long.
+    """
+
+    at_end = True
+
+    def __init__(self, max_bs: int = 32, delay_ns: int = 0, padded: bool = True) -> None:
+        self.padded = padded
+        self._max_bs = max_bs
+        self._delay_ns = delay_ns
+        self._open: dict[int, int] = {}  # replica -> members of its batch that have not entered yet
+
+    def slots(self, most: int) -> int:
+        return min(most, self._max_bs)
+
+    def seats(self, sequences: int, most: int, microbatches: int) -> int:
+        return -(-most // microbatches)
+
+    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
+        if not replica.table.count:
+            size = min(self._max_bs, most)
+            ready = waiting >= size or now_ns - oldest_ns >= self._delay_ns
+            self._open[replica.number] = min(size, waiting) if ready else 0
+        return min(self._open.get(replica.number, 0), waiting)
+
+    def joined(self, replica: Replica, sequences: int) -> None:
+        self._open[replica.number] -= sequences
+
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+        return whole(rest, left, first)
 
 
 class Chunked:
-    """Prompts in chunks of what the decodes leave of the budget (Sarathi); microbatches share evenly."""
+    """Prompts in chunks of what the decodes leave of the budget (Sarathi; FastGen, whose passes are all of one size);
+    microbatches share evenly.
+
+    multiple: a chunk is a multiple of it, unless it is the rest of its prompt. most: tokens of a chunk at most, 0 for
+    no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else the
+    budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's attention
+    reads all that lies before it; 0: never. slots: sequences that run at most.
+    """
+
+    padded = False
+    at_end = False
+
+    def __init__(self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0) -> None:
+        self._multiple, self._most, self._least, self._depth, self._slots = multiple, most, least, depth, slots
+
+    def slots(self, most: int) -> int:
+        return min(most, self._slots or most)
 
     def seats(self, sequences: int, most: int, microbatches: int) -> int:
         return max(-(-min(sequences, most) // microbatches), 1)
 
-    def chunk(self, rest: int, left: int, first: bool) -> int:
-        return min(rest, left)
+    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
+        return waiting
+
+    def joined(self, replica: Replica, sequences: int) -> None:
+        pass
+
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+        if left < max(self._least, 1):
+            return rest[:0]
+        wanted = rest
+        if self._most or self._depth:
+            most = np.full(rest.size, self._most or left, np.int64)
+            if self._depth:
+                most = most * self._depth // (self._depth + before)
+            wanted = np.minimum(rest, np.maximum(most // self._multiple, 1) * self._multiple)
+        used = np.cumsum(wanted)
+        count = int(np.searchsorted(used, left, side="right"))
+        if count == rest.size:
+            return wanted
+        over = left - (int(used[count - 1]) if count else 0)
+        over -= over % self._multiple  # of the first that does not fit
+        lengths = wanted[: count + (over > 0)].copy()
+        if over:
+            lengths[-1] = over
+        return lengths
+
+
+def whole(rest: Int64, left: int, first: bool) -> Int64:
+    """The first prompts that fit whole; the first of a step is cut instead."""
+    count = int(np.searchsorted(np.cumsum(rest), left, side="right"))
+    if not count and first and left > 0:
+        return np.minimum(rest[:1], left)
+    return rest[:count]

@@ -1,46 +1,178 @@
-"""Who is next? Order of the waiting and of the running where not all of them can be served."""
+"""Who is next? Order of the waiting (a queue) and of the running (columns) where not all of them can be served.
+
+The order that is fair between tenants is in fair.py.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from services.scheduler.core.policy import Queue
+from services.scheduler.core.queues import ByClass, ByPrefix, ByRatio, BySlack, Keyed, SwappedFirst, by_arrival
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import SlotTable
+from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import Int32
+
+AGE_NS = 10_000_000_000  # of waiting lift a sequence by one class
+TTFT_NS = 2_000_000_000  # limit of a request that gives none
+TBT_NS = 100_000_000
+TOKEN_NS = 50_000  # of prefill predicted for a token: 20,000 tokens a second
 
 
 class FirstCome:
-    """By arrival, whatever the class (Orca, Algorithm 1; Sarathi; vLLM's default)."""
+    """By arrival, whatever the class (Orca, Algorithm 1; Sarathi). vLLM's swapped stand before all that wait."""
 
-    def place(self, sequence: Sequence) -> tuple[float, ...]:
-        return (sequence.record.arrived_ns, sequence.number)
+    counts = False
 
-    def rank(self, sequence: Sequence, now_ns: int) -> tuple[float, ...]:
-        return (sequence.record.arrived_ns, sequence.number)
+    def __init__(self, swapped_first: bool = False) -> None:
+        self.swapped_first = swapped_first
+
+    def queue(self) -> Queue:
+        return SwappedFirst(by_arrival()) if self.swapped_first else by_arrival()
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         return slots[np.lexsort((table.number[slots], table.arrived[slots]))]
 
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        pass
+
 
 class ClassThenArrival:
-    """By class, then arrival; each `age_ns` waited lifts a sequence by one class, so that `low` never starves.
+    """By class, then arrival; each `age_ns` waited (0: never) lifts a sequence by one class, so `low` never starves.
 
-    Inside a class the order by arrival is the order by age, so only the heads of the four classes are compared.
+    With `slack` prompts that run already go by TTFT slack inside a class (the reference scheduler of papers.md).
     """
 
-    def __init__(self, age_ns: int = 10_000_000_000) -> None:
+    swapped_first = False
+    counts = False
+
+    def __init__(self, age_ns: int = AGE_NS, slack: bool = False) -> None:
         self._age_ns = age_ns
+        self._slack = slack
 
-    def place(self, sequence: Sequence) -> tuple[float, ...]:
-        return (sequence.record.arrived_ns, sequence.number)
-
-    def rank(self, sequence: Sequence, now_ns: int) -> tuple[float, ...]:
-        record = sequence.record
-        lifted = max(now_ns - record.arrived_ns, 0) // self._age_ns
-        return (max(sequence.priority - lifted, 0), record.arrived_ns, sequence.number)
+    def queue(self) -> Queue:
+        return ByClass(by_arrival, self._age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        arrived = table.arrived[slots]
-        lifted = np.maximum(now_ns - arrived, 0) // self._age_ns
-        rank = np.maximum(table.priority[slots] - lifted, 0)
-        return slots[np.lexsort((table.number[slots], arrived, rank))]
+        lifted = _lifted(table, slots, now_ns, self._age_ns)
+        urgency = _due(table, slots, TTFT_NS, TBT_NS, 0) if self._slack else table.arrived[slots]
+        return slots[np.lexsort((table.number[slots], urgency, lifted))]
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        pass
+
+
+class ClassThenSlack:
+    """By class with ageing, then least slack: time left to the TTFT limit less the predicted prefill, for the running
+    that decode time left to the TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack)."""
+
+    swapped_first = False
+    counts = False
+
+    def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
+        self._age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
+
+    def queue(self) -> Queue:
+        return ByClass(lambda: BySlack(self._start_by), self._age_ns)
+
+    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
+        lifted = _lifted(table, slots, now_ns, self._age_ns)
+        due = _due(table, slots, self._ttft_ns, TBT_NS, self._token_ns)
+        late = (due < now_ns) & (table.applied[slots] <= table.prompt[slots])
+        return slots[np.lexsort((table.number[slots], np.where(late, table.arrived[slots], due), late, lifted))]
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        pass
+
+    def _start_by(self, sequence: Sequence) -> int:
+        return start_by(sequence, self._ttft_ns, self._token_ns)
+
+
+class LeastSlack:
+    """Highest 1 / max(deadline - estimated finish, 1) first, whatever the class; of equal ones, so of all that are
+    late, the first come. Source: papers.md, Orca, the article's SLO priority; its deadline is the TTFT limit here."""
+
+    swapped_first = False
+    counts = False
+
+    def __init__(self, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
+        self._ttft_ns, self._token_ns = ttft_ns, token_ns
+
+    def queue(self) -> Queue:
+        return BySlack(lambda sequence: start_by(sequence, self._ttft_ns, self._token_ns), late_first=True)
+
+    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
+        slack = np.maximum(_due(table, slots, self._ttft_ns, TBT_NS, self._token_ns) - now_ns, 1)
+        return slots[np.lexsort((table.number[slots], table.arrived[slots], slack))]
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        pass
+
+
+class LongestPrefix(FirstCome):
+    """Most tokens in the prefix cache first while at most 128 wait, else by arrival (SGLang), as the running do."""
+
+    def queue(self) -> Queue:
+        return ByPrefix()
+
+
+class ShortestPrompt:
+    """Fewest tokens to compute first; long ones may starve."""
+
+    swapped_first = False
+    counts = False
+
+    def queue(self) -> Queue:
+        return Keyed(lambda sequence: sequence.known)
+
+    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
+        rest = table.known[slots] - table.planned[slots]
+        return slots[np.lexsort((table.number[slots], table.arrived[slots], rest))]
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        pass
+
+
+class ResponseRatio:
+    """Highest (waited + work) / work first: short prompts go first, and whoever waits long enough is next (HRRN)."""
+
+    swapped_first = False
+    counts = False
+
+    def __init__(self, token_ns: int = TOKEN_NS) -> None:
+        self._token_ns = token_ns
+
+    def queue(self) -> Queue:
+        return ByRatio(self._token_ns)
+
+    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
+        work = table.known[slots].astype(np.float64) * self._token_ns
+        ratio = (now_ns - table.arrived[slots] + work) / work
+        return slots[np.lexsort((table.number[slots], table.arrived[slots], -ratio))]
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        pass
+
+
+def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
+    """When the prefill of a waiting sequence has to begin for its TTFT limit, or for `ttft_ns` if it has none."""
+    record = sequence.record
+    return record.arrived_ns + (record.request.ttft_slo_ns or ttft_ns) - sequence.known * token_ns
+
+
+def _lifted(table: SlotTable, slots: Int32, now_ns: int, age_ns: int) -> Int64:
+    """[n] class of the running, lifted by one for each `age_ns` since arrival."""
+    priority = table.priority[slots].astype(np.int64)
+    if not age_ns:
+        return priority
+    lifted: Int64 = priority - np.maximum(now_ns - table.arrived[slots], 0) // age_ns
+    return np.maximum(lifted, 0)
+
+
+def _due(table: SlotTable, slots: Int32, ttft_ns: int, tbt_ns: int, token_ns: int) -> Int64:
+    """[n] ns, when the next computation has to begin: for the first token, or for the next one."""
+    ttft, tbt = table.ttft_slo_ns[slots], table.tbt_slo_ns[slots]
+    first = table.arrived[slots] + np.where(ttft > 0, ttft, ttft_ns)
+    first -= (table.known[slots] - table.planned[slots]).astype(np.int64) * token_ns
+    following = table.last_token_ns[slots] + np.where(tbt > 0, tbt, tbt_ns)
+    return np.where(table.applied[slots] > table.prompt[slots], following, first)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from services.scheduler.core.replica import Replica
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.core.types import Int32
+
+if TYPE_CHECKING:
+    from services.scheduler.core.replica import Replica
+
+TBT_NS = 100_000_000  # target of those who give no limit
+ALIGN = 64
 
 
 class Unlimited:
     """As many as the worker takes (Orca has no token budget)."""
 
-    def budget(self, replica: Replica, step_tokens: int) -> int:
-        return min(step_tokens or replica.limits.max_step_tokens, replica.limits.max_step_tokens)
+    def most(self, replica: Replica, step_tokens: int) -> int:
+        return at_most(replica, step_tokens)
+
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+        return at_most(replica, step_tokens)
 
 
 class Fixed:
@@ -18,5 +31,101 @@ class Fixed:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def budget(self, replica: Replica, step_tokens: int) -> int:
-        return min(step_tokens or self._tokens, replica.limits.max_step_tokens)
+    def most(self, replica: Replica, step_tokens: int) -> int:
+        return at_most(replica, step_tokens or self._tokens)
+
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+        return at_most(replica, step_tokens or self._tokens)
+
+
+class EmaBudget:
+    """The dynamic budget of Sarathi's facts sheet: what the mean time per token lets through under the tightest TBT
+    limit of the decodes, the prompts' part floored to 64 tokens; 256 of them before any measurement."""
+
+    def __init__(self, tbt_ns: int = TBT_NS) -> None:
+        self._tbt_ns = tbt_ns
+        self._starved = Starved()
+
+    def most(self, replica: Replica, step_tokens: int) -> int:
+        return at_most(replica, step_tokens)
+
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+        most, count = at_most(replica, step_tokens), decodes.size
+        if not count:
+            return most
+        limit_ns = tightest(replica, decodes) or self._tbt_ns
+        prompts = replica.token_time.budget(limit_ns, most, count, ALIGN)
+        return min(count + self._starved.feed(prompts), most)
+
+
+class ModelBudget:
+    """As many as the step-time model lets through under the tightest TBT limit of the decodes, with a factor for what
+    it gets wrong. Those without a limit count with `tbt_ns`, and for their sake prompts never get less than 64 tokens.
+    Fixed(512) until the model has seen 16 steps."""
+
+    def __init__(self, tbt_ns: int = TBT_NS, safety: float = 0.85) -> None:
+        self._tbt_ns, self._safety = tbt_ns, safety
+        self._starved = Starved()
+
+    def most(self, replica: Replica, step_tokens: int) -> int:
+        return at_most(replica, step_tokens)
+
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+        most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
+        if not count:
+            return most
+        if replica.model.observed < 16:
+            return min(max(512, count), most)
+        rows = table.rows(decodes)
+        limits = table.tbt_slo_ns[rows]
+        context = int(table.planned[rows].sum())
+        target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min())
+        prompts = self._fits(replica, target_ns, count, context)
+        if prompts < ALIGN:
+            strict_ns = tightest(replica, decodes)
+            prompts = min(self._fits(replica, strict_ns, count, context), ALIGN) if strict_ns else ALIGN
+        return min(count + self._starved.feed(prompts), most)
+
+    def _fits(self, replica: Replica, limit_ns: int, decodes: int, context: int) -> int:
+        """Tokens of prompts beside the decodes."""
+        largest = replica.model.largest(limit_ns * self._safety, decodes, context, deepest(replica))
+        return max(largest - decodes, 0)
+
+
+class Starved:
+    """Prompts get 64 tokens after 16 steps in which a limit left them nothing: a limit that cannot be kept anyway must
+    not keep them out for ever."""
+
+    patience = 16
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def feed(self, tokens: int) -> int:
+        """Tokens for prompts in a step that has `tokens` for them."""
+        self._steps = 0 if tokens else self._steps + 1
+        if self._steps > self.patience:
+            self._steps = 0
+            return ALIGN
+        return tokens
+
+
+def at_most(replica: Replica, tokens: int) -> int:
+    """`tokens` (0: as many as there may be), at most those that the worker takes."""
+    most = replica.limits.max_step_tokens
+    return min(tokens or most, most)
+
+
+def tightest(replica: Replica, decodes: Int32) -> int:
+    """ns, the least TBT limit of these slots; 0 if none has one."""
+    table = replica.table
+    limits = table.tbt_slo_ns[table.rows(decodes)]
+    given = limits[limits > 0]
+    return int(given.min()) if given.size else 0
+
+
+def deepest(replica: Replica) -> int:
+    """Tokens before the next chunk of the prompt that is furthest, of those that prefill."""
+    table, high = replica.table, replica.table.high
+    prefills = table.known[:high] - table.planned[:high] > 1
+    return int(np.max(table.planned[:high], initial=0, where=prefills))

@@ -1,0 +1,154 @@
+"""Fairness between tenants by virtual token counters: the order `fair`.
+
+Whoever was served least is next. Source: "Fairness in Serving Large Language Models" (VTC, OSDI '24), algorithm 2, with
+prompt and output tokens of equal weight.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+from services.scheduler.core.policy import Queue
+from services.scheduler.core.queues import Heap, arrival
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.types import Int32
+
+ABSENT = 16  # steps without anything waiting or served after which a tenant has been away
+Rank = tuple[int, int, int]  # tokens served, arrival and number of the first who waits
+
+
+class Fair:
+    """The counters, by interned tenant. A tenant that was away is lifted to the least counter of those who were not, so
+    that nobody saves up credit; what was counted for the absent is forgotten by that.
+    """
+
+    swapped_first = False
+    counts = True
+
+    def __init__(self) -> None:
+        self.counter: Int64 = np.zeros(16, np.int64)
+        self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # step of the last service
+        self._step = 0
+        self._queue = FairQueue(self)
+
+    def queue(self) -> Queue:
+        self._queue = FairQueue(self)
+        return self._queue
+
+    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
+        tenants = table.tenant[slots]
+        if slots.size:
+            self._reach(int(tenants.max()))
+        return slots[np.lexsort((table.number[slots], table.arrived[slots], self.counter[tenants]))]
+
+    def served(self, tenants: Int32, tokens: Int32) -> None:
+        self._step += 1
+        if tenants.size:
+            self._reach(int(tenants.max()))
+            np.add.at(self.counter, tenants, tokens)
+            self._seen[tenants] = self._step
+        self._queue.settle()
+
+    def comes(self, tenant: int) -> None:
+        """Something of `tenant` waits, and nothing did before."""
+        self._reach(tenant)
+        if self._step - self._seen[tenant] > ABSENT:
+            here = self._step - self._seen <= ABSENT
+            here[self._queue.waiting()] = True
+            here[tenant] = False
+            self.counter[tenant] = self.counter[here].min() if here.any() else 0
+        self._seen[tenant] = self._step
+
+    def goes(self, tenant: int) -> None:
+        """Something of `tenant` waits no more."""
+        self._seen[tenant] = self._step
+
+    def _reach(self, tenant: int) -> None:
+        while tenant >= self.counter.size:
+            self._seen = np.append(self._seen, np.full(self._seen.size, -ABSENT - 1))
+            self.counter = np.append(self.counter, np.zeros_like(self.counter))
+
+
+class FairQueue:
+    """The waiting: FIFO inside a tenant, of the tenants the one with the least counter.
+
+    What is taken out within a step counts at once with its known tokens, until served() tells what it really got: else
+    one tenant would have a whole step to itself.
+    """
+
+    def __init__(self, order: Fair) -> None:
+        self._order = order
+        self._tenants: dict[int, Heap] = {}  # none of them empty
+        self._ranks: list[tuple[Rank, int]] = []  # a heap; an entry counts if it is its tenant's rank
+        self._taken: dict[Sequence, int] = {}  # since the last step
+        self._charged: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for heap in self._tenants.values():
+            yield from heap
+
+    def waiting(self) -> list[int]:
+        """Tenants of whom something waits."""
+        return list(self._tenants)
+
+    def push(self, sequence: Sequence, now_ns: int) -> None:
+        tenant = sequence.record.tenant
+        if sequence in self._taken:
+            self._charged[tenant] -= self._taken.pop(sequence)
+        if tenant not in self._tenants:
+            self._order.comes(tenant)
+            self._tenants[tenant] = Heap()
+        self._tenants[tenant].push(sequence, arrival(sequence))
+        self._note(tenant)
+
+    def head(self, now_ns: int) -> Sequence | None:
+        while self._ranks:
+            rank, tenant = self._ranks[0]
+            if (now := self._rank(tenant)) == rank:
+                return self._tenants[tenant].first()
+            if now is not None and now > rank:
+                heapq.heapreplace(self._ranks, (now, tenant))
+            else:  # smaller ones were noted when they arose
+                heapq.heappop(self._ranks)
+        return None
+
+    def pop(self, sequence: Sequence) -> None:
+        tenant = sequence.record.tenant
+        self._taken[sequence] = sequence.known
+        self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        tenant = sequence.record.tenant
+        heap = self._tenants.get(tenant)
+        if heap is not None and heap.remove(sequence):
+            self._order.goes(tenant)
+            if not len(heap):
+                del self._tenants[tenant]
+
+    def settle(self) -> None:
+        """A step is complete: its real tokens are in the counters."""
+        charged, self._charged = list(self._charged), {}
+        self._taken.clear()
+        for tenant in charged:
+            if tenant in self._tenants:
+                self._note(tenant)
+
+    def _rank(self, tenant: int) -> Rank | None:
+        heap = self._tenants.get(tenant)
+        if heap is None or (first := heap.first()) is None:
+            self._tenants.pop(tenant, None)
+            return None
+        return int(self._order.counter[tenant]) + self._charged.get(tenant, 0), arrival(first), first.number
+
+    def _note(self, tenant: int) -> None:
+        """Its rank may have become smaller. One that has grown is noticed when it comes up."""
+        if (rank := self._rank(tenant)) is not None:
+            heapq.heappush(self._ranks, (rank, tenant))
+        if len(self._ranks) > 4 * len(self._tenants) + 64:
+            self._ranks = [(r, t) for t in list(self._tenants) if (r := self._rank(t)) is not None]
+            heapq.heapify(self._ranks)
