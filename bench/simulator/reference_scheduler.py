@@ -2,8 +2,9 @@
 
 The oracle of table T6 and of the preset `iteration-level`: plain Python over lists, nothing shared with the core.
 The sheet's rules: a heap by (class, arrival); prompt + max_new reserved at admission, which stops at the first that
-does not fit; every decode first, least TBT slack first; then chunks of at most 256 and a multiple of 64 to the prefilling by
-(class, TTFT slack); preemption when one of class <= high has under 15 ms of TBT slack, until all have over 30.
+does not fit; every decode first, least TBT slack first; then chunks of at most 256 and a multiple of 64 to the
+prefilling by (class, TTFT slack); preemption when one of class <= high has under 15 ms of TBT slack, until all have
+over 30.
 
 Where the sheet is silent:
 

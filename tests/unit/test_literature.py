@@ -32,6 +32,12 @@ def test_admission_stops_at_the_first_that_does_not_fit() -> None:
     assert steps[5] == Counts(1, 56, 0, 2)
 
 
+def test_the_chunks_of_a_step_end_with_the_first_request_that_gets_none() -> None:
+    """64 of 100 tokens to the first; 36 are no chunk of the second; the 30 of the third would fit but come later."""
+    steps = reference_scheduler.run([Request(0, 100, 1), Request(1, 128, 1), Request(2, 30, 1)], max_batch_tokens=100)
+    assert steps == [Counts(0, 64, 0, 3), Counts(0, 36 + 64, 0, 3), Counts(0, 64 + 30, 0, 2)]
+
+
 def test_a_higher_class_is_admitted_before_those_that_came_earlier() -> None:
     requests = [Request(0, 64, 4), Request(1, 64, 2), Request(2, 64, 2, HIGH, arrival_ms=1.0)]
     steps = reference_scheduler.run(requests, max_batch_requests=1)
@@ -41,8 +47,8 @@ def test_a_higher_class_is_admitted_before_those_that_came_earlier() -> None:
 
 
 def test_a_high_class_at_risk_preempts_until_all_are_safe_and_the_preempted_come_back() -> None:
-    """10 + 10 x tokens ms, a limit of 60: with three others 10 ms of slack, which is under 15; with two 20, with one 30,
-    which is not over 30; alone 40."""
+    """10 + 10 x tokens ms, a limit of 60: with three others 10 ms of slack, which is under 15; with two 20, with one
+    30, which is not over 30; alone 40."""
     requests = [Request(0, 10, 9, HIGH, tbt_ms=60.0), *(Request(i, 10, 9) for i in (1, 2, 3))]
     steps = reference_scheduler.run(requests, time_ms=lambda tokens: 10.0 + 10.0 * min(tokens, 4))
     assert steps[:3] == [Counts(0, 40, 0, 4), Counts(1, 0, 3, 1), Counts(1, 33, 0, 4)]
