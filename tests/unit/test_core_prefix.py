@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,10 +159,10 @@ class IndexTwin(RuleBasedStateMachine):
                 max_size=3,
             )
         )
-        asked = []
-        for salt, tokens in prompts:
-            keys = self.chain(salt, tokens)
-            asked.append((np.array(keys, np.uint64), column(tokens), self.contents.root(salt)))
+        asked = [
+            (np.array(self.chain(salt, tokens), np.uint64), column(tokens), self.contents.root(salt))
+            for salt, tokens in prompts
+        ]
         entered: list[tuple[Row, int]] = []
         finds = self.pool.find_many(asked)
         assert [found.tolist() for found in finds] == [self.model_find(salt, tokens) for salt, tokens in prompts]
@@ -330,7 +329,6 @@ def test_other_chains_of_the_call_do_not_suffer_from_a_collision() -> None:
     contents = pool.register(blocks, keys, rows([9, 9, 9, 9, 3, 3, 3, 4]), first, parents)
     assert contents[:2].tolist() == [0, 0]
     assert find(pool, [3, 3, 3, 4], [7, 8], UNSALTED) == blocks[2:].tolist()
-    pool.check()
 
 
 def test_a_second_copy_has_the_same_content_and_is_free_when_given() -> None:
@@ -347,7 +345,7 @@ def test_a_second_copy_has_the_same_content_and_is_free_when_given() -> None:
 def test_a_chain_goes_on_after_its_blocks_were_evicted_and_a_newer_one_takes_its_place() -> None:
     pool = BlockPool(4, SIZE)
     one, _ = enter(pool, [1, 1], [5], UNSALTED)
-    two, contents = enter(pool, [1, 1], [5], UNSALTED)
+    _, contents = enter(pool, [1, 1], [5], UNSALTED)
     pool.give(one)
     pool.take(3)
     assert find(pool, [1, 1], [5], UNSALTED) == []
@@ -360,7 +358,6 @@ def test_a_chain_goes_on_after_its_blocks_were_evicted_and_a_newer_one_takes_its
     assert (again > behind[0]).all()
     pool.give(column([2]))
     assert pool.cached == 0, "the orphan is free, not cached"
-    assert two.tolist() == [1]
     pool.check()
 
 
