@@ -142,6 +142,14 @@ def bench_serve(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@app.command("simulate", context_settings=PASS_ON, add_help_option=False)
+def simulate(context: typer.Context) -> None:
+    """Run scheduling policies on a virtual clock, side by side, without a worker (simulate --help)."""
+    from bench.simulator.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 def main() -> None:
     try:
         app()

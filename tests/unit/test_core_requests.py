@@ -28,7 +28,7 @@ def rounds(h: House, count: int) -> None:
 
 def blocks_free(h: House) -> bool:
     stats = h.core.stats()
-    return stats["blocks_free"] == stats["blocks_total"] and stats["running"] == 0
+    return stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"] and stats["running"] == 0
 
 
 # -- ends

@@ -120,7 +120,8 @@ class Admission:
         running, waiting = replica.table.count, len(placer)
         draft.seats += shared.seats(replica, running + waiting) - shared.seats(replica, running)
         free = shared.most(replica) - running
-        room = min(free, draft.seats, shared.policy.batch.joins(replica, waiting, head.record.arrived_ns, now_ns))
+        joins = shared.policy.batch.joins(replica, waiting, shared.most(replica), head.record.arrived_ns, now_ns)
+        room = min(free, draft.seats, joins)
         if free <= 0:
             self._refuse(replica, head, 0)
         if room <= 0 or draft.left <= 0 or self._still_refused(replica, head):

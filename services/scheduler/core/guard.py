@@ -85,7 +85,8 @@ class Guard:
         table, refs = replica.table, replica.pool.refs
         promised = np.maximum(table.promised[victims] - table.held[victims], 0).astype(np.int64)
         alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held[s]]] == 1)) for s in victims.tolist()]
-        return promised + np.array(alone, np.int64)
+        frees: Int64 = promised + np.array(alone, np.int64)
+        return frees
 
     @staticmethod
     def _victims(replica: Replica, lowest: int) -> Int32:

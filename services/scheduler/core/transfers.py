@@ -132,7 +132,7 @@ class Transfers:
             self._pool.drained(out_gpu[alone])
             self._pool.give(out_gpu[~alone])
             self._kept.subtract(out_gpu[~alone].tolist())
-        done = []
+        done: list[Load] = []
         at = 0
         while at < in_host.size:
             if not self._loads:

@@ -1,0 +1,105 @@
+"""What arrives: times, lengths, classes and limits of every request of a run, as columns.
+
+Pure given a seed. Built by options.py and the tests; engine.py makes each request when it arrives, so that memory
+holds no prompt that is not in the system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.types import Int32, NewRequest
+
+Int64 = npt.NDArray[np.int64]
+STOP_ID = 1
+PLAIN_ID = 0  # what the device samples as long as a request goes on
+_FIRST_PROMPT_ID = 2
+_SPREAD, _PROMPT_IDS = 2_654_435_761, 1 << 30  # odd, so request -> first token is one to one below 2^30 requests
+_STOPS: Int32 = np.array([STOP_ID], np.int32)
+
+
+def _none() -> Int64:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class Workload:
+    """Columns of one entry a request, by arrival. Empty optional columns mean their default.
+
+    arrived_ns counts from the start of the run; `output` is the true length, which only the device knows;
+    `max_tokens` is what the client asks for. ttft_slo_ns, tbt_slo_ns: 0 for none.
+    """
+
+    arrived_ns: Int64
+    prompt: Int64
+    output: Int64
+    max_tokens: Int64 = field(default_factory=_none)  # default: output
+    priority: Int64 = field(default_factory=_none)  # default: 2, normal
+    ttft_slo_ns: Int64 = field(default_factory=_none)
+    tbt_slo_ns: Int64 = field(default_factory=_none)
+    group: Int64 = field(default_factory=_none)  # whose shared prefix the prompt begins with; -1: nobody's
+    prefix_tokens: int = 0  # of a shared prefix; counted in `prompt`
+
+    def __post_init__(self) -> None:
+        n = len(self.arrived_ns)
+        defaults = {"max_tokens": self.output, "priority": 2, "ttft_slo_ns": 0, "tbt_slo_ns": 0, "group": -1}
+        for name, value in defaults.items():
+            if not len(getattr(self, name)):
+                column = value.copy() if isinstance(value, np.ndarray) else np.full(n, value, np.int64)
+                setattr(self, name, column)
+        for name in ("prompt", "output", *defaults):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"column {name} has {len(getattr(self, name))} entries, arrived_ns has {n}")
+        if n and (np.diff(self.arrived_ns) < 0).any():
+            raise ValueError("arrived_ns must not fall")
+        if n and min(self.prompt.min(), self.output.min(), (self.max_tokens - self.output).min() + 1) < 1:
+            raise ValueError("prompt and output must be at least 1 token, max_tokens at least output")
+
+    def __len__(self) -> int:
+        return len(self.arrived_ns)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and output that any request may need."""
+        return int((self.prompt + self.max_tokens).max())
+
+    def head_hash(self, i: int) -> int:
+        """What a router that knows prefixes routes by: the same for all of a group, else the request's own."""
+        group = int(self.group[i])
+        return _mix(group if group >= 0 else len(self) + i)
+
+    def request(self, i: int, start_ns: int) -> NewRequest:
+        """Request i as the service would hand it over; its payload is i. Prompts share tokens only by group."""
+        prompt = np.arange(int(self.prompt[i]), dtype=np.int32)
+        prompt += _FIRST_PROMPT_ID + i * _SPREAD % _PROMPT_IDS
+        if (group := int(self.group[i])) >= 0:
+            shared = min(self.prefix_tokens, prompt.size - 1)
+            prompt[:shared] = np.arange(shared, dtype=np.int32) + (_PROMPT_IDS + group * _SPREAD % _PROMPT_IDS // 2)
+        return NewRequest(
+            id=str(i),
+            prompts=[prompt],
+            max_tokens=int(self.max_tokens[i]),
+            stop_ids=_STOPS,
+            priority=int(self.priority[i]),
+            arrived_ns=start_ns + int(self.arrived_ns[i]),
+            ttft_slo_ns=int(self.ttft_slo_ns[i]),
+            tbt_slo_ns=int(self.tbt_slo_ns[i]),
+            payload=i,
+        )
+
+
+def _mix(value: int) -> int:
+    """A 32-bit hash that spreads neighbours (Knuth's multiplicative hash, twice)."""
+    value = (value + 1) * _SPREAD & 0xFFFFFFFF
+    return ((value ^ value >> 15) * _SPREAD & 0xFFFFFFFF) ^ value >> 13
+
+
+def all_at_once(prompt: list[int], output: list[int], max_tokens: list[int] | None = None) -> Workload:
+    """Everything arrives at the start."""
+    asked = np.array(max_tokens, np.int64) if max_tokens else _none()
+    return Workload(
+        np.zeros(len(prompt), np.int64), np.array(prompt, np.int64), np.array(output, np.int64), max_tokens=asked
+    )

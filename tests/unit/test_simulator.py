@@ -1,0 +1,222 @@
+"""The simulator against schedules worked out by hand: steps of a fixed time, so every figure is a sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.simulator.clock import Features, Linear
+from bench.simulator.device import Device
+from bench.simulator.engine import Run, Setup, Stuck, simulate
+from bench.simulator.metrics import Histogram
+from bench.simulator.workload import STOP_ID, Workload, all_at_once
+from services.scheduler.core.core import Core
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.presets import preset
+from services.scheduler.core.types import EMPTY, StepPlan
+
+MS = 1_000_000
+TEN = Linear(10 * MS)  # every step takes 10 ms, whatever is in it
+BARE = Setup(blocks=1000, lookahead=0, host_us=0)
+
+
+def at(ms: list[int], prompt: list[int], output: list[int]) -> Workload:
+    return Workload(np.array(ms) * MS, np.array(prompt), np.array(output))
+
+
+def of(run: Run, name: str) -> list[float]:
+    return (getattr(run.seen, name) / MS).tolist()
+
+
+def test_three_at_once_get_their_tokens_at_the_end_of_each_step() -> None:
+    run = simulate("orca", all_at_once([5, 6, 7], [1, 3, 2]), BARE, TEN)
+    assert of(run, "ttft_ns") == [10, 10, 10]
+    assert of(run, "e2e_ns") == [10, 30, 20]
+    assert of(run, "worst_ns") == [0, 10, 10]
+    result = run.result
+    assert result["iterations"] == 3 and result["finished"] == 3 and result["duration_s"] == 0.03
+    assert result["output_tok_s"] == 200 and result["throughput_tok_s"] == 800  # 6 and 24 tokens in 30 ms
+    assert result["goodput_rps"] == 100 and result["device_busy"] == 1
+    assert result["computed_tokens"] == 18 + 2 + 1
+
+
+def test_an_arrival_inside_a_step_waits_for_the_next_one() -> None:
+    run = simulate("orca", at([0, 4, 95], [4, 4, 4], [3, 2, 2]), BARE, TEN)
+    assert of(run, "ttft_ns") == [10, 16, 10]  # the second enters at 10; the third finds the device idle
+    assert of(run, "e2e_ns") == [30, 26, 20]
+    assert run.result["duration_s"] == 0.115
+
+
+def test_a_long_prefill_is_the_gap_of_those_who_decode() -> None:
+    clock = Linear(c0=1 * MS, c1=1 * MS)  # 1 ms + 1 ms a token
+    run = simulate("orca", at([0, 1], [2, 100], [4, 2]), BARE, clock)
+    # 0..3 prefill of 2; 3..105 its decode with 100 prompt tokens; then 2 decodes, 3 ms; then 1 decode, 2 ms
+    assert of(run, "ttft_ns") == [3, 104]
+    assert of(run, "worst_ns") == [102, 3]
+    assert of(run, "e2e_ns") == [110, 107]
+    assert run.result["goodput_rps"] == pytest.approx(1 / 0.110, rel=1e-4)  # the first had a gap of 102 ms
+
+
+def test_chunks_keep_the_gap_short() -> None:
+    clock = Linear(c0=1 * MS, c1=1 * MS)
+    run = simulate("sarathi", at([0, 1], [2, 100], [4, 2]), replace(BARE, step_tokens=40), clock)
+    assert of(run, "worst_ns")[0] == 41
+    assert run.result["goodput_rps"] == pytest.approx(2 / run.result["duration_s"], rel=1e-4)
+
+
+def test_contexts_count_as_the_model_says() -> None:
+    steps: list[Features] = []
+
+    class Spy:
+        def duration_ns(self, plan: StepPlan, features: Features) -> int:
+            steps.append(features)
+            return MS
+
+    simulate("sarathi", all_at_once([10], [3]), replace(BARE, step_tokens=6), Spy())
+    # chunks [0, 6) and [6, 10): pairs 6 * 3.5 and 4 * (6 + 2.5); then decodes over 10 and 11 tokens
+    assert steps == [(6, 0, 21, 6), (4, 0, 34, 4), (1, 10, 0, 0), (1, 11, 0, 0)]
+
+
+def test_the_schedulers_time_shows_without_lookahead_and_hides_behind_the_step_with_it() -> None:
+    work = all_at_once([4], [4])
+    paid = simulate("orca", work, replace(BARE, host_us=2000), TEN)
+    hidden = simulate("orca", work, replace(BARE, host_us=2000, lookahead=1), TEN)
+    assert of(paid, "e2e_ns") == [48]
+    assert of(hidden, "e2e_ns") == [42]  # only before the first step nothing runs that could hide it
+
+
+def test_lookahead_computes_one_token_too_many_and_delivers_none_of_it() -> None:
+    run = simulate("orca", all_at_once([4], [3], [9]), replace(BARE, lookahead=1), TEN)
+    assert run.seen.tokens.tolist() == [3]
+    assert run.result["computed_tokens"] == 4 + 2 + 1
+    assert of(run, "e2e_ns") == [30]
+
+
+def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
+    work = all_at_once([4, 4], [3, 3])
+    run = simulate("orca", work, replace(BARE, microbatches=2, max_seqs=2), TEN)
+    # each batch of one takes 10 ms through both stages of 5 ms; the second follows 5 ms behind the first
+    assert sorted(of(run, "e2e_ns")) == [30, 35]
+
+
+class Padded:
+    """Takes everyone into an empty engine, nobody into a running one."""
+
+    padded = True
+
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def static() -> Policy:
+    """Orca's parts, marked as a padded engine."""
+    policy = preset("orca")
+    return replace(policy, batch=Padded(policy.batch))  # type: ignore[arg-type]
+
+
+def test_a_padded_engine_delivers_when_its_batch_ends() -> None:
+    for lookahead in (0, 1):
+        work = all_at_once([4, 8], [2, 5], [9, 9])
+        run = simulate(static(), work, replace(BARE, lookahead=lookahead), TEN)
+        assert of(run, "ttft_ns") == [10, 10]
+        assert of(run, "e2e_ns") == [50, 50]
+        assert of(run, "worst_ns") == [40, 10]  # (50 - 10) / (n - 1)
+        # gaps 10, 10, 10, 10, 40: the P99 lies 0.96 of the way from the fourth to the fifth
+        assert [run.result["tbt_ms"][p] for p in ("p50", "p99")] == pytest.approx([10, 38.8], rel=2e-4)
+
+
+def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() -> None:
+    run = simulate(static(), all_at_once([4, 8], [2, 5]), BARE, TEN)
+    # prefill 2 x 8, then four steps of 2 rows; of them 4 of the prompt and 3 decodes are padding
+    assert run.result["computed_tokens"] == 16 + 8
+    assert run.result["padding"] == pytest.approx(7 / 24, abs=1e-5)
+
+
+def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
+    device = Device(4, TEN, np.array([9, 9]), 1, False, block_ns=6 * MS)
+    core = Core("orca")
+    plan = _empty_plan()
+    assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0).end_ns == 18 * MS
+    assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0).end_ns == 18 * MS  # in order
+    assert core.idle
+
+
+def _empty_plan() -> StepPlan:
+    none = np.zeros(0, np.bool_)
+    return StepPlan(1, 0, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, [], EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, none)
+
+
+@pytest.mark.parametrize("routing", ["round-robin", "random", "least-tokens", "two-choices", "prefix"])
+@pytest.mark.parametrize("policy", ["orca", "sarathi", "orcinus"])
+def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str, routing: str) -> None:
+    rng = np.random.default_rng(7)
+    n = 200
+    work = Workload(
+        np.sort(rng.integers(0, 2_000, n)) * MS, rng.integers(1, 120, n), output := rng.integers(1, 60, n), output + 20
+    )
+    setup = Setup(blocks=40, max_seqs=16, block_size=16, replicas=3, routing=routing, seed=3, max_step_tokens=256)
+    run = simulate(policy, work, setup, Linear(2 * MS, 10_000))
+    assert run.result["finished"] == n
+    assert np.array_equal(run.seen.tokens, output)
+    assert (run.seen.ttft_ns > 0).all() and (run.seen.e2e_ns >= run.seen.ttft_ns).all()
+    assert run.seen.gaps.distribution()[1].sum() == output.sum() - n
+    again = simulate(policy, work, setup, Linear(2 * MS, 10_000))
+    assert {**run.result, "wall_s": 0} == {**again.result, "wall_s": 0}
+
+
+def test_round_robin_deals_and_least_tokens_avoids_the_busy_replica() -> None:
+    work = at([0, 1, 2, 3], [500, 4, 4, 4], [50, 2, 2, 2])
+    dealt = simulate("orca", work, replace(BARE, replicas=2), TEN)
+    assert dealt.seen.replica.tolist() == [0, 1, 0, 1]
+    least = simulate("orca", work, replace(BARE, replicas=2, routing="least-tokens"), TEN)
+    assert least.seen.replica.tolist() == [0, 1, 1, 1]
+
+
+def test_prefix_routing_sends_a_group_to_one_replica() -> None:
+    n = 40
+    group = np.arange(n) % 8
+    work = Workload(np.arange(n) * MS, np.full(n, 64), np.full(n, 2), group=group, prefix_tokens=32)
+    run = simulate("orca", work, replace(BARE, replicas=4, routing="prefix"), TEN)
+    assert all(len(set(run.seen.replica[group == g].tolist())) == 1 for g in range(8))
+    assert len(set(run.seen.replica.tolist())) > 1
+
+
+def test_prompts_are_distinct_from_their_first_token_on_except_in_a_group() -> None:
+    work = Workload(np.zeros(2000, np.int64), np.full(2000, 20), np.ones(2000, np.int64), group=np.full(2000, -1))
+    firsts = {int(work.request(i, 0).prompts[0][0]) for i in range(2000)}
+    assert len(firsts) == 2000 and min(firsts) > STOP_ID
+    shared = replace(work, group=np.arange(2000) % 2, prefix_tokens=16)
+    one, other, same = (shared.request(i, 0).prompts[0] for i in (0, 1, 2))
+    assert one[:16].tolist() == same[:16].tolist() != other[:16].tolist()
+    assert one[16] != same[16]
+
+
+def test_a_request_that_can_never_run_is_told_and_not_counted() -> None:
+    run = simulate("orca", all_at_once([10, 4000], [2, 2]), replace(BARE, blocks=20), TEN)
+    assert run.result["finished"] == 1 and run.result["requests"] == 2
+    assert run.result["slo_violations"] == 0.5
+    assert "KV blocks" in next(iter(run.result["errors"]))
+
+
+def test_a_core_that_plans_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Core, "plan", lambda self, now_ns, replica=0: (None, None))
+    monkeypatch.setattr("bench.simulator.engine.MOST_TICKS", 50)
+    with pytest.raises(Stuck, match="orca holds 1 requests"):
+        simulate("orca", all_at_once([4], [2]), BARE, TEN)
+
+
+def test_the_histograms_percentiles_are_those_of_the_values() -> None:
+    rng = np.random.default_rng(1)
+    values = (rng.lognormal(17, 2, 700_000)).astype(np.int64)
+    histogram = Histogram()
+    for part in np.array_split(values, 9):
+        histogram.add(part)
+    assert histogram.percentiles((0, 50, 90, 99, 99.9)) == pytest.approx(
+        np.percentile(values, (0, 50, 90, 99, 99.9)).tolist(), rel=3e-4
+    )
+    assert histogram.distribution()[1].sum() == values.size

@@ -1,0 +1,177 @@
+"""`orcinus simulate` as other programs call it: the names of its JSON, its exit codes, what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.simulator.arrivals import Lengths, Spec, build
+from bench.simulator.clock import fit_step_log
+from bench.simulator.main import main
+
+CONTRACT = {
+    "policy", "requests", "finished", "throughput_tok_s", "output_tok_s", "goodput_rps", "ttft_ms", "tbt_ms",
+    "normalized_latency_ms", "preemptions", "recomputed_tokens", "swapped_blocks", "padding", "iterations", "wall_s",
+}  # fmt: skip
+
+
+def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    code = main([*argv, "--json", "--jobs", "1"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return json.loads(printed.out)["results"]
+
+
+def test_json_has_the_agreed_names_and_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("--policy", "orca,orcinus", "--requests", "60", "--rate-scale", "4", "--seed", "3")
+    results = ask(capsys, *command)
+    assert [r["policy"] for r in results] == ["orca", "orcinus"]
+    for result in results:
+        assert set(result) >= CONTRACT
+        assert result["finished"] == result["requests"] == 60
+        for name in ("ttft_ms", "tbt_ms", "normalized_latency_ms"):
+            assert 0 < result[name]["p50"] <= result[name]["p99"]
+    again = ask(capsys, *command)
+    assert [{**r, "wall_s": 0} for r in again] == [{**r, "wall_s": 0} for r in results]
+
+
+def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--policy", "orca,sarathi", "--requests", "30", "--json", "--jobs"]
+    lines = []
+    for jobs in ("1", "2"):
+        assert main([*command, jobs]) == 0
+        lines.append([{**r, "wall_s": 0} for r in json.loads(capsys.readouterr().out)["results"]])
+    assert lines[0] == lines[1]
+
+
+def test_a_trace_without_times_gets_poisson_arrivals_and_wants_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "10,5\n" * 40)
+    assert main(["--trace", str(trace)]) == 2
+    assert "give --rate" in capsys.readouterr().err
+    (result,) = ask(capsys, "--trace", str(trace), "--rate", "20", "--requests", "100")
+    assert result["finished"] == 100
+    assert result["duration_s"] == pytest.approx(5, rel=0.4)
+
+
+def test_the_table_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--policy", "orca,sarathi", "--requests", "20", "--jobs", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "orca" in printed and "sarathi" in printed and "goodput" in printed
+
+
+def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    file.write_text('{"c0": 20000000}')
+    (result,) = ask(
+        capsys, "--step-time", str(file), "--prompt-tokens", "8", "--output-tokens", "5", "--at-once", "--requests", "3"
+    )
+    assert result["tbt_ms"]["p50"] == pytest.approx(20, rel=2e-4)
+    assert result["ttft_ms"]["p99"] == pytest.approx(20.3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--policy", "fifo"], "there are"),
+        (["--trace", "nowhere.csv"], "nowhere.csv"),
+        (["--rate-scale", "0"], "above 0"),
+        (["--requests", "-1"], "negative"),
+        (["--requests", "x"], "whole number"),
+        (["--model-shape", "llama-9b"], "llama-8b"),
+        (["--device", "abacus"], "h100"),
+        (["--model-shape", "llama-70b", "--device", "l4"], "--kv-blocks"),
+        (["--cv", "2"], "--rate"),
+        (["--at-once", "--rate", "3"], "exclude"),
+        (["--classes", "urgent:1"], "realtime"),
+        (["--prompt-tokens", "9:3"], "LOW"),
+        (["--output-tokens", "lognormal:0:1", "--prompt-tokens", "4"], "lognormal:MEAN:SIGMA"),
+        (["--prompt-tokens", "4", "--output-tokens", "4"], "--rate"),
+        (["--routing", "nearest"], "least-tokens"),
+        (["--step-time", "nowhere.json"], "nowhere.json"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_says_what_to_do(
+    wrong: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrong) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and says in printed.err and not printed.out
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"c1": 3}', '{"c0": -1}', '{"c0": "fast"}', '{"c0": 1, "c9": 2}', "{"])
+def test_coefficients_that_make_no_sense_are_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(content)
+    assert main(["--step-time", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+def test_requests_that_cannot_finish_end_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--requests", "5", "--kv-blocks", "10", "--json", "--jobs", "1"]) == 1
+    assert "did not finish" in capsys.readouterr().err
+
+
+def test_a_fit_finds_the_coefficients_behind_a_step_log_and_overlooks_outliers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    log = tmp_path / "steps.jsonl"
+    lines = []
+    for i in range(300):
+        tokens, decode, prefill = int(rng.integers(1, 500)), int(rng.integers(0, 9000)), int(rng.integers(0, 90000))
+        us = 2000 + 12 * tokens + 0.5 * decode + 0.02 * prefill + float(rng.normal(0, 5))
+        us *= 30 if i % 50 == 7 else 1
+        line = {"tokens": tokens, "forward_us": us - 100, "sample_us": 100}
+        lines.append(json.dumps({**line, "decode_context": decode, "prefill_context": prefill}))
+    log.write_text("\n".join(lines))
+    fit = fit_step_log(log)
+    assert [fit.c0, fit.c1, fit.c2, fit.c3] == pytest.approx([2e6, 12e3, 500, 20], rel=0.02)
+
+
+def test_a_step_log_without_contexts_gives_a_base_and_a_price_per_token(tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    log.write_text("\n".join(f'{{"tokens": {n}, "forward_us": {500 + 3 * n}, "sample_us": 0}}' for n in range(1, 40)))
+    fit = fit_step_log(log)
+    assert [fit.c0, fit.c1, fit.c2, fit.c3] == pytest.approx([500e3, 3e3, 0, 0])
+    log.write_text('{"tokens": 3}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        fit_step_log(log)
+
+
+def test_drawn_columns_have_the_asked_mean_and_do_not_depend_on_one_another() -> None:
+    spec = Spec(
+        trace=None,
+        requests=20_000,
+        prompt=Lengths.parse("lognormal:300:0.8"),
+        output=Lengths.parse("10:30"),
+        rate_rps=50,
+        cv=2.0,
+        max_tokens=0,
+        classes={"realtime": 1.0, "low": 3.0},
+        ttft_slo_ms={"realtime": 200.0},
+    )
+    work = build(spec)
+    assert work.prompt.mean() == pytest.approx(300, rel=0.05)
+    assert (work.output.min(), work.output.max()) == (10, 30)
+    assert np.array_equal(work.max_tokens, work.output)
+    gaps = np.diff(work.arrived_ns) / 1e9
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05) and gaps.std() / gaps.mean() == pytest.approx(2, rel=0.05)
+    assert (work.priority == 0).mean() == pytest.approx(0.25, abs=0.02)
+    assert set(work.ttft_slo_ns[work.priority == 0]) == {200_000_000} and not work.ttft_slo_ns[work.priority == 3].any()
+
+
+def test_a_trace_in_a_circle_goes_on_after_its_end(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n5,10,1\n6,20,2\n9,30,3\n")
+    work = build(Spec(trace=trace, requests=5, rate_scale=2.0))
+    assert work.prompt.tolist() == [10, 20, 30, 10, 20]
+    assert (work.arrived_ns / 1e9).tolist() == [0, 0.5, 2, 3, 3.5]  # laps of 4 s and one mean interval of 2 s, halved
+    assert work.max_tokens.tolist() == [1024] * 5
