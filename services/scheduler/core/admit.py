@@ -97,7 +97,7 @@ class Admission:
         slots = self._shared.policy.order.sort(table, slots, now_ns)[: draft.seats]
         before = table.planned[slots].astype(np.int64)
         rest = table.known[slots] - before
-        lengths = self._shared.policy.batch.chunks(rest, before, draft.left, not draft.prefill)
+        lengths = self._shared.policy.batch.chunks(rest, before, draft.left, not draft.prefill, draft.empty)
         if lengths.size:
             self._run(replica, draft, slots[: lengths.size], lengths)
 
@@ -131,9 +131,12 @@ class Admission:
             return
         if draft.beneficiary is not None:
             room = 1
-        candidates = self._candidates(replica, draft, room, now_ns)
-        if candidates:
-            self._judge(replica, draft, candidates, now_ns, known)
+        while room > 0 and draft.left > 0:  # again where some need less than it seemed, or are judged by other rules
+            candidates = self._candidates(replica, draft, room, now_ns)
+            entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
+            if not entered or entered < len(candidates):
+                break
+            room -= entered
 
     def _budget(self, replica: Replica, draft: Draft, now_ns: int) -> None:
         """`left` becomes what the policy leaves for prompts beside the decodes; asked once a step."""
@@ -219,7 +222,7 @@ class Admission:
 
     def _judge(
         self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector
-    ) -> None:
+    ) -> int:
         """As many of the first candidates enter as memory and budget allow; the others stand where they stood."""
         shared = self._shared
         entrants = self._entrants(replica, candidates)
@@ -239,6 +242,7 @@ class Admission:
         if entering:
             shared.policy.batch.joined(replica, len(entering))
             self._enter_all(replica, draft, entering, promised, lengths, now_ns, known)
+        return len(entering)
 
     @staticmethod
     def _entrants(replica: Replica, candidates: list[Candidate]) -> Entrants:
@@ -253,9 +257,7 @@ class Admission:
         known, limit, cached_, shared, priority, prompt = np.array(rows, np.int64).T
         return Entrants(known, limit, cached_, shared, priority.astype(np.int32), prompt)
 
-    def _chunks(
-        self, draft: Draft, candidates: list[Candidate], entrants: Entrants
-    ) -> tuple[list[Candidate], Int64]:
+    def _chunks(self, draft: Draft, candidates: list[Candidate], entrants: Entrants) -> tuple[list[Candidate], Int64]:
         """Who may enter with the tokens that are left, and the first chunks of those that need not load."""
         if not candidates:
             return [], np.zeros(0, np.int64)
@@ -264,7 +266,7 @@ class Admission:
         runs = np.array([not candidate.loads for candidate in candidates])
         if not runs.any():
             return candidates, np.zeros(0, np.int64)
-        lengths = self._shared.policy.batch.chunks(rest[runs], before[runs], draft.left, not draft.prefill)
+        lengths = self._shared.policy.batch.chunks(rest[runs], before[runs], draft.left, not draft.prefill, draft.empty)
         if lengths.size < int(runs.sum()):
             candidates = candidates[: int(np.flatnonzero(runs)[lengths.size])]
         return candidates, lengths

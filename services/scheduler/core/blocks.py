@@ -133,6 +133,15 @@ class BlockPool:
             self._uncache(displaced)
         return contents
 
+    def forget(self, blocks: Int32) -> None:
+        """Referenced blocks are not found any more; their references stay. Those not indexed stay as they are."""
+        self._index.forget(blocks[self._index.content.take(blocks) != 0])
+
+    def drains(self, blocks: Int32) -> Mask:
+        """[n] bool: whose copies are not acknowledged yet?"""
+        found: Mask = self._drains[blocks]
+        return found
+
     def coldest(self, count: int) -> Int32:
         """[<= count] int32: the least recently used cached blocks, coldest first; they stay what they are."""
         return self._cold.coldest(min(count, self.cached))

@@ -63,7 +63,9 @@ class Guard:
                     self._shared.preempt(replica, draft, victim, now_ns, known)
                 return
 
-    def take(self, replica: Replica, draft: Draft, sequence: Sequence, cost: int, now_ns: int, known: Collector) -> None:
+    def take(
+        self, replica: Replica, draft: Draft, sequence: Sequence, cost: int, now_ns: int, known: Collector
+    ) -> None:
         """`sequence`, of class <= high and first of the waiting, lacks a slot or `cost` blocks: running ones of lower
         classes yield both, if that is enough. Its blocks have to be there at once, so they yield by recompute."""
         table = replica.table

@@ -49,7 +49,7 @@ class Passes:
                 self._decoding.plan(replica, draft, now_ns, known)
                 self._admission.prefill(replica, draft, now_ns)
                 self._admission.admit(replica, draft, now_ns, known)
-                if draft.slots.size or draft.chunks or draft.enters or replica.transfers.pending:
+                if not draft.empty or draft.enters or replica.transfers.pending:
                     return self._seal(replica, draft, now_ns)
                 if not draft.preempted:  # else: all who were to run have yielded; those who kept memory run now
                     break

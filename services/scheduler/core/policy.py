@@ -120,11 +120,12 @@ class Batch(Protocol):
     def joined(self, replica: Replica, sequences: int) -> None:
         """So many of the waiting have joined in this step."""
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         """[k] tokens for the first k prompts that get a chunk when [n] have `rest` to go behind `before` whose KV is
         there, and `left` of the budget is left; k <= n, all > 0, their sum <= left.
 
-        `first`: no other prompt has a chunk in this step.
+        `first`: no other prompt has a chunk in this step; `alone`: nor does anybody decode, so that the first must get
+        something.
         """
 
 

@@ -187,5 +187,3 @@ class Sharing:
 
     def _release(self, sequences: list[Sequence]) -> None:
         self.ready += [sequence for sequence in sequences if sequence.state is State.WAITING]
-
-

@@ -38,7 +38,7 @@ class WholePrefill:
     def joined(self, replica: Replica, sequences: int) -> None:
         pass
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         return whole(rest, left, first)
 
 
@@ -73,7 +73,7 @@ class Static:
     def joined(self, replica: Replica, sequences: int) -> None:
         self._open[replica.number] -= sequences
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         return whole(rest, left, first)
 
 
@@ -105,7 +105,9 @@ class Chunked:
     def joined(self, replica: Replica, sequences: int) -> None:
         pass
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
+        if alone and left < max(self._least, self._multiple):  # a small budget must not keep prompts out for ever
+            return np.minimum(rest[:1], left)
         if left < max(self._least, 1):
             return rest[:0]
         wanted = rest
