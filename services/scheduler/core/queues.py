@@ -174,7 +174,7 @@ class BySlack:
 
 class ByClass:
     """One queue a class, best class first; each `age_ns` waited (0: never) lifts a sequence by one class, no higher
-    than realtime. Of equal classes the one that arrived first. Only the heads of the four and of their late are compared.
+    than realtime. Of equal classes the first come. Only the heads of the four and of their late are compared.
     """
 
     def __init__(self, inner: Callable[[], Keyed | BySlack], age_ns: int) -> None:

@@ -81,10 +81,10 @@ class Chunked:
     """Prompts in chunks of what the decodes leave of the budget (Sarathi; FastGen, whose passes are all of one size);
     microbatches share evenly.
 
-    multiple: a chunk is a multiple of it, unless it is the rest of its prompt. most: tokens of a chunk at most, 0 for
-    no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else the
-    budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's attention
-    reads all that lies before it; 0: never. slots: sequences that run at most.
+    multiple: a chunk is a multiple of it, unless less than that is left of its prompt. most: tokens of a chunk at most,
+    0 for no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else
+    the budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's
+    attention reads all that lies before it; 0: never. slots: sequences that run at most.
     """
 
     padded = False
@@ -110,18 +110,20 @@ class Chunked:
             return np.minimum(rest[:1], left)
         if left < max(self._least, 1):
             return rest[:0]
-        wanted = rest
+        wanted, size = rest, self._multiple
         if self._most or self._depth:
             most = np.full(rest.size, self._most or left, np.int64)
             if self._depth:
                 most = most * self._depth // (self._depth + before)
-            wanted = np.minimum(rest, np.maximum(most // self._multiple, 1) * self._multiple)
+            wanted = np.minimum(rest, np.maximum(most, size))
+        if size > 1:
+            wanted = np.where(rest < size, rest, wanted // size * size)
         used = np.cumsum(wanted)
         count = int(np.searchsorted(used, left, side="right"))
         if count == rest.size:
             return wanted
         over = left - (int(used[count - 1]) if count else 0)
-        over -= over % self._multiple  # of the first that does not fit
+        over -= over % size  # of the first that does not fit
         lengths = wanted[: count + (over > 0)].copy()
         if over:
             lengths[-1] = over
