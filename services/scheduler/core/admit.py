@@ -14,7 +14,7 @@ from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import HIGH, Guard
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.policy import Entrants, Pace
-from services.scheduler.core.replica import Replica
+from services.scheduler.core.replica import Refusal, Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.sharing import Hit, Sharing
 from services.scheduler.core.table import Int64
@@ -22,17 +22,6 @@ from services.scheduler.core.types import EMPTY, Enter, Int32
 
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = Hit(EMPTY, EMPTY, 0)
-
-
-@dataclass(slots=True)
-class Refusal:
-    """Why the head of the waiting did not enter: it lacked `cost` blocks, or a slot."""
-
-    number: int
-    roster: int
-    available: int
-    cost: int
-    again: int  # iteration
 
 
 @dataclass(slots=True)
@@ -54,15 +43,10 @@ class Admission:
     def __init__(self, shared: Shared, guard: Guard) -> None:
         self._shared = shared
         self._guard = guard
-        self._refused: dict[int, Refusal] = {}  # replica -> its head
-
-    def forget(self) -> None:
-        """The policy is another: who was refused is judged again."""
-        self._refused.clear()
 
     def make_room(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """Before anything is planned: running sequences yield to an urgent head that was refused in the last step."""
-        refusal = self._refused.get(replica.number)
+        refusal = replica.refusal
         if refusal is None or not self._shared.policy.relief.takes:
             return
         head = self._shared.placer.head(now_ns)
@@ -71,7 +55,7 @@ class Admission:
         if draft.left > replica.table.count:  # else it could not have a chunk
             self._guard.take(replica, draft, head, refusal.cost, now_ns, known)
             if draft.beneficiary is not None:
-                del self._refused[replica.number]
+                replica.refusal = None
 
     def enter_loaded(self, replica: Replica, draft: Draft) -> None:
         """Those whose KV has come from the host tier take part from this step on."""
@@ -148,19 +132,18 @@ class Admission:
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
         """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
-        refusal = self._refused.get(replica.number)
+        refusal = replica.refusal
         if refusal is None:
             return False
         same = refusal.number == head.number and refusal.roster == replica.table.roster
         if same and replica.available <= refusal.available and self._shared.counters.iteration < refusal.again:
             return True
-        del self._refused[replica.number]
+        replica.refusal = None
         return False
 
     def _refuse(self, replica: Replica, head: Sequence, cost: int) -> None:
         again = self._shared.counters.iteration + LOOK_AGAIN
-        refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
-        self._refused[replica.number] = refusal
+        replica.refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
 
     def _candidates(self, replica: Replica, draft: Draft, room: int, now_ns: int) -> list[Candidate]:
         """The first of the waiting, at most `room` and about as many as the budget takes; they are popped."""

@@ -394,7 +394,8 @@ class Core:
         self.policy = self._shared.policy = policy
         self._next_policy, self._shared.closed = None, False
         self._placer.rebuild(policy.order, now_ns)
-        self._passes.policy_changed()
+        for replica in self.replicas:
+            replica.refusal = None
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: Collector) -> None:
         """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""

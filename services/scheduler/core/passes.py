@@ -30,10 +30,6 @@ class Passes:
         self._ones: Int32 = np.ones(0, np.int32)
         self._true: Bool = np.ones(0, np.bool_)
 
-    def policy_changed(self) -> None:
-        """What was remembered of the policy before does not hold any more."""
-        self._admission.forget()
-
     def iterate(self, replica: Replica, now_ns: int, known: Collector) -> StepPlan | None:
         """The next step of `replica`, or None: nothing can run, or as much is in flight as may be."""
         shared = self._shared

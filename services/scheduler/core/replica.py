@@ -57,6 +57,17 @@ class Last:
     prefill: int = 0
 
 
+@dataclass(slots=True)
+class Refusal:
+    """Why the head of the waiting did not enter: it lacked `cost` blocks, or a slot."""
+
+    number: int
+    roster: int
+    available: int
+    cost: int
+    again: int  # iteration in which it is judged again whatever has changed
+
+
 class Replica:
     """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
 
@@ -81,6 +92,8 @@ class Replica:
         self.freed: list[int] = []  # slots to free in the next step
         self.departed: dict[int, list[Departed]] = {}
         self.outstanding = 0
+        self.calm = (-1, 0)  # roster of a table in steady decode, and for how many steps it stays so
+        self.refusal: Refusal | None = None  # why the head of the waiting did not enter
         self.alive = True
         self.last = Last()
 
