@@ -6,19 +6,17 @@ waits each); no object is kept per token.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.simulator.workload import Int64, Workload
-from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
+from services.scheduler.core.types import Finish, FinishedRequest, Outcome
 
 GOOD_TTFT_NS = 2_000_000_000  # DESIGN.md, section 6: goodput
 GOOD_GAP_NS = 100_000_000
 TAIL_GAPS = 100  # below so many gaps the largest counts as a request's P99
-_INDEX = attrgetter("payload")
 
 
 class Histogram:
@@ -100,44 +98,42 @@ class Recorder:
         self._arrived_ns: Int64 = workload.arrived_ns + start_ns
         self._width = int(workload.output.max()) if n else 1
         self._waits: Int64 = np.zeros(rows * self._width, np.int64)  # [row, output]: since the token before
-        self._cell: Int64 = np.full(n, -1, np.int64)  # where a request's row begins
+        self._cell = [-1] * n  # where a request's row begins
         self._free = list(range(rows))[::-1]
         self._padded = padded
         self._held: list[list[int]] = []  # per replica: finished, not delivered yet
-        # Rows of a steady step are the same list of requests, so their cells are looked up once.
-        self._requests: dict[int, list[NewRequest]] = {}
-        self._cells: dict[int, Int64] = {}
 
-    def enters(self, index: int, replica: int) -> None:
-        """A request takes a slot, perhaps again: it has a row from its first time to its end."""
-        if self._cell[index] >= 0:
-            return
-        self.replica[index] = replica
+    def cell(self, index: int) -> int:
+        """Where the waits of a request are kept, from the first time that it takes a slot to its end."""
+        cell = self._cell[index]
+        if cell >= 0:
+            return cell
         if not self._free:
             rows = self._waits.size // self._width
             self._waits = np.concatenate([self._waits, np.zeros_like(self._waits)])
             self._free = list(range(2 * rows - 1, rows - 1, -1))
-        self._cell[index] = self._free.pop() * self._width
+        self._cell[index] = cell = self._free.pop() * self._width
+        return cell
 
-    def take(self, outcome: Outcome, now_ns: int, key: int) -> None:
-        """Every token and every end of one Outcome; `key` (replica and microbatch) names whose rows come again."""
-        requests = outcome.requests
-        if requests:
-            cells = self._cells.get(key)
-            if cells is None or self._requests[key] is not requests:
-                cells = self._cell[np.fromiter(map(_INDEX, requests), np.intp, len(requests))]
-                self._requests[key], self._cells[key] = requests, cells
-            if outcome.tokens.size == len(requests):
-                self._waits[cells + outcome.first] = outcome.waits_ns
-            else:  # some rows say only how a request ended
-                got = np.flatnonzero(outcome.counts)
-                self._waits[cells[got] + outcome.first[got]] = outcome.waits_ns[got]
+    def take(self, outcome: Outcome, now_ns: int, cells: Int64 | None) -> None:
+        """Every token and every end of one Outcome. cells: [rows] int64 of its rows where they are known already."""
+        if cells is not None and cells.size == outcome.first.size == outcome.tokens.size:
+            self._waits[cells + outcome.first] = outcome.waits_ns
+        elif outcome.requests:
+            self._look_up(outcome)
         for done in outcome.ended:
             self._end(done, now_ns)
 
+    def _look_up(self, outcome: Outcome) -> None:
+        """As take(), one row at a time: some rows say only how a request ended, or come in another order."""
+        rows = zip(outcome.requests, outcome.first.tolist(), outcome.waits_ns.tolist(), strict=True)
+        for (request, first, wait), count in zip(rows, outcome.counts.tolist(), strict=True):
+            if count:
+                self._waits[self._cell[request.payload] + first] = wait
+
     def _end(self, done: FinishedRequest, now_ns: int) -> None:
         index: int = done.request.payload
-        cell, count = int(self._cell[index]), done.outputs[0].size
+        cell, count = self._cell[index], done.outputs[0].size
         self.ended += 1
         self.end_ns = max(self.end_ns, now_ns)
         self.finish[index], self.tokens[index] = done.finish[0], count
@@ -180,7 +176,8 @@ class Recorder:
 
 def _tail(gaps: Int64) -> int:
     """The P99 of [n] gaps, linear between order statistics (what numpy.percentile gives, at a tenth of its cost)."""
-    ordered = np.sort(gaps)
+    ordered = gaps.copy()
+    ordered.sort()
     rank = 0.99 * (gaps.size - 1)
     low = int(rank)
     below = int(ordered[low])
@@ -215,6 +212,7 @@ def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]
         "e2e_ms": _milliseconds(e2e),
         "slo_violations": round(1 - kept / max(len(workload), 1), 5),
         "duration_s": round(seconds, 6),
+        "arrivals_s": round((int(workload.arrived_ns[-1]) - int(workload.arrived_ns[0])) / 1e9, 6),
         "errors": dict(sorted(seen.errors.items())),
     }
 

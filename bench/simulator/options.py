@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -159,10 +158,6 @@ def clock_of(options: argparse.Namespace) -> StepClock:
     except ValueError as error:
         raise WrongUse(str(error)) from error
     return RooflineClock(Roofline(options.model_shape, options.device))
-
-
-def at_scale(spec: Spec, scale: float) -> Spec:
-    return replace(spec, rate_scale=scale)
 
 
 def _policies(text: str) -> list[str]:

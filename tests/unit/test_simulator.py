@@ -141,8 +141,8 @@ def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
     device = Device(4, TEN, np.array([9, 9]), 1, False, block_ns=6 * MS)
     core = Core("orca")
     plan = _empty_plan()
-    assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0).end_ns == 18 * MS
-    assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0).end_ns == 18 * MS  # in order
+    assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0, int).end_ns == 18 * MS
+    assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0, int).end_ns == 18 * MS  # in order
     assert core.idle
 
 
