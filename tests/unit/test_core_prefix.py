@@ -82,7 +82,7 @@ class IndexTwin(RuleBasedStateMachine):
         self.entries: dict[int, Entry] = {}  # indexed block -> what it holds
         self.key_of: dict[int, int] = {}
         self.copied: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block of the other tier -> what it holds
-        self.ids: set[int] = {0}
+        self.prefix_of: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # every content id there ever was
         self.tables: list[Row] = []
 
     def key(self, salt: bytes, tokens: list[int]) -> int:
@@ -139,11 +139,11 @@ class IndexTwin(RuleBasedStateMachine):
             if holder in self.cached:
                 self.cached.remove(holder)
                 self.free.append(holder)
-        assert got not in self.ids, "a content id is never used again"
-        self.ids.add(got)
+        prefix = (row.salt, tuple(tokens))
+        assert got and self.prefix_of.setdefault(got, prefix) == prefix, "a content id is one prefix for ever"
         self.index[key] = block
         self.key_of[block] = key
-        self.entries[block] = Entry(got, before, (row.salt, tuple(tokens)))
+        self.entries[block] = Entry(got, before, prefix)
 
     def model_put(self, gone: list[int]) -> None:
         self.cached += [b for b in reversed(gone) if b in self.entries]

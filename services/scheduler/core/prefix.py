@@ -8,6 +8,7 @@ the prompt, so that a collision of the hash can never serve another prompt's KV.
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ class Contents:
     """
 
     def __init__(self) -> None:
+        self.tiers: weakref.WeakSet[Index] = weakref.WeakSet()
         self._next = 1
         self._next_root = UNSALTED - 1
         self._root_of: dict[bytes, int] = {}
@@ -168,6 +170,7 @@ class Index:
     def __init__(self, blocks: int, block_size: int, contents: Contents) -> None:
         self.block_size = block_size
         self.contents = contents
+        contents.tiers.add(self)
         self.version = 0
         self.content: Int64 = np.zeros(blocks, np.int64)
         self._key: UInt64 = np.zeros(blocks, np.uint64)
@@ -236,9 +239,9 @@ class Index:
         mine = blocks.tolist()
         holders = list(map(self._block_of.setdefault, keys.tolist(), mine))
         if holders == mine:
-            begin = self.contents.new(blocks.size)
-            contents = np.arange(begin, begin + blocks.size)
-            before = contents - 1
+            contents = self._names(keys, tokens, starts, parents)
+            before = np.empty(blocks.size, np.int64)
+            before[1:] = contents[:-1]
             before[starts] = parents
             self._write(blocks, keys, tokens, contents, before)
             return contents, EMPTY
@@ -308,6 +311,19 @@ class Index:
         if hidden is not None:
             good &= ~hidden.take(blocks)
         return good
+
+    def _names(self, keys: UInt64, tokens: Int32, starts: npt.NDArray[np.intp], parents: Int64) -> Int64:
+        """Content ids for blocks that are new here: those of the other tier as far as it has them, else new ones."""
+        begin = self.contents.new(keys.size)
+        contents = np.arange(begin, begin + keys.size)
+        other = next((tier for tier in self.contents.tiers if tier is not self and len(tier)), None)
+        if other is not None:
+            begins = starts.tolist()
+            spans = zip(begins, [*begins[1:], keys.size], parents.tolist(), strict=True)
+            found = other.find_many([(keys[a:b], tokens[a:b].reshape(-1), parent) for a, b, parent in spans])
+            for start, blocks in zip(begins, found, strict=True):
+                contents[start : start + blocks.size] = other.content[blocks]
+        return contents
 
     def _write(self, blocks: Int32, keys: UInt64, tokens: Int32, contents: Int64, parents: Int64) -> None:
         self._key[blocks] = keys
