@@ -392,9 +392,8 @@ def test_keys_differ_with_salt_seed_tokens_and_order() -> None:
     hasher = Hasher(16, 1)
     blocks = random.integers(0, 2, (400, 16)).astype(np.int32)
     pairs = [np.concatenate([blocks[i], blocks[j]]) for i in range(0, 400, 7) for j in range(0, 400, 9)]
-    distinct = len({p.tobytes() for p in pairs})
-    keys = [hasher.keys(p)[-1] for p in pairs]
-    assert len(set(keys)) == distinct
+    assert len({int(hasher.keys(p)[-1]) for p in pairs}) == len({p.tobytes() for p in pairs})
     zeros = np.zeros(160, np.int32)
     assert len({*hasher.keys(zeros).tolist(), *hasher.keys(zeros, b"x").tolist()}) == 20
+    assert len({int(hasher.keys(zeros[:16], salt)[0]) for salt in (b"", b"\0", b"\0" * 8, b"a" * 9, b"a" * 10)}) == 5
     assert Hasher(16, 2).keys(zeros).tolist() != hasher.keys(zeros).tolist()

@@ -7,12 +7,8 @@ the prompt, so that a collision of the hash can never serve another prompt's KV.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from services.scheduler.core.types import EMPTY, Int32
 
@@ -38,7 +34,7 @@ class Contents:
     """
 
     def __init__(self) -> None:
-        self.tiers: weakref.WeakSet[Index] = weakref.WeakSet()
+        self.tiers: list[Index] = []
         self._next = 1
         self._next_root = UNSALTED - 1
         self._root_of: dict[bytes, int] = {}
@@ -144,7 +140,8 @@ class Hasher:
         return mixed
 
     def _start(self, salt: bytes) -> int:
-        return xxhash.xxh3_64_intdigest(salt, self._seed)
+        words = [int.from_bytes(salt[i : i + 8], "little") for i in range(0, len(salt), 8)]
+        return self._chain([*words, len(salt)], self._seed)[-1]
 
     def _digests(self, tokens: Int32) -> UInt64:
         digests: UInt64 = tokens.astype(np.uint64) @ self._coefficients
@@ -170,7 +167,9 @@ class Index:
     def __init__(self, blocks: int, block_size: int, contents: Contents) -> None:
         self.block_size = block_size
         self.contents = contents
-        contents.tiers.add(self)
+        if len(contents.tiers) == 2:
+            raise ValueError("two tiers share their contents; a replica that begins anew makes new ones")
+        contents.tiers.append(self)
         self.version = 0
         self.content: Int64 = np.zeros(blocks, np.int64)
         self._key: UInt64 = np.zeros(blocks, np.uint64)
@@ -300,8 +299,10 @@ class Index:
         found: list[int] = []
         if not keys.size or int(keys[0]) not in self._block_of:
             return found
-        with contextlib.suppress(KeyError):  # extend() keeps what came before the first key that is not there
+        try:
             found.extend(map(self._block_of.__getitem__, keys.tolist()))
+        except KeyError:
+            return found  # extend() keeps what came before the key that is not there
         return found
 
     def _confirmed(self, blocks: Int32, before: Int64, tokens: Int32, hidden: Mask | None) -> Mask:
