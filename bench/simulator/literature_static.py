@@ -120,7 +120,7 @@ def padded_batches() -> Table:
         table.claim(f"{name}: less when grouped by length", grouped[0] < arrival[0] and grouped[1] < arrival[1])
         table.claim(f"{name}: ours least", ours < min(arrival + grouped))
     table.notes.append(
-        f"prompts of the whole trace; grouped: sorted {GROUPED} at a time; ours: decode graphs of 1, 2, 4, 8, 16, 24, ... "
-        f"rows over the first {REQUESTS} requests (orcinus, llama-8b on h100); a flattened prompt pads nothing"
+        f"prompts of the whole trace; grouped: sorted {GROUPED} at a time; ours: decode graphs of 1, 2, 4, 8, 16, 24 "
+        f"and so on rows, over the first {REQUESTS} requests (orcinus, llama-8b on h100); flat prompts pad nothing"
     )
     return table

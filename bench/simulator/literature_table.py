@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ Cell = float | int | str | None
 
 @dataclass(slots=True)
 class Table:
-    """`sense` is how far the sheet wants it reproduced. Claims that are `required` decide whether it is; others inform."""
+    """`sense` is how far the sheet wants it reproduced; the `required` claims decide whether it is, others inform."""
 
     name: str
     title: str
@@ -43,5 +44,5 @@ class Table:
 
 def monotone(values: Sequence[float], rising: bool = True) -> bool:
     """Never against the direction; equal neighbours are allowed."""
-    pairs = list(zip(values, values[1:], strict=False))
+    pairs = list(itertools.pairwise(values))
     return all(a <= b for a, b in pairs) if rising else all(a >= b for a, b in pairs)
