@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Dispatches to what was asked for. Raises WrongUse, ValueError, Stuck."""
     console = Console(width=max(Console().width, WIDTH))
     if options.reproduce:
-        from bench.simulator.literature import main as reproduce
+        from bench.simulator.literature import reproduce
 
         return reproduce(options.json)
     if options.speed:

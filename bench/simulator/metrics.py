@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.simulator.workload import Int64, Workload
+from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.types import Finish, FinishedRequest, Outcome
 
 GOOD_TTFT_NS = 2_000_000_000  # DESIGN.md, section 6: goodput
 GOOD_GAP_NS = 100_000_000
+PERCENTILES = (50, 90, 99)
 TAIL_GAPS = 100  # below so many gaps the largest counts as a request's P99
 
 
@@ -188,32 +190,49 @@ def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]
     """The clients' part of a result, named and defined as in DESIGN.md, sections 6 and 7.
 
     Rates divide by the time from the first arrival to the last delivery. Requests that ended otherwise than by stop or
-    length are not finished and count in no latency. slo_violations: share of the finished that missed their own limits
-    (DESIGN's 2 s and 100 ms where they have none), with the unfinished as missed.
+    length are not finished and count in no latency. tbt_ms: all gaps of all finished; worst_gap_ms: of each request the
+    P99 of its gaps, as goodput takes it. slo_violations: share of the requests that did not finish or missed their own
+    limits (DESIGN's 2 s and 100 ms where they have none). `classes`: the same apart, where there are several.
     """
-    done = np.flatnonzero(seen.e2e_ns >= 0)
-    ttft, e2e, worst, tokens = seen.ttft_ns[done], seen.e2e_ns[done], seen.worst_ns[done], seen.tokens[done]
     first_ns = start_ns + (int(workload.arrived_ns[0]) if len(workload) else 0)
     seconds = max(seen.end_ns - first_ns, 1) / 1e9
+    kept = kept_slos(workload, seen)
+    tbt = seen.gaps.percentiles(PERCENTILES)
+    classes = np.unique(workload.priority).tolist()
+    everyone = _of(np.ones(len(workload), np.bool_), workload, seen, kept, seconds)
+    everyone["tbt_ms"] = {f"p{q}": _shown(t / 1e6) for q, t in zip(PERCENTILES, tbt, strict=True)}
+    return {
+        **everyone,
+        "duration_s": round(seconds, 6),
+        "arrivals_s": round((int(workload.arrived_ns[-1]) - int(workload.arrived_ns[0])) / 1e9, 6),
+        "errors": dict(sorted(seen.errors.items())),
+        "classes": {CLASSES[c]: _of(workload.priority == c, workload, seen, kept, seconds) for c in classes}
+        if len(classes) > 1
+        else {},
+    }
+
+
+def _of(
+    who: npt.NDArray[np.bool_], workload: Workload, seen: Recorder, kept: npt.NDArray[np.bool_], seconds: float
+) -> dict[str, Any]:
+    """Figures of the requests in `who`: [requests] bool, as are those that `kept` their limits."""
+    done = np.flatnonzero(who & (seen.e2e_ns >= 0))
+    ttft, e2e, worst, tokens = seen.ttft_ns[done], seen.e2e_ns[done], seen.worst_ns[done], seen.tokens[done]
     output, prompt = int(tokens.sum()), int(workload.prompt[done].sum())
     good = int(np.count_nonzero((ttft <= GOOD_TTFT_NS) & (worst <= GOOD_GAP_NS)))
-    kept = int(np.count_nonzero(kept_slos(workload, seen)))
-    tbt = seen.gaps.percentiles((50, 90, 99))
+    count = int(np.count_nonzero(who))
     return {
-        "requests": len(workload),
+        "requests": count,
         "finished": int(done.size),
         "throughput_tok_s": round((output + prompt) / seconds, 3),
         "output_tok_s": round(output / seconds, 3),
         "request_rps": round(done.size / seconds, 4),
         "goodput_rps": round(good / seconds, 4),
         "ttft_ms": _milliseconds(ttft),
-        "tbt_ms": {f"p{q}": _shown(t / 1e6) for q, t in zip((50, 90, 99), tbt, strict=True)},
         "normalized_latency_ms": _milliseconds(e2e / np.maximum(tokens, 1)),
         "e2e_ms": _milliseconds(e2e),
-        "slo_violations": round(1 - kept / max(len(workload), 1), 5),
-        "duration_s": round(seconds, 6),
-        "arrivals_s": round((int(workload.arrived_ns[-1]) - int(workload.arrived_ns[0])) / 1e9, 6),
-        "errors": dict(sorted(seen.errors.items())),
+        "worst_gap_ms": _milliseconds(worst),
+        "slo_violations": round(1 - int(np.count_nonzero(kept & who)) / max(count, 1), 5),
     }
 
 
@@ -227,9 +246,9 @@ def kept_slos(workload: Workload, seen: Recorder) -> npt.NDArray[np.bool_]:
 
 def _milliseconds(times_ns: npt.NDArray[Any]) -> dict[str, float | None]:
     if not times_ns.size:
-        return {"p50": None, "p90": None, "p99": None}
-    values = np.percentile(times_ns, (50, 90, 99)) / 1e6
-    return {f"p{q}": _shown(float(v)) for q, v in zip((50, 90, 99), values, strict=True)}
+        return {f"p{q}": None for q in PERCENTILES}
+    values = np.percentile(times_ns, PERCENTILES) / 1e6
+    return {f"p{q}": _shown(float(v)) for q, v in zip(PERCENTILES, values, strict=True)}
 
 
 def _shown(value: float) -> float | None:
