@@ -107,10 +107,10 @@ def parse(text: str) -> Policy:
 
     Its name is `text`. Raises ValueError that says which word is wrong and which there are.
     """
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     policy = preset(name)
     changes: dict[str, Any] = {}
-    for word in rest.split(",") if rest else []:
+    for word in rest.split(",") if colon else []:
         part, equals, choice = word.partition("=")
         if part not in PARTS or not equals:
             raise ValueError(f"no part {word!r} in policy {text!r}; parts are {_list(PARTS)}, as in order=fcfs")
