@@ -363,5 +363,5 @@ def test_freed_slots_and_blocks_serve_in_the_very_next_step() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match="'fifo'; there are fastgen, .*orca, orcinus"):
+    with pytest.raises(ValueError, match=r"'fifo'; there are fastgen, .*orca, orcinus"):
         Core("fifo")

@@ -20,7 +20,7 @@ from services.scheduler.core.presets import PRESETS
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.core_twin import MS, House, answer, request
 
-# Parts with no thought for the next token, so that they preempt most: by recompute, and by swap with all that may yield.
+# Parts with no thought for the next token, so that they preempt most.
 EAGER = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost"
 SWAPS = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost-swap+takes+slo"
 STALLS = "orcinus:order=fair,memory=fits,tokens=ema,batch=shrinking-4,relief=last-started-swap+stalls"

@@ -1,7 +1,7 @@
 """The prefill pass (further chunks of prompts that run) and the admission pass (the waiting enter).
 
-Called by passes.py after the decodes. Candidates are looked up, judged and entered together: a few vector operations for
-all of them, and Python only per sequence that enters or is put aside.
+Called by passes.py after the decodes. Candidates are looked up, judged and entered together: a few vector operations
+for all of them, and Python only per sequence that enters or is put aside.
 """
 
 from __future__ import annotations
@@ -203,9 +203,7 @@ class Admission:
         tokens = draft.slots.size + min(rest, budget)
         return int(steps * replica.model.predict(tokens, draft.context, rest * rest / 2 / steps)) or 1_000_000_000
 
-    def _judge(
-        self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector
-    ) -> int:
+    def _judge(self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector) -> int:
         """As many of the first candidates enter as memory and budget allow; the others stand where they stood."""
         shared = self._shared
         entrants = self._entrants(replica, candidates)
@@ -262,10 +260,9 @@ class Admission:
         for candidate in entering:  # first of all, so that no block found is taken for another
             if candidate.hit.gpu.size:
                 replica.pool.share(candidate.hit.gpu)
-        sequences = [candidate.sequence for candidate in entering]
-        slots = table.enter(sequences, replica.next_step, draft.microbatch, limits, now_ns)
-        run = []
-        for slot, candidate, blocks in zip(slots.tolist(), entering, promised.tolist(), strict=False):
+        slots = table.enter([c.sequence for c in entering], replica.next_step, draft.microbatch, limits, now_ns)
+        run, size = [], limits.block_size
+        for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence, hit = candidate.sequence, candidate.hit
             sequence.replica = replica.number
             if sequence.lost:
@@ -273,33 +270,28 @@ class Admission:
                 sequence.lost = 0
             if hit.gpu.size:
                 table.append(slot, hit.gpu)
+                table.planned[slot] = hit.gpu.size * size
             if candidate.loads:
                 self._load(replica, slot, candidate)
             else:
-                table.planned[slot] = hit.gpu.size * limits.block_size
                 draft.enters.append(self._enter(replica, slot, sequence))
                 run.append(slot)
-            replica.promise(slot, blocks)
-            if replica.sharing is not None:
-                replica.sharing.entered(slot, sequence, hit)
             if not sequence.record.started:
                 sequence.record.started = True
                 known.started.append(sequence.record.request.id)
+        replica.promise(slots, promised[: slots.size])
+        if replica.sharing is not None:
+            replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
-            self._run(replica, draft, np.array(run, np.int32), lengths)
+            self._run(replica, draft, slots if len(run) == slots.size else np.array(run, np.int32), lengths)
 
     @staticmethod
     def _enter(replica: Replica, slot: int, sequence: Sequence) -> Enter:
         table = replica.table
-        return Enter(
-            slot,
-            sequence.record.request,
-            sequence.choice,
-            table.tokens[slot, : table.applied[slot]].copy(),
-            sequence.prompt.size,
-            int(table.planned[slot]),
-            table.blocks[slot, : table.held[slot]].copy(),
-        )
+        computed = int(table.planned[slot])
+        blocks = table.blocks[slot, : table.held[slot]].copy() if computed else EMPTY
+        tokens, prompt = sequence.tokens(), sequence.prompt.size
+        return Enter(slot, sequence.record.request, sequence.choice, tokens, prompt, computed, blocks)
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:

@@ -15,7 +15,7 @@ from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
-from services.scheduler.core.table import SlotTable
+from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.transfers import Transfers
 from services.scheduler.core.types import Int32, Limits
 
@@ -109,18 +109,12 @@ class Replica:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
-    def promise(self, slot: int, blocks: int) -> None:
-        """Keeps `blocks` in all for the row of `slot`; it takes them as it grows. Those it holds are not counted."""
-        self.table.promised[slot] = blocks
-        self.outstanding += max(blocks - int(self.table.held[slot]), 0)
-
-    def grow(self, slot: int, blocks: int) -> Int32:
-        """Takes `blocks` for one row, promised ones first; returns them."""
+    def promise(self, slots: Int32, blocks: Int64) -> None:
+        """Keeps so many blocks in all for each of these rows, which take them as they grow; [n] both. Those that they
+        hold already count."""
         table = self.table
-        taken = self.pool.take(blocks)
-        self.outstanding -= min(max(int(table.promised[slot] - table.held[slot]), 0), blocks)
-        table.append(slot, taken)
-        return taken
+        table.promised[slots] = blocks
+        self.outstanding += int(np.maximum(blocks - table.held[slots], 0).sum())
 
     def leave(self, slot: int) -> Sequence:
         """Takes the sequence out of `slot`; slot and blocks may be used by the next step."""
