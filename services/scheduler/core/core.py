@@ -20,9 +20,17 @@ from services.scheduler.core.prefix import Hasher
 from services.scheduler.core.presets import parse
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
-from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State
+from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State, check_records
 from services.scheduler.core.types import (
-    EMPTY, MAX_STOP_IDS, Finish, FinishedRequest, Limits, NewRequest, Outcome, StepPlan, StepResult,
+    EMPTY,
+    MAX_STOP_IDS,
+    Finish,
+    FinishedRequest,
+    Limits,
+    NewRequest,
+    Outcome,
+    StepPlan,
+    StepResult,
 )  # fmt: skip
 
 
@@ -291,14 +299,7 @@ class Core:
         for replica in self.replicas:
             if replica.alive:
                 replica.check(self.microbatches, self.lookahead)
-        sequences = [s for record in self._records.values() for s in record.sequences]
-        running = sum(s.state is State.RUNNING for s in sequences)
-        if running != sum(r.table.count for r in self.replicas):
-            raise RuntimeError(f"{running} sequences run, the tables say otherwise")
-        if sum(s.state is State.WAITING for s in sequences) != len(self._placer):
-            raise RuntimeError("a waiting sequence is lost, or one of an ended request waits")
-        if any(r.left != sum(s.state is not State.ENDED for s in r.sequences) for r in self._records.values()):
-            raise RuntimeError("the sequences left of a request are counted wrongly")
+        check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._placer))
 
     # -- ends; also called by Results
 
