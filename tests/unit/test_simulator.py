@@ -102,7 +102,7 @@ def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
 
 
 class Padded:
-    """Takes everyone into an empty engine, nobody into a running one."""
+    """Another batch part, marked as that of an engine that runs rectangles."""
 
     padded = True
 
