@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -68,9 +68,8 @@ class Device:
         self._context = 0  # of these
         self._cells: Int64 = self._cell[:0]  # of these
         self._plain: Int32 = np.full(slots, PLAIN_ID, np.int32)
-        self._members: set[int] = set()  # of the running batch of a padded engine, finished ones included
-        self._stopped = 0  # those of them whose last token is sampled
-        self._ended = 0  # those of them whose end the core knows
+        self._members: set[int] = set()  # of the running batch of a padded engine, those that have not ended
+        self._stopped = 0  # members, ended ones included, whose last token is sampled
 
     def send(self, plan: StepPlan, ready_ns: int, cell: Callable[[int], int]) -> Ticket:
         """Takes a step at `ready_ns`; its answer comes at the ticket's end. Tickets end in the order of their ids.
@@ -180,13 +179,14 @@ class Device:
         overrun = int(np.count_nonzero(self._cell[plan.chunk_slots[: plan.decode_tokens]] < 0))
         return self._stopped - overrun
 
-    def batch_ended(self, ended: int) -> bool:
-        """Padded engines: `ended` more members have; was the last among them? Then the next batch begins anew."""
-        self._ended += ended
-        if self._ended < len(self._members):
+    def batch_ended(self, ended: Iterable[int]) -> bool:
+        """Padded engines: these have ended; was the last of the batch among them? Then the next one begins anew."""
+        if not self._members:
             return False
-        self._members.clear()
-        self._stopped = self._ended = 0
+        self._members.difference_update(ended)
+        if self._members:
+            return False
+        self._stopped = 0
         return True
 
     def _run(self, plan: StepPlan, duration_ns: int, ready_ns: int) -> int:

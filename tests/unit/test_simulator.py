@@ -130,6 +130,12 @@ def test_a_padded_engine_delivers_when_its_batch_ends() -> None:
         assert [run.result["tbt_ms"][p] for p in ("p50", "p99")] == pytest.approx([10, 38.8], rel=2e-4)
 
 
+def test_a_request_refused_meanwhile_does_not_end_the_batch() -> None:
+    work = at([0, 0, 5], [4, 8, 400], [2, 5, 2])
+    run = simulate(static(), work, replace(BARE, blocks=20), TEN)
+    assert of(run, "e2e_ns")[:2] == [50, 50] and run.result["finished"] == 2
+
+
 def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() -> None:
     run = simulate(static(), all_at_once([4, 8], [2, 5]), BARE, TEN)
     # prefill 2 x 8, then four steps of 2 rows; of them 4 of the prompt and 3 decodes are padding
