@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.simulator import literature_static, reference_scheduler
+from bench.simulator import literature_load, literature_static, reference_scheduler
 from bench.simulator.literature_priorities import classes, core_steps
 from bench.simulator.literature_table import Table, monotone
 from bench.simulator.reference_scheduler import HIGH, Counts, Request
@@ -149,3 +150,29 @@ def test_table_five_has_its_order_and_keeps_the_law_of_time(chunks: Any) -> None
         # the budget is the chunk and all slots, so a step has at least the chunk and at most that
         assert 45 + 0.078 * size <= ours[f"chunk {size}"][2] <= 45 + 0.078 * (size + chunks.SLOTS)
     assert ours["orca"][2] == pytest.approx(45 + 0.078 * 4800, rel=0.02)
+
+
+def test_loads_of_table_three_differ_in_time_alone() -> None:
+    slow, fast = literature_load.workload(10), literature_load.workload(50)
+    assert (slow.prompt == fast.prompt).all() and (slow.output == fast.output).all()
+    assert slow.arrived_ns == pytest.approx(5 * fast.arrived_ns, abs=5)
+    assert slow.arrived_ns[-1] / 1e9 == pytest.approx(literature_load.REQUESTS / 10, rel=0.1)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_one_json_object_says_what_is_reproduced_and_the_exit_code_too(
+    holds: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    literature = pytest.importorskip("bench.simulator.literature", exc_type=ImportError)
+
+    def made() -> Table:
+        table = Table("T1", "a title", "exact", ("what", "sheet", "ours"), [["steps", 3, 3.0], ["rest", None, "-"]])
+        table.claim("as it should be", holds)
+        return table
+
+    monkeypatch.setattr(literature, "TABLES", (made, made))
+    assert literature.reproduce(True) == (0 if holds else 1)
+    printed = json.loads(capsys.readouterr().out)
+    assert [table["reproduced"] for table in printed["tables"]] == [holds, holds]
+    assert literature.reproduce(False) == (0 if holds else 1)
+    assert ("MISSED" in capsys.readouterr().out) is not holds
