@@ -6,8 +6,9 @@ step is sent; no row is looked at one by one.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class Device:
         # to come samples in each step; a step in which one does not puts that one's off. So mostly nothing is counted.
         self._turn = 0
         self._due: Int64 = np.full(slots, _NEVER, np.int64)
-        self._soonest = _NEVER  # nobody stops before
+        self._stops: list[tuple[int, int]] = []  # heap of (due or before, slot)
         self._going = 0  # rows with a stop to come
         self._cell: Int64 = np.full(slots, -1, np.int64)  # where the waits of the row's request are kept; -1: stopped
         self._ghosts = 0  # rows that have stopped and are not freed yet: a step may still run them
@@ -67,9 +68,8 @@ class Device:
         self._context = 0  # of these
         self._cells: Int64 = self._cell[:0]  # of these
         self._plain: Int32 = np.full(slots, PLAIN_ID, np.int32)
-        self._members: set[int] = set()  # of the running batch of a padded engine, finished ones included
-        self._stopped = 0  # those of them whose last token is sampled
-        self._ended = 0  # those of them whose end the core knows
+        self._members: set[int] = set()  # of the running batch of a padded engine, those that have not ended
+        self._stopped = 0  # members, ended ones included, whose last token is sampled
 
     def send(self, plan: StepPlan, ready_ns: int, cell: Callable[[int], int]) -> Ticket:
         """Takes a step at `ready_ns`; its answer comes at the ticket's end. Tickets end in the order of their ids.
@@ -118,7 +118,7 @@ class Device:
             index, slot = enter.request.payload, enter.slot
             due = self._turn + self._output[index] - (enter.tokens.size - enter.prompt_tokens)
             self._due[slot], self._cell[slot] = due, cell(index)
-            self._soonest = min(self._soonest, due)
+            heapq.heappush(self._stops, (due, slot))
         self._going += len(plan.enters)
         if self._padded:
             self._members.update(enter.request.payload for enter in plan.enters)
@@ -136,11 +136,12 @@ class Device:
 
     def _prompts(self, plan: StepPlan) -> tuple[int, float]:
         """Tokens and pairs of attention of the prompt chunks; of a padded engine all as long as the longest."""
-        lengths = plan.chunk_lengths[plan.decode_tokens :].astype(np.float64)
+        lengths = plan.chunk_lengths[plan.decode_tokens :].tolist()  # few, so one by one
         if self._padded:
-            lengths[:] = lengths.max()
-        context = float(lengths @ (plan.chunk_starts[plan.decode_tokens :] + (lengths + 1) / 2))
-        return int(lengths.sum()) if self._padded else plan.prefill_tokens, context
+            lengths = [max(lengths)] * len(lengths)
+        starts = plan.chunk_starts[plan.decode_tokens :].tolist()
+        pairs = [n * (start + (n + 1) / 2) for n, start in zip(lengths, starts, strict=True)]
+        return sum(lengths), sum(pairs)
 
     def _sample(self, slots: Int32) -> Int32:
         """One token for each of `slots`."""
@@ -149,20 +150,27 @@ class Device:
         if self._cells.size < self._going:
             due += 1
             due[slots] -= 1
-        if turn < self._soonest:
-            return self._plain[: slots.size]
-        stops = due[slots] == turn
-        gone = slots[stops]
-        if gone.size:
-            self._same = None
-            due[gone] = _NEVER
-            self._cell[gone] = -1
-            self._going -= gone.size
-            self._ghosts += gone.size
-            self._stopped += gone.size
-        self._soonest = int(due.min())
-        tokens: Int32 = np.where(stops, np.int32(STOP_ID), np.int32(PLAIN_ID))
+        tokens = self._plain[: slots.size]
+        stops = self._stops
+        if not stops or turn < stops[0][0]:
+            return tokens
+        tokens = tokens.copy()
+        while stops and stops[0][0] <= turn:
+            slot = heapq.heappop(stops)[1]
+            real = int(due[slot])
+            if real == turn:
+                self._stop(slot)
+                tokens[slots == slot] = STOP_ID
+            elif real < _NEVER:  # put off meanwhile
+                heapq.heappush(stops, (real, slot))
         return tokens
+
+    def _stop(self, slot: int) -> None:
+        self._same = None
+        self._due[slot], self._cell[slot] = _NEVER, -1
+        self._going -= 1
+        self._ghosts += 1
+        self._stopped += 1
 
     def _idle_rows(self, plan: StepPlan) -> int:
         """Members of the running rectangle that have finished and cost a token in this step all the same."""
@@ -171,13 +179,14 @@ class Device:
         overrun = int(np.count_nonzero(self._cell[plan.chunk_slots[: plan.decode_tokens]] < 0))
         return self._stopped - overrun
 
-    def batch_ended(self, ended: int) -> bool:
-        """Padded engines: `ended` more members have; was the last among them? Then the next batch begins anew."""
-        self._ended += ended
-        if self._ended < len(self._members):
+    def batch_ended(self, ended: Iterable[int]) -> bool:
+        """Padded engines: these have ended; was the last of the batch among them? Then the next one begins anew."""
+        if not self._members:
             return False
-        self._members.clear()
-        self._stopped = self._ended = 0
+        self._members.difference_update(ended)
+        if self._members:
+            return False
+        self._stopped = 0
         return True
 
     def _run(self, plan: StepPlan, duration_ns: int, ready_ns: int) -> int:

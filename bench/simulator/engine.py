@@ -274,10 +274,10 @@ class _Loop:
         self._ended(outcome, replica, now_ns)
 
     def _ended(self, outcome: Outcome, replica: int, now_ns: int) -> None:
-        for done in outcome.ended:
-            index = done.request.payload
+        ended = [done.request.payload for done in outcome.ended]
+        for index in ended:
             self._load[replica] -= int(self._workload.prompt[index] + self._workload.max_tokens[index])
-        if self.padded and self.servers[replica].device.batch_ended(len(outcome.ended)):
+        if self.padded and self.servers[replica].device.batch_ended(ended):
             self.seen.flush(replica, now_ns)
         if self._progress is not None:
             self._progress(self.seen.ended)

@@ -102,7 +102,7 @@ def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
 
 
 class Padded:
-    """Takes everyone into an empty engine, nobody into a running one."""
+    """Another batch part, marked as that of an engine that runs rectangles."""
 
     padded = True
 
@@ -128,6 +128,12 @@ def test_a_padded_engine_delivers_when_its_batch_ends() -> None:
         assert of(run, "worst_ns") == [40, 10]  # (50 - 10) / (n - 1)
         # gaps 10, 10, 10, 10, 40: the P99 lies 0.96 of the way from the fourth to the fifth
         assert [run.result["tbt_ms"][p] for p in ("p50", "p99")] == pytest.approx([10, 38.8], rel=2e-4)
+
+
+def test_a_request_refused_meanwhile_does_not_end_the_batch() -> None:
+    work = at([0, 0, 5], [4, 8, 400], [2, 5, 2])
+    run = simulate(static(), work, replace(BARE, blocks=20), TEN)
+    assert of(run, "e2e_ns")[:2] == [50, 50] and run.result["finished"] == 2
 
 
 def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() -> None:
