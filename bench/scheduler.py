@@ -71,6 +71,8 @@ class Drive:
                     self._now,
                 )
             self.step()
+        while self._core.stats()["queued_tokens"]:
+            self.step()
         for _ in range(40):
             self.step()
 
@@ -87,6 +89,7 @@ class Drive:
         done = self._flight.popleft()
         slots = done.chunk_slots[done.samples]
         result = StepResult(done.id, done.replica, slots, self._tokens[done.id & 63, : slots.size])
+        result.step_ns = STEP_NS
         self._now += STEP_NS
         before = time.perf_counter_ns()
         self._core.apply(result, self._now)

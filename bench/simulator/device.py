@@ -6,7 +6,9 @@ step is sent; no row is looked at one by one.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from bench.simulator.clock import Features, StepClock
 from bench.simulator.workload import PLAIN_ID, STOP_ID, Int64
 from services.scheduler.core.types import Int32, StepPlan
 
-_NEVER = np.iinfo(np.int32).max // 2  # tokens left of a row that samples no stop any more
+_NEVER = 1 << 62  # due of a row that samples no stop any more
 
 
 class Ticket(NamedTuple):
@@ -28,7 +30,7 @@ class Ticket(NamedTuple):
     duration_ns: int
     swap_out: Int32
     swap_in: Int32
-    microbatch: int
+    cells: Int64  # of the sequences that get a token, in the order of slots
 
 
 class Device:
@@ -48,86 +50,143 @@ class Device:
         self.tokens = 0  # computed, padding included
         self.padding = 0
         self.busy_ns = 0  # of the first stage
-        self._clock, self._output, self._padded = clock, output, padded
+        self._clock, self._output, self._padded = clock, output.tolist(), padded
         self._stages = [0] * stages  # when each is free
         self._copies_ns = 0  # when the copy engine is free
         self._last_end = 0
         self._block_ns = block_ns
-        self._left: Int32 = np.full(slots, _NEVER, np.int32)  # tokens until the row's stop
-        self._soonest = _NEVER  # no row stops before so many steps
+        self.undisturbed = 0  # answers to steps below this id may come in another order, since a row was preempted
+        # Time is counted in steps here: the row of slot s samples its stop in step due[s], if every row that has a stop
+        # to come samples in each step; a step in which one does not puts that one's off. So mostly nothing is counted.
+        self._turn = 0
+        self._due: Int64 = np.full(slots, _NEVER, np.int64)
+        self._stops: list[tuple[int, int]] = []  # heap of (due or before, slot)
+        self._going = 0  # rows with a stop to come
+        self._cell: Int64 = np.full(slots, -1, np.int64)  # where the waits of the row's request are kept; -1: stopped
+        self._ghosts = 0  # rows that have stopped and are not freed yet: a step may still run them
+        self._same: Int32 | None = None  # rows of the last step if it was all decodes and nobody came, went or stopped
+        self._context = 0  # of these
+        self._cells: Int64 = self._cell[:0]  # of these
         self._plain: Int32 = np.full(slots, PLAIN_ID, np.int32)
-        self._members: set[int] = set()  # of the running batch of a padded engine, finished ones included
-        self._stopped = 0  # those of them whose last token is sampled
-        self._ended = 0  # those of them whose end the core knows
+        self._members: set[int] = set()  # of the running batch of a padded engine, those that have not ended
+        self._stopped = 0  # members, ended ones included, whose last token is sampled
 
-    def send(self, plan: StepPlan, ready_ns: int) -> Ticket:
-        """Takes a step at `ready_ns`; its answer comes at the ticket's end. Tickets end in the order of their ids."""
-        left = self._left
+    def send(self, plan: StepPlan, ready_ns: int, cell: Callable[[int], int]) -> Ticket:
+        """Takes a step at `ready_ns`; its answer comes at the ticket's end. Tickets end in the order of their ids.
+
+        `cell(index)` is where the waits of a request that enters are kept.
+        """
         if plan.free_slots.size:
-            left[plan.free_slots] = _NEVER
-        for enter in plan.enters:
-            produced = enter.tokens.size - enter.prompt_tokens
-            rest = int(self._output[enter.request.payload]) - produced
-            left[enter.slot] = rest
-            self._soonest = min(self._soonest, rest)
-        decodes, slots, starts = plan.decode_tokens, plan.chunk_slots, plan.chunk_starts
-        tokens, prefill, prefill_context = decodes, 0, 0.0
-        sampled = slots
-        if decodes < slots.size:
-            sampled = slots[plan.samples]
-            lengths = plan.chunk_lengths[decodes:].astype(np.int64)
-            prefill = int(lengths.sum())
-            tokens += prefill
-            prefill_context = float((lengths * (starts[decodes:] + (lengths + 1) / 2)).sum())
-            starts = starts[:decodes]
-            if self._padded:
-                longest = int(lengths.max())
-                prefill = lengths.size * longest
-                prefill_context = lengths.size * longest * (longest + 1) / 2 + longest * float(
-                    plan.chunk_starts[decodes:].sum()
-                )
-        rectangle = tokens
+            self._free(plan)
+        if plan.enters:
+            self._enter(plan, cell)
+        decodes, slots = plan.decode_tokens, plan.chunk_slots
+        sampled, prefill, prefill_context = slots, 0, 0.0
+        if decodes == slots.size and slots is self._same:
+            self._context += decodes
+        else:
+            self._context = int(np.add.reduce(plan.chunk_starts[:decodes])) if decodes else 0
+            if decodes < slots.size:
+                sampled = slots[plan.samples]
+                prefill, prefill_context = self._prompts(plan)
+            cells = self._cell[sampled]
+            self._cells = cells[cells >= 0] if self._ghosts else cells
+            self._same = slots if decodes == slots.size else None
+        tokens = decodes + prefill
         if self._padded:
-            rectangle = prefill + self._rows(plan)
-            self.padding += rectangle - tokens
-        self.tokens += rectangle
-        features = Features(rectangle, int(np.add.reduce(starts)) if decodes else 0, prefill_context, prefill)
-        answer = self._sample(sampled)
-        duration = self._clock.duration_ns(plan, features) if slots.size else 0
+            tokens += self._idle_rows(plan)
+            self.padding += tokens - decodes - plan.prefill_tokens
+        self.tokens += tokens
+        cells, answer = self._cells, self._sample(sampled)
+        duration = 0
+        if slots.size:
+            features = Features(tokens, self._context, prefill_context, prefill)
+            duration = self._clock.duration_ns(plan, features)
         end = self._run(plan, duration, ready_ns)
-        ticket = Ticket(end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, plan.microbatch)
+        ticket = Ticket(end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, cells)
         self.queue.append(ticket)
         return ticket
 
+    def disturbed(self) -> None:
+        """Rows of the steps in flight may be answered in another order than sent."""
+        if self.queue:
+            self.undisturbed = self.queue[-1].id + 1
+
+    def _enter(self, plan: StepPlan, cell: Callable[[int], int]) -> None:
+        self._same = None
+        for enter in plan.enters:
+            index, slot = enter.request.payload, enter.slot
+            due = self._turn + self._output[index] - (enter.tokens.size - enter.prompt_tokens)
+            self._due[slot], self._cell[slot] = due, cell(index)
+            heapq.heappush(self._stops, (due, slot))
+        self._going += len(plan.enters)
+        if self._padded:
+            self._members.update(enter.request.payload for enter in plan.enters)
+
+    def _free(self, plan: StepPlan) -> None:
+        """Rows without a sequence from this step on: those that have stopped, and those that the core took out."""
+        self._same = None
+        for slot in plan.free_slots.tolist():
+            if self._cell[slot] < 0:
+                self._ghosts -= 1
+            else:
+                self.undisturbed = plan.id
+                self._going -= 1
+                self._cell[slot], self._due[slot] = -1, _NEVER
+
+    def _prompts(self, plan: StepPlan) -> tuple[int, float]:
+        """Tokens and pairs of attention of the prompt chunks; of a padded engine all as long as the longest."""
+        lengths = plan.chunk_lengths[plan.decode_tokens :].tolist()  # few, so one by one
+        if self._padded:
+            lengths = [max(lengths)] * len(lengths)
+        starts = plan.chunk_starts[plan.decode_tokens :].tolist()
+        pairs = [n * (start + (n + 1) / 2) for n, start in zip(lengths, starts, strict=True)]
+        return sum(lengths), sum(pairs)
+
     def _sample(self, slots: Int32) -> Int32:
-        """One token for each of `slots`. Nobody stops for the next `_soonest` steps, so mostly there is no look."""
-        left = self._left
-        left[slots] -= 1
-        self._soonest -= 1
-        if self._soonest > 0:
-            return self._plain[: slots.size]
-        stops = left[slots] == 0
-        tokens = np.where(stops, np.int32(STOP_ID), np.int32(PLAIN_ID))
-        left[slots[stops]] = _NEVER
-        self._stopped += int(np.count_nonzero(stops))
-        self._soonest = int(left.min())
+        """One token for each of `slots`."""
+        due, turn = self._due, self._turn + 1
+        self._turn = turn
+        if self._cells.size < self._going:
+            due += 1
+            due[slots] -= 1
+        tokens = self._plain[: slots.size]
+        stops = self._stops
+        if not stops or turn < stops[0][0]:
+            return tokens
+        tokens = tokens.copy()
+        while stops and stops[0][0] <= turn:
+            slot = heapq.heappop(stops)[1]
+            real = int(due[slot])
+            if real == turn:
+                self._stop(slot)
+                tokens[slots == slot] = STOP_ID
+            elif real < _NEVER:  # put off meanwhile
+                heapq.heappush(stops, (real, slot))
         return tokens
 
-    def _rows(self, plan: StepPlan) -> int:
-        """Rows of the running rectangle that compute one token in this step: those planned and the finished."""
-        self._members.update(enter.request.payload for enter in plan.enters)
+    def _stop(self, slot: int) -> None:
+        self._same = None
+        self._due[slot], self._cell[slot] = _NEVER, -1
+        self._going -= 1
+        self._ghosts += 1
+        self._stopped += 1
+
+    def _idle_rows(self, plan: StepPlan) -> int:
+        """Members of the running rectangle that have finished and cost a token in this step all the same."""
         if not plan.decode_tokens:
             return 0
-        overrun = int(np.count_nonzero(self._left[plan.chunk_slots[: plan.decode_tokens]] > _NEVER // 2))
-        return plan.decode_tokens + self._stopped - overrun
+        overrun = int(np.count_nonzero(self._cell[plan.chunk_slots[: plan.decode_tokens]] < 0))
+        return self._stopped - overrun
 
-    def batch_ended(self, ended: int) -> bool:
-        """Padded engines: `ended` more members have; was the last among them? Then the next batch begins anew."""
-        self._ended += ended
-        if self._ended < len(self._members):
+    def batch_ended(self, ended: Iterable[int]) -> bool:
+        """Padded engines: these have ended; was the last of the batch among them? Then the next one begins anew."""
+        if not self._members:
             return False
-        self._members.clear()
-        self._stopped = self._ended = 0
+        self._members.difference_update(ended)
+        if self._members:
+            return False
+        self._stopped = 0
         return True
 
     def _run(self, plan: StepPlan, duration_ns: int, ready_ns: int) -> int:

@@ -16,7 +16,7 @@ from bench.simulator.clock import StepClock
 from bench.simulator.device import Device
 from bench.simulator.metrics import Recorder, figures
 from bench.simulator.routing import ROUTERS
-from bench.simulator.workload import Workload
+from bench.simulator.workload import Int64, Workload
 from services.scheduler.core.core import Core
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
@@ -24,8 +24,9 @@ from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, Step
 START_NS = 1_000_000_000  # the core takes an arrival of 0 for "now"
 TICK_NS = 1_000_000  # how often a core that waits for time to pass is asked again
 MOST_TICKS = 120_000
-SAMPLES = 2_048
+SAMPLES = 1_024
 _NEVER = 1 << 62
+_NEVER_TOKENS = 1 << 30
 Observer = Callable[[int, Core, StepPlan], None]  # now_ns, the core right after planning, the step
 
 
@@ -85,6 +86,8 @@ class Server:
             microbatches=setup.microbatches,
             lookahead=setup.lookahead,
             step_tokens=setup.step_tokens,
+            checkpoint_tokens=_NEVER_TOKENS,  # nothing crashes here
+            checkpoint_ns=_NEVER,
         )
         self.core.join(
             Limits(
@@ -103,8 +106,8 @@ class Server:
         self.ticks = 0
         self._answer = StepResult(0, 0, EMPTY, EMPTY)
 
-    def answer(self, now_ns: int) -> tuple[Outcome, int]:
-        """The oldest step's Result goes to the core; the Outcome and the step's microbatch."""
+    def answer(self, now_ns: int) -> tuple[Outcome, Int64 | None]:
+        """The oldest step's Result goes to the core; the Outcome, and the cells of its rows where they are known."""
         ticket = self.device.queue.popleft()
         answer = self._answer  # the same object each time: the core keeps none
         answer.id, answer.slots, answer.tokens, answer.step_ns = (
@@ -114,7 +117,8 @@ class Server:
             ticket.duration_ns,
         )
         answer.swap_out_acks, answer.swap_in_acks = ticket.swap_out, ticket.swap_in
-        return self.core.apply(answer, now_ns), ticket.microbatch
+        cells = ticket.cells if ticket.id >= self.device.undisturbed else None
+        return self.core.apply(answer, now_ns), cells
 
 
 def padded(core: Core) -> bool:
@@ -154,12 +158,16 @@ def simulate(
         "preemptions": sum(int(s["preemptions"]) for s in stats),
         "recomputed_tokens": sum(int(s["recomputed_tokens"]) for s in stats),
         "swapped_blocks": sum(int(s["swapped_blocks"]) for s in stats),
+        "prefix_hit_tokens": sum(int(s.get("prefix_hit_tokens", 0)) for s in stats),
         "padding": round(sum(device.padding for device in devices) / max(computed, 1), 5),
         "computed_tokens": computed,
         "iterations": sum(int(s["iteration"]) for s in stats),
     }
     span_ns = result["duration_s"] * 1e9 * setup.replicas
     result["device_busy"] = round(sum(device.busy_ns for device in devices) / max(span_ns, 1), 4)
+    for name in ("slots", "blocks"):
+        shares = [float(getattr(sample, name)) for sample in loop.samples]
+        result[f"{name}_in_use"] = round(sum(shares) / len(shares), 4) if shares else None
     result["wall_s"] = round(time.perf_counter() - begun, 3)
     return Run(result, loop.seen, loop.samples)
 
@@ -185,7 +193,7 @@ class _Loop:
         self._router = ROUTERS[setup.routing](setup.seed)
         self._load = [0] * setup.replicas
         self._events: list[tuple[int, int]] = []  # end of a step, or a tick, of a replica
-        self._every_ns = TICK_NS * 10
+        self._every_ns = TICK_NS * 100
         self._next_sample = START_NS
 
     def run(self) -> None:
@@ -214,8 +222,8 @@ class _Loop:
             server = servers[replica]
             queue = server.device.queue
             if queue and queue[0].end_ns == now:
-                outcome, microbatch = server.answer(now)
-                seen.take(outcome, now, replica << 16 | microbatch)
+                outcome, cells = server.answer(now)
+                seen.take(outcome, now, cells)
                 if outcome.ended:
                     self._ended(outcome, replica, now)
             if now >= self._next_sample:
@@ -243,13 +251,12 @@ class _Loop:
             if outcome is not None and (outcome.ended or outcome.requests):
                 self._known(outcome, replica, now_ns)
             if plan is None:
+                device.disturbed()  # it may have preempted all the same
                 break
-            for enter in plan.enters:
-                self.seen.enters(enter.request.payload, replica)
             planned = (now_ns if now_ns > server.host_free_ns else server.host_free_ns) + server.host_ns
             server.host_free_ns = planned
             server.ticks = 0
-            heapq.heappush(self._events, (device.send(plan, planned).end_ns, replica))
+            heapq.heappush(self._events, (device.send(plan, planned, self.seen.cell).end_ns, replica))
             if self._observer is not None:
                 self._observer(now_ns, core, plan)
         if not queue and core.unfinished:
@@ -263,26 +270,27 @@ class _Loop:
 
     def _known(self, outcome: Outcome, replica: int, now_ns: int) -> None:
         """An Outcome that no step's answer gave."""
-        self.seen.take(outcome, now_ns, -1)
+        self.seen.take(outcome, now_ns, None)
         self._ended(outcome, replica, now_ns)
 
     def _ended(self, outcome: Outcome, replica: int, now_ns: int) -> None:
-        for done in outcome.ended:
-            index = done.request.payload
+        ended = [done.request.payload for done in outcome.ended]
+        for index in ended:
             self._load[replica] -= int(self._workload.prompt[index] + self._workload.max_tokens[index])
-        if self.padded and self.servers[replica].device.batch_ended(len(outcome.ended)):
+        if self.padded and self.servers[replica].device.batch_ended(ended):
             self.seen.flush(replica, now_ns)
         if self._progress is not None:
             self._progress(self.seen.ended)
 
     def _sample(self, now_ns: int) -> None:
         """Keeps at most SAMPLES moments, evenly spaced: when there are more, every second one goes."""
-        stats = [server.core.stats() for server in self.servers]
-        total = sum(int(s["blocks_total"]) for s in stats)
-        free = sum(int(s["blocks_free"]) + int(s["blocks_cached"]) for s in stats)
-        running = sum(int(s["running"]) for s in stats)
-        waiting = sum(int(s["waiting"]) for s in stats)
-        slots = running / (self._setup.max_seqs * len(stats))
+        cores = [server.core for server in self.servers]
+        replicas = [replica for core in cores for replica in core.replicas]
+        running = sum(replica.table.count for replica in replicas)
+        waiting = sum(core.waiting_count for core in cores)
+        free = sum(replica.pool.free + replica.pool.cached for replica in replicas)
+        total = sum(replica.pool.total for replica in replicas)
+        slots = running / (self._setup.max_seqs * len(cores))
         self.samples.append(Sample((now_ns - START_NS) / 1e9, running, waiting, slots, 1 - free / max(total, 1)))
         if len(self.samples) >= SAMPLES:
             del self.samples[::2]

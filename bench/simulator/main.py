@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE
@@ -16,10 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.simulator.engine import Stuck
-from bench.simulator.jobs import Job, run_all
-from bench.simulator.options import WrongUse, at_scale, clock_of, parser, setup_of, spec_of
+from bench.simulator.jobs import Finished, Job, run_all
+from bench.simulator.options import WrongUse, clock_of, parser, setup_of, spec_of
+from bench.simulator.search import capacity, knee
+from bench.simulator.search import show as show_search
+from bench.simulator.speed import RUNNING, measure
 
-WIDTH = 140  # columns the table needs
+WIDTH = 150  # columns the table needs
 COLUMNS = (
     "policy", "load", "done", "tok/s", "output\ntok/s", "goodput\nreq/s", "TTFT ms\np50", "\np99",
     "TBT ms\np50", "\np99", "ms/token\np50", "\np99", "pre-\nempted", "tokens\nagain", "blocks\nswapped",
@@ -43,16 +47,75 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Dispatches to what was asked for. Raises WrongUse, ValueError, Stuck."""
-    spec, setup, clock = spec_of(options), setup_of(options), clock_of(options)
-    scales = options.rate_scale
-    jobs = [Job(policy, at_scale(spec, scale), setup, clock) for policy in options.policy for scale in scales]
-    finished = run_all(jobs, options.jobs)
+    console = Console(width=max(Console().width, WIDTH))
+    if options.reproduce:
+        from bench.simulator.literature import reproduce
+
+        return reproduce(options.json)
+    if options.speed:
+        return _speed(options, console)
+    base = Job(options.policy[0], spec_of(options), setup_of(options), clock_of(options))
+
+    def run_jobs(jobs: list[Job]) -> list[Finished]:
+        return run_all(jobs, options.jobs)
+
+    if options.find:
+        if options.plots is not None or len(options.rate_scale) > 1:
+            raise WrongUse("--find makes its own runs: drop --plots, and give one --rate-scale")
+        search = knee if options.find == "knee" else capacity
+        return show_search(options.find, search(options.policy, base, run_jobs), options.json, console)
+    finished = run_jobs(
+        [
+            replace(base, policy=policy, spec=replace(base.spec, rate_scale=scale))
+            for policy in options.policy
+            for scale in options.rate_scale
+        ]
+    )
     results = [one.result for one in finished]
     if options.json:
         print(json.dumps({"results": results}, indent=1))
     else:
-        show(results, Console(width=max(Console().width, WIDTH)))
+        show(results, console)
+    if options.plots is not None:
+        _plots(options, base, finished)
     return told(results)
+
+
+def _plots(options: argparse.Namespace, base: Job, finished: list[Finished]) -> None:
+    try:
+        from bench.simulator.plots import draw
+    except ImportError as error:
+        raise WrongUse(f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})") from error
+    source = base.spec.trace.stem if base.spec.trace else "drawn lengths"
+    try:
+        written = draw(finished, options.plots, f"{source}: {_replica(options)}")
+    except OSError as error:
+        raise WrongUse(f"--plots {options.plots}: {error.strerror}") from error
+    print("wrote " + ", ".join(str(path) for path in written), file=sys.stderr)
+
+
+def _replica(options: argparse.Namespace) -> str:
+    """What ran, for a picture's title."""
+    if options.step_time or options.fit:
+        return f"step times of {options.step_time or options.fit}"
+    return f"{options.model_shape} on {options.replicas} x {options.device}"
+
+
+def _speed(options: argparse.Namespace, console: Console) -> int:
+    results = [measure(policy, running) for policy in options.policy for running in RUNNING]
+    if options.json:
+        print(json.dumps({"results": results}, indent=1))
+        return 0
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("policy", "running", "us an iteration", "iterations a minute", "goal"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for r in results:
+        goal = f"{r['goal']:,}" if r["goal"] else ""
+        table.add_row(
+            r["policy"], str(r["running"]), f"{r['us_per_iteration']:.1f}", f"{r['iterations_per_minute']:,}", goal
+        )
+    console.print(table)
+    return 0
 
 
 def told(results: list[dict[str, Any]]) -> int:

@@ -6,19 +6,19 @@ waits each); no object is kept per token.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.simulator.workload import Int64, Workload
-from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
+from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.types import Finish, FinishedRequest, Outcome
 
 GOOD_TTFT_NS = 2_000_000_000  # DESIGN.md, section 6: goodput
 GOOD_GAP_NS = 100_000_000
+PERCENTILES = (50, 90, 99)
 TAIL_GAPS = 100  # below so many gaps the largest counts as a request's P99
-_INDEX = attrgetter("payload")
 
 
 class Histogram:
@@ -100,44 +100,42 @@ class Recorder:
         self._arrived_ns: Int64 = workload.arrived_ns + start_ns
         self._width = int(workload.output.max()) if n else 1
         self._waits: Int64 = np.zeros(rows * self._width, np.int64)  # [row, output]: since the token before
-        self._cell: Int64 = np.full(n, -1, np.int64)  # where a request's row begins
+        self._cell = [-1] * n  # where a request's row begins
         self._free = list(range(rows))[::-1]
         self._padded = padded
         self._held: list[list[int]] = []  # per replica: finished, not delivered yet
-        # Rows of a steady step are the same list of requests, so their cells are looked up once.
-        self._requests: dict[int, list[NewRequest]] = {}
-        self._cells: dict[int, Int64] = {}
 
-    def enters(self, index: int, replica: int) -> None:
-        """A request takes a slot, perhaps again: it has a row from its first time to its end."""
-        if self._cell[index] >= 0:
-            return
-        self.replica[index] = replica
+    def cell(self, index: int) -> int:
+        """Where the waits of a request are kept, from the first time that it takes a slot to its end."""
+        cell = self._cell[index]
+        if cell >= 0:
+            return cell
         if not self._free:
             rows = self._waits.size // self._width
             self._waits = np.concatenate([self._waits, np.zeros_like(self._waits)])
             self._free = list(range(2 * rows - 1, rows - 1, -1))
-        self._cell[index] = self._free.pop() * self._width
+        self._cell[index] = cell = self._free.pop() * self._width
+        return cell
 
-    def take(self, outcome: Outcome, now_ns: int, key: int) -> None:
-        """Every token and every end of one Outcome; `key` (replica and microbatch) names whose rows come again."""
-        requests = outcome.requests
-        if requests:
-            cells = self._cells.get(key)
-            if cells is None or self._requests[key] is not requests:
-                cells = self._cell[np.fromiter(map(_INDEX, requests), np.intp, len(requests))]
-                self._requests[key], self._cells[key] = requests, cells
-            if outcome.tokens.size == len(requests):
-                self._waits[cells + outcome.first] = outcome.waits_ns
-            else:  # some rows say only how a request ended
-                got = np.flatnonzero(outcome.counts)
-                self._waits[cells[got] + outcome.first[got]] = outcome.waits_ns[got]
+    def take(self, outcome: Outcome, now_ns: int, cells: Int64 | None) -> None:
+        """Every token and every end of one Outcome. cells: [rows] int64 of its rows where they are known already."""
+        if cells is not None and cells.size == outcome.first.size == outcome.tokens.size:
+            self._waits[cells + outcome.first] = outcome.waits_ns
+        elif outcome.requests:
+            self._look_up(outcome)
         for done in outcome.ended:
             self._end(done, now_ns)
 
+    def _look_up(self, outcome: Outcome) -> None:
+        """As take(), one row at a time: some rows say only how a request ended, or come in another order."""
+        rows = zip(outcome.requests, outcome.first.tolist(), outcome.waits_ns.tolist(), strict=True)
+        for (request, first, wait), count in zip(rows, outcome.counts.tolist(), strict=True):
+            if count:
+                self._waits[self._cell[request.payload] + first] = wait
+
     def _end(self, done: FinishedRequest, now_ns: int) -> None:
         index: int = done.request.payload
-        cell, count = int(self._cell[index]), done.outputs[0].size
+        cell, count = self._cell[index], done.outputs[0].size
         self.ended += 1
         self.end_ns = max(self.end_ns, now_ns)
         self.finish[index], self.tokens[index] = done.finish[0], count
@@ -180,7 +178,8 @@ class Recorder:
 
 def _tail(gaps: Int64) -> int:
     """The P99 of [n] gaps, linear between order statistics (what numpy.percentile gives, at a tenth of its cost)."""
-    ordered = np.sort(gaps)
+    ordered = gaps.copy()
+    ordered.sort()
     rank = 0.99 * (gaps.size - 1)
     low = int(rank)
     below = int(ordered[low])
@@ -191,31 +190,49 @@ def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]
     """The clients' part of a result, named and defined as in DESIGN.md, sections 6 and 7.
 
     Rates divide by the time from the first arrival to the last delivery. Requests that ended otherwise than by stop or
-    length are not finished and count in no latency. slo_violations: share of the finished that missed their own limits
-    (DESIGN's 2 s and 100 ms where they have none), with the unfinished as missed.
+    length are not finished and count in no latency. tbt_ms: all gaps of all finished; worst_gap_ms: of each request the
+    P99 of its gaps, as goodput takes it. slo_violations: share of the requests that did not finish or missed their own
+    limits (DESIGN's 2 s and 100 ms where they have none). `classes`: the same apart, where there are several.
     """
-    done = np.flatnonzero(seen.e2e_ns >= 0)
-    ttft, e2e, worst, tokens = seen.ttft_ns[done], seen.e2e_ns[done], seen.worst_ns[done], seen.tokens[done]
     first_ns = start_ns + (int(workload.arrived_ns[0]) if len(workload) else 0)
     seconds = max(seen.end_ns - first_ns, 1) / 1e9
+    kept = kept_slos(workload, seen)
+    tbt = seen.gaps.percentiles(PERCENTILES)
+    classes = np.unique(workload.priority).tolist()
+    everyone = _of(np.ones(len(workload), np.bool_), workload, seen, kept, seconds)
+    everyone["tbt_ms"] = {f"p{q}": _shown(t / 1e6) for q, t in zip(PERCENTILES, tbt, strict=True)}
+    return {
+        **everyone,
+        "duration_s": round(seconds, 6),
+        "arrivals_s": round((int(workload.arrived_ns[-1]) - int(workload.arrived_ns[0])) / 1e9, 6),
+        "errors": dict(sorted(seen.errors.items())),
+        "classes": {CLASSES[c]: _of(workload.priority == c, workload, seen, kept, seconds) for c in classes}
+        if len(classes) > 1
+        else {},
+    }
+
+
+def _of(
+    who: npt.NDArray[np.bool_], workload: Workload, seen: Recorder, kept: npt.NDArray[np.bool_], seconds: float
+) -> dict[str, Any]:
+    """Figures of the requests in `who`: [requests] bool, as are those that `kept` their limits."""
+    done = np.flatnonzero(who & (seen.e2e_ns >= 0))
+    ttft, e2e, worst, tokens = seen.ttft_ns[done], seen.e2e_ns[done], seen.worst_ns[done], seen.tokens[done]
     output, prompt = int(tokens.sum()), int(workload.prompt[done].sum())
     good = int(np.count_nonzero((ttft <= GOOD_TTFT_NS) & (worst <= GOOD_GAP_NS)))
-    kept = int(np.count_nonzero(kept_slos(workload, seen)))
-    tbt = seen.gaps.percentiles((50, 90, 99))
+    count = int(np.count_nonzero(who))
     return {
-        "requests": len(workload),
+        "requests": count,
         "finished": int(done.size),
         "throughput_tok_s": round((output + prompt) / seconds, 3),
         "output_tok_s": round(output / seconds, 3),
         "request_rps": round(done.size / seconds, 4),
         "goodput_rps": round(good / seconds, 4),
         "ttft_ms": _milliseconds(ttft),
-        "tbt_ms": {f"p{q}": _shown(t / 1e6) for q, t in zip((50, 90, 99), tbt, strict=True)},
         "normalized_latency_ms": _milliseconds(e2e / np.maximum(tokens, 1)),
         "e2e_ms": _milliseconds(e2e),
-        "slo_violations": round(1 - kept / max(len(workload), 1), 5),
-        "duration_s": round(seconds, 6),
-        "errors": dict(sorted(seen.errors.items())),
+        "worst_gap_ms": _milliseconds(worst),
+        "slo_violations": round(1 - int(np.count_nonzero(kept & who)) / max(count, 1), 5),
     }
 
 
@@ -229,9 +246,9 @@ def kept_slos(workload: Workload, seen: Recorder) -> npt.NDArray[np.bool_]:
 
 def _milliseconds(times_ns: npt.NDArray[Any]) -> dict[str, float | None]:
     if not times_ns.size:
-        return {"p50": None, "p90": None, "p99": None}
-    values = np.percentile(times_ns, (50, 90, 99)) / 1e6
-    return {f"p{q}": _shown(float(v)) for q, v in zip((50, 90, 99), values, strict=True)}
+        return {f"p{q}": None for q in PERCENTILES}
+    values = np.percentile(times_ns, PERCENTILES) / 1e6
+    return {f"p{q}": _shown(float(v)) for q, v in zip(PERCENTILES, values, strict=True)}
 
 
 def _shown(value: float) -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ from bench.simulator.engine import Setup
 from bench.simulator.roofline import DEVICES, SHAPES, Roofline
 from bench.simulator.routing import ROUTERS
 from services.scheduler.core.placer import CLASSES
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.presets import PRESETS, preset
 
 
 class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
@@ -161,15 +160,13 @@ def clock_of(options: argparse.Namespace) -> StepClock:
     return RooflineClock(Roofline(options.model_shape, options.device))
 
 
-def at_scale(spec: Spec, scale: float) -> Spec:
-    return replace(spec, rate_scale=scale)
-
-
 def _policies(text: str) -> list[str]:
     names = sorted(PRESETS) if text == "all" else text.split(",")
     for name in names:
-        if name not in PRESETS:
-            raise argparse.ArgumentTypeError(f"no policy {name!r}; there are {', '.join(sorted(PRESETS))}")
+        try:
+            preset(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 

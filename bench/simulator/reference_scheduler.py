@@ -11,14 +11,16 @@ Where the sheet is silent:
 1. A request gets one chunk a step. With 64 tokens or more to go the chunk is a multiple of 64 (so 178 is 128 and then
    50); what is left under 64 is one last chunk and needs that much of the budget.
 2. The chunks of a step end with the first request that gets none; a later one never overtakes it.
-3. TTFT slack is arrival + limit - now, with a limit of 2 s where a request gives none; equal ones go by number.
-4. The last chunk of a prompt samples the first token, so max_new tokens take max_new - 1 decodes.
-5. TBT slack is last token + limit - (now + predicted time of the decodes alone): only with the prediction can a
+3. Admission looks at blocks and seats only, and may be steps ahead of the first chunk. What is reserved is held from
+   admission on, but a request counts as running from its first chunk on, and as waiting before.
+4. TTFT slack is arrival + limit - now, with a limit of 2 s where a request gives none; equal ones go by number.
+5. The last chunk of a prompt samples the first token, so max_new tokens take max_new - 1 decodes.
+6. TBT slack is last token + limit - (now + predicted time of the decodes alone): only with the prediction can a
    preemption give slack back. A request without a limit is never at risk.
-6. Least work done is fewest tokens in KV; of equals the newest yields. Those that prefill may yield too.
-7. Swapped keep their KV, others compute it again as a prompt. Both wait in their old place, and nobody is admitted in a
+7. Least work done is fewest tokens in KV; of equals the newest yields. Those that prefill may yield too.
+8. Swapped keep their KV, others compute it again as a prompt. Both wait in their old place, and nobody is admitted in a
    step that preempted, or the preempted would come back at once.
-8. Nobody is preempted for somebody's admission, and nobody ages.
+9. Nobody is preempted for somebody's admission, and nobody ages.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Request:
 
 
 class Counts(NamedTuple):
-    """Of one step: tokens of decodes and of prefill chunks, requests that wait and that run while it does."""
+    """Of one step: tokens of decodes and of prefill chunks, requests that wait and that run (point 3) meanwhile."""
 
     decode: int
     prefill: int
@@ -134,7 +136,8 @@ def run(
         work = _budget(running, now, max_batch_tokens)
         decode = sum(tokens for request, tokens in work if request.decoding)
         prefill = sum(tokens for _, tokens in work) - decode
-        steps.append(Counts(decode, prefill, len(waiting), len(running)))
+        begun = sum(request.in_kv > 0 for request in running) + sum(not request.in_kv for request, _ in work)
+        steps.append(Counts(decode, prefill, len(waiting) + len(running) - begun, begun))
         now += time_ms(decode + prefill)
         for request, tokens in work:
             request.in_kv += tokens

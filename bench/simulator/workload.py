@@ -73,8 +73,8 @@ class Workload:
 
     def request(self, i: int, start_ns: int) -> NewRequest:
         """Request i as the service would hand it over; its payload is i. Prompts share tokens only by group."""
-        prompt = np.arange(int(self.prompt[i]), dtype=np.int32)
-        prompt += _FIRST_PROMPT_ID + i * _SPREAD % _PROMPT_IDS
+        first = _FIRST_PROMPT_ID + i * _SPREAD % _PROMPT_IDS
+        prompt = np.arange(first, first + int(self.prompt[i]), dtype=np.int32)
         if (group := int(self.group[i])) >= 0:
             shared = min(self.prefix_tokens, prompt.size - 1)
             prompt[:shared] = np.arange(shared, dtype=np.int32) + (_PROMPT_IDS + group * _SPREAD % _PROMPT_IDS // 2)

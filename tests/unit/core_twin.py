@@ -164,8 +164,8 @@ class TwinWorker:
 class House:
     """A Core with twin workers, and a reader that checks every Outcome as gateway and record keeper would."""
 
-    def __init__(self, core: Core, limits: Limits) -> None:
-        self.core, self.now = core, 1_000 * MS
+    def __init__(self, core: Core, limits: Limits, lag: int = 0) -> None:
+        self.core, self.now, self.lag = core, 1_000 * MS, lag
         self.limits: dict[int, Limits] = {}
         self.workers: dict[int, TwinWorker] = {}
         self.requests: dict[str, NewRequest] = {}
@@ -183,6 +183,7 @@ class House:
     def join(self, limits: Limits) -> int:
         number = self.core.join(limits)
         self.limits[number], self.workers[number] = limits, TwinWorker(limits)
+        self.workers[number].lag = self.lag
         self.most = max(self.most, limits.max_model_len)
         return number
 

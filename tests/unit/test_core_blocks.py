@@ -178,6 +178,14 @@ def test_the_other_tier_finds_copies_under_the_same_names_also_behind_blocks_of_
     host.give(again)
     assert (host.free, host.cached) == (1, 3)
     host.check()
+    names = host.content[copies].tolist()
+    pool.give(blocks)
+    pool.give(pool.take(4))
+    anew = enter(pool, [1, 2, 3, 4, 6, 6], [7, 8, 10])
+    assert pool.content[anew[:2]].tolist() == names[:2], "computed anew, the same content has the name it has there"
+    assert pool.content[anew[2]] > max(names)
+    with pytest.raises(ValueError, match="two tiers"):
+        BlockPool(4, 2, pool.contents)
 
 
 def test_the_version_changes_with_what_can_be_found_and_with_nothing_else() -> None:

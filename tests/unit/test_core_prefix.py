@@ -82,7 +82,7 @@ class IndexTwin(RuleBasedStateMachine):
         self.entries: dict[int, Entry] = {}  # indexed block -> what it holds
         self.key_of: dict[int, int] = {}
         self.copied: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block of the other tier -> what it holds
-        self.ids: set[int] = {0}
+        self.prefix_of: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # every content id there ever was
         self.tables: list[Row] = []
 
     def key(self, salt: bytes, tokens: list[int]) -> int:
@@ -139,11 +139,11 @@ class IndexTwin(RuleBasedStateMachine):
             if holder in self.cached:
                 self.cached.remove(holder)
                 self.free.append(holder)
-        assert got not in self.ids, "a content id is never used again"
-        self.ids.add(got)
+        prefix = (row.salt, tuple(tokens))
+        assert got and self.prefix_of.setdefault(got, prefix) == prefix, "a content id is one prefix for ever"
         self.index[key] = block
         self.key_of[block] = key
-        self.entries[block] = Entry(got, before, (row.salt, tuple(tokens)))
+        self.entries[block] = Entry(got, before, prefix)
 
     def model_put(self, gone: list[int]) -> None:
         self.cached += [b for b in reversed(gone) if b in self.entries]
@@ -392,9 +392,8 @@ def test_keys_differ_with_salt_seed_tokens_and_order() -> None:
     hasher = Hasher(16, 1)
     blocks = random.integers(0, 2, (400, 16)).astype(np.int32)
     pairs = [np.concatenate([blocks[i], blocks[j]]) for i in range(0, 400, 7) for j in range(0, 400, 9)]
-    distinct = len({p.tobytes() for p in pairs})
-    keys = [hasher.keys(p)[-1] for p in pairs]
-    assert len(set(keys)) == distinct
+    assert len({int(hasher.keys(p)[-1]) for p in pairs}) == len({p.tobytes() for p in pairs})
     zeros = np.zeros(160, np.int32)
     assert len({*hasher.keys(zeros).tolist(), *hasher.keys(zeros, b"x").tolist()}) == 20
+    assert len({int(hasher.keys(zeros[:16], salt)[0]) for salt in (b"", b"\0", b"\0" * 8, b"a" * 9, b"a" * 10)}) == 5
     assert Hasher(16, 2).keys(zeros).tolist() != hasher.keys(zeros).tolist()

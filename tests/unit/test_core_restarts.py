@@ -29,10 +29,10 @@ def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
 
 def test_the_lost_keep_their_arrival_and_their_tokens() -> None:
     h = house(limits=Limits(2, 64, 4, 64, 128))
-    for name in "ab":
-        h.add(request(name, 5, 12, seed=1))
+    for seed, name in enumerate("ab"):
+        h.add(request(name, 5, 12, seed=seed))
     rounds(h, 5)
-    h.add(request("c", 5, 12, seed=1))
+    h.add(request("c", 5, 12, seed=2))
     produced = len(h.published["a", 0])
     assert produced
     h.lose()
@@ -103,7 +103,7 @@ def test_a_parked_request_gets_no_step_until_it_is_resumed_in_its_old_place() ->
     assert h.core.stats()["parked"] == 1
     rounds(h, 3)
     assert h.started == ["b"]
-    h.core.resume("a")
+    h.core.resume("a", h.now)
     assert h.core.stats()["parked"] == 0
     h.finish()
     assert h.started == ["b", "a", "c"]
@@ -118,7 +118,7 @@ def test_a_parked_request_can_be_cancelled_and_what_runs_is_not_parked() -> None
     h.add(request("waits", 4, 8, seed=2))
     h.core.park("waits")
     h.core.park("unknown")
-    h.core.resume("unknown")
+    h.core.resume("unknown", h.now)
     h.take(h.core.cancel("waits", h.now))
     h.core.check()
     h.finish()

@@ -129,10 +129,10 @@ def test_sarathi_preempts_the_newest_and_he_keeps_his_place() -> None:
     h.add(request("c", 1, 1, seed=3))
     assert h.step() == {"a": (8, 1)}
     assert h.core.stats()["preemptions"] == 1
-    assert h.core.stats()["recomputed_tokens"] == 8
     for at in range(9, 13):
         assert h.step() == {"a": (at, 1)}, "b stands before c and does not fit yet: c may not pass him"
     assert h.step() == {"b": (0, 9), "c": (0, 1)}
+    assert h.core.stats()["recomputed_tokens"] == 8
     h.finish()
 
 
@@ -312,6 +312,7 @@ def test_nothing_past_the_last_token_is_planned(policy: str) -> None:
         while (step := h.plan()) is not None:
             computed += int(step.chunk_lengths.sum())
         h.answer()
+        h.now += 10_000_000  # `request` waits for more to come
     assert computed == 5 + 6 - 1
 
 
@@ -362,5 +363,5 @@ def test_freed_slots_and_blocks_serve_in_the_very_next_step() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match="'fifo'; there are orca, orcinus, sarathi"):
+    with pytest.raises(ValueError, match=r"'fifo'; there are fastgen, .*orca, orcinus"):
         Core("fifo")

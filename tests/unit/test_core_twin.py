@@ -16,25 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.parts.batch import Chunked
-from services.scheduler.core.parts.memory import Watermark
-from services.scheduler.core.parts.order import ClassThenArrival
-from services.scheduler.core.parts.relief import LeastLost
-from services.scheduler.core.parts.tokens import Fixed
-from services.scheduler.core.policy import Policy
+from services.scheduler.core.presets import PRESETS
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.core_twin import MS, House, answer, request
 
-POLICIES = ("orca", "sarathi", "orcinus")
-
-
-def policy_of(name: str) -> str | Policy:
-    """A preset, or `eager`: parts of all three, and no thought for the next token, so that it preempts most."""
-    if name != "eager":
-        return name
-    return Policy("eager", ClassThenArrival(50 * MS), Watermark(0.0), Fixed(16), Chunked(), LeastLost())
-
-
+# Parts with no thought for the next token, so that they preempt most.
+EAGER = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost"
+SWAPS = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost-swap+takes+slo"
+STALLS = "orcinus:order=fair,memory=fits,tokens=ema,batch=shrinking-4,relief=last-started-swap+stalls"
+POLICIES = (*PRESETS, EAGER, SWAPS, STALLS)
+TESTED = ("orca", "sarathi", "orcinus", "sglang", EAGER, SWAPS, STALLS)
 ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 
 
@@ -42,7 +33,7 @@ class CoreTwin(RuleBasedStateMachine):
     """Everything that can happen to a core, in any order, on a replica that is too small for it."""
 
     @initialize(
-        policy=st.sampled_from((*POLICIES, "eager")),
+        policy=st.sampled_from(POLICIES),
         microbatches=st.integers(1, 3),
         lookahead=st.integers(0, 2),
         slots=st.integers(1, 6),
@@ -52,6 +43,9 @@ class CoreTwin(RuleBasedStateMachine):
         step_max=st.integers(1, 24),
         budget=st.sampled_from([0, 1, 7]),
         max_seqs=st.sampled_from([0, 0, 2]),
+        host_blocks=st.sampled_from([0, 4, 30]),
+        prefix_cache=st.sampled_from([None, True]),
+        lag=st.integers(0, 2),
     )
     def start(
         self,
@@ -65,17 +59,21 @@ class CoreTwin(RuleBasedStateMachine):
         step_max: int,
         budget: int,
         max_seqs: int,
+        host_blocks: int,
+        prefix_cache: bool | None,
+        lag: int,
     ) -> None:
-        self.limits = Limits(slots, blocks, block_size, context, step_max)
+        self.limits = Limits(slots, blocks, block_size, context, step_max, host_blocks)
         core = Core(
-            policy_of(policy),
+            policy,
             max_seqs=max_seqs,
             microbatches=microbatches,
             lookahead=lookahead,
             step_tokens=budget,
+            prefix_cache=prefix_cache,
             checkpoint_tokens=3,
         )
-        self.house = House(core, self.limits)
+        self.house = House(core, self.limits, lag)
         self.count = 0
 
     @rule(
@@ -88,7 +86,9 @@ class CoreTwin(RuleBasedStateMachine):
         gateway=st.sampled_from("abc"),
         deadline=st.sampled_from([0, 0, 0, 150]),
         resumed=st.integers(0, 4),
-        seed=st.integers(0, 50),
+        tbt_slo_ms=st.sampled_from([0, 0, 20]),
+        tenant=st.sampled_from("xy"),
+        seed=st.integers(0, 6),
     )
     def add(
         self,
@@ -101,6 +101,8 @@ class CoreTwin(RuleBasedStateMachine):
         gateway: str,
         deadline: int,
         resumed: int,
+        tbt_slo_ms: int,
+        tenant: str,
         seed: int,
     ) -> None:
         new = request(
@@ -114,6 +116,9 @@ class CoreTwin(RuleBasedStateMachine):
             priority=priority,
             gateway=gateway,
             deadline_ns=self.house.now + deadline * MS if deadline else 0,
+            tbt_slo_ns=tbt_slo_ms * MS,
+            tenant=tenant,
+            salt=tenant.encode(),
         )
         if resumed and prompt < self.limits.max_model_len:  # some outputs are known from before a restart
             answers = [answer(new, c, self.limits.max_model_len)[0] for c in range(prompts * n)]
@@ -174,6 +179,19 @@ class CoreTwin(RuleBasedStateMachine):
     def join(self) -> None:
         assert self.house.join(self.limits) == 0
 
+    @rule(policy=st.sampled_from(POLICIES))
+    def switch(self, policy: str) -> None:
+        self.house.core.switch(policy)
+
+    @precondition(lambda self: getattr(self, "count", 0))
+    @rule(data=st.data(), resume=st.booleans())
+    def park(self, data: st.DataObject, resume: bool) -> None:
+        chosen = f"r{data.draw(st.integers(0, self.count - 1))}"
+        if resume:
+            self.house.core.resume(chosen, self.house.now)
+        else:
+            self.house.core.park(chosen)
+
     @rule(ms=st.integers(1, 400))
     def wait(self, ms: int) -> None:
         self.house.now += ms * MS
@@ -187,26 +205,30 @@ class CoreTwin(RuleBasedStateMachine):
         if hasattr(self, "house"):
             if not self.house.workers:
                 self.house.join(self.limits)
+            for number in range(self.count):
+                self.house.core.resume(f"r{number}", self.house.now)
             self.house.finish(bound=4000)
             stats = self.house.core.stats()
-            assert stats["blocks_free"] == stats["blocks_total"] and stats["running"] == stats["queued_tokens"] == 0
+            assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+            assert stats["swapped"] == stats["blocks_draining"] == 0
+            assert stats["running"] == stats["queued_tokens"] == 0
 
 
 CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestCoreTwin = CoreTwin.TestCase
 
 
-@pytest.mark.parametrize("policy", (*POLICIES, "eager"))
+@pytest.mark.parametrize("policy", TESTED)
 @pytest.mark.parametrize(("microbatches", "lookahead"), list(itertools.product((1, 2, 3), (0, 1, 2))))
 def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
     policy: str, microbatches: int, lookahead: int
 ) -> None:
     """32 requests on a pool so small that preemption happens where the policy has it; chunk budgets 1, 7, 64, none."""
     rng = random.Random(7)
-    preempted = 0
+    preempted = swapped = 0
     for budget in (1, 7, 64, 0):
-        core = Core(policy_of(policy), microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
-        house = House(core, Limits(slots=12, blocks=40, block_size=4, max_model_len=64, max_step_tokens=96))
+        core = Core(policy, microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
+        house = House(core, Limits(12, 40, 4, 64, 96, host_blocks=60), lag=lookahead)
         for i in range(32):
             house.add(
                 request(
@@ -226,16 +248,19 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
         preempted += int(core.stats()["preemptions"])
         sequences = 32
         assert core.stats()["preemptions"] <= 3 * sequences
+        swapped += int(core.stats()["swapped_blocks"])
+    if policy in (SWAPS, STALLS):
+        assert swapped > 0
     if policy == "orca":
         assert preempted == 0, "what reserves everything never preempts"
-    if policy in ("sarathi", "eager"):
+    if policy in ("sarathi", EAGER, SWAPS):
         assert preempted > 0
 
 
-@pytest.mark.parametrize("policy", (*POLICIES, "eager"))
+@pytest.mark.parametrize("policy", TESTED)
 def test_a_preemption_storm_is_damped(policy: str) -> None:
     """Blocks 4.5 % short of what all want at once: nobody is preempted more than three times, all finish."""
-    core = Core(policy_of(policy), lookahead=1)
+    core = Core(policy, lookahead=1)
     wanted = 16 * 16  # 16 sequences of 16 blocks at their end
     house = House(core, Limits(16, int(wanted * 0.955), 4, 128, 256))
     for i in range(48):
@@ -250,7 +275,7 @@ def test_worker_losses_under_load_lose_and_double_nothing(seed: int) -> None:
     limits = Limits(slots=6, blocks=24, block_size=2, max_model_len=40, max_step_tokens=16)
     house = House(
         Core(
-            policy_of((*POLICIES, "eager")[seed % 4]),
+            TESTED[seed % len(TESTED)],
             microbatches=rng.randint(1, 2),
             lookahead=rng.randint(0, 2),
             checkpoint_tokens=4,

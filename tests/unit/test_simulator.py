@@ -15,7 +15,7 @@ from bench.simulator.workload import STOP_ID, Workload, all_at_once
 from services.scheduler.core.core import Core
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.presets import preset
-from services.scheduler.core.types import EMPTY, StepPlan
+from services.scheduler.core.types import EMPTY, Outcome, StepPlan, StepResult
 
 MS = 1_000_000
 TEN = Linear(10 * MS)  # every step takes 10 ms, whatever is in it
@@ -102,7 +102,7 @@ def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
 
 
 class Padded:
-    """Takes everyone into an empty engine, nobody into a running one."""
+    """Another batch part, marked as that of an engine that runs rectangles."""
 
     padded = True
 
@@ -130,6 +130,12 @@ def test_a_padded_engine_delivers_when_its_batch_ends() -> None:
         assert [run.result["tbt_ms"][p] for p in ("p50", "p99")] == pytest.approx([10, 38.8], rel=2e-4)
 
 
+def test_a_request_refused_meanwhile_does_not_end_the_batch() -> None:
+    work = at([0, 0, 5], [4, 8, 400], [2, 5, 2])
+    run = simulate(static(), work, replace(BARE, blocks=20), TEN)
+    assert of(run, "e2e_ns")[:2] == [50, 50] and run.result["finished"] == 2
+
+
 def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() -> None:
     run = simulate(static(), all_at_once([4, 8], [2, 5]), BARE, TEN)
     # prefill 2 x 8, then four steps of 2 rows; of them 4 of the prompt and 3 decodes are padding
@@ -141,8 +147,8 @@ def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
     device = Device(4, TEN, np.array([9, 9]), 1, False, block_ns=6 * MS)
     core = Core("orca")
     plan = _empty_plan()
-    assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0).end_ns == 18 * MS
-    assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0).end_ns == 18 * MS  # in order
+    assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0, int).end_ns == 18 * MS
+    assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0, int).end_ns == 18 * MS  # in order
     assert core.idle
 
 
@@ -167,6 +173,44 @@ def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str
     assert run.seen.gaps.distribution()[1].sum() == output.sum() - n
     again = simulate(policy, work, setup, Linear(2 * MS, 10_000))
     assert {**run.result, "wall_s": 0} == {**again.result, "wall_s": 0}
+
+
+@pytest.mark.parametrize("policy", ["orca", "sarathi", "orcinus"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_every_requests_times_are_those_that_the_core_told(
+    policy: str, microbatches: int, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits gathered row by row from the Outcomes, by request, against the columns; with preemptions in flight."""
+    told: dict[int, list[int]] = {}
+    apply = Core.apply
+
+    def spy(self: Core, result: StepResult, now_ns: int) -> Outcome:
+        outcome = apply(self, result, now_ns)
+        for request, count, wait in zip(outcome.requests, outcome.counts, outcome.waits_ns, strict=True):
+            if count:
+                told.setdefault(request.payload, []).append(int(wait))
+        return outcome
+
+    monkeypatch.setattr(Core, "apply", spy)
+    rng = np.random.default_rng(11)
+    n = 120
+    output = rng.integers(1, 260, n)
+    work = Workload(np.sort(rng.integers(0, 3_000, n)) * MS, rng.integers(1, 120, n), output, np.full(n, 300))
+    setup = Setup(
+        blocks=60, max_seqs=16, microbatches=microbatches, lookahead=lookahead, max_step_tokens=200, replicas=2
+    )
+    run = simulate(policy, work, setup, Linear(2 * MS, 10_000, 100))
+    assert run.result["finished"] == n and (policy != "sarathi" or run.result["preemptions"] > 0)
+    for i in range(n):
+        waits = told[i]
+        assert len(waits) == output[i]
+        assert run.seen.ttft_ns[i] == waits[0] and run.seen.e2e_ns[i] == sum(waits)
+        gaps = waits[1:] or [0]
+        worst = np.percentile(gaps, 99) if len(gaps) >= 100 else max(gaps)
+        assert run.seen.worst_ns[i] == pytest.approx(worst, abs=1)
+    every = np.array([wait for waits in told.values() for wait in waits[1:]])
+    assert run.result["tbt_ms"]["p99"] == pytest.approx(np.percentile(every, 99) / MS, rel=3e-4)
 
 
 def test_round_robin_deals_and_least_tokens_avoids_the_busy_replica() -> None:
@@ -194,6 +238,16 @@ def test_prompts_are_distinct_from_their_first_token_on_except_in_a_group() -> N
     one, other, same = (shared.request(i, 0).prompts[0] for i in (0, 1, 2))
     assert one[:16].tolist() == same[:16].tolist() != other[:16].tolist()
     assert one[16] != same[16]
+
+
+def test_classes_are_counted_apart() -> None:
+    work = replace(
+        at([0, 0, 0], [4, 4, 4], [2, 2, 30]), priority=np.array([0, 3, 3]), tbt_slo_ns=np.array([5, 0, 0]) * MS
+    )
+    classes = simulate("orca", work, BARE, TEN).result["classes"]
+    assert set(classes) == {"realtime", "low"}
+    assert classes["realtime"]["slo_violations"] == 1 and classes["low"]["slo_violations"] == 0
+    assert classes["low"]["finished"] == 2 and classes["low"]["ttft_ms"]["p50"] == 10
 
 
 def test_a_request_that_can_never_run_is_told_and_not_counted() -> None:

@@ -1,7 +1,7 @@
 """The prefill pass (further chunks of prompts that run) and the admission pass (the waiting enter).
 
-Called by passes.py after the decodes. Candidates are looked up, judged and entered together: a few vector operations for
-all of them, and Python only per sequence that enters or is put aside.
+Called by passes.py after the decodes. Candidates are looked up, judged and entered together: a few vector operations
+for all of them, and Python only per sequence that enters or is put aside.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import HIGH, Guard
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.policy import Entrants, Pace
-from services.scheduler.core.replica import Replica
+from services.scheduler.core.replica import Refusal, Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.sharing import Hit, Sharing
 from services.scheduler.core.table import Int64
@@ -22,17 +22,6 @@ from services.scheduler.core.types import EMPTY, Enter, Int32
 
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = Hit(EMPTY, EMPTY, 0)
-
-
-@dataclass(slots=True)
-class Refusal:
-    """Why the head of the waiting did not enter: it lacked `cost` blocks, or a slot."""
-
-    number: int
-    roster: int
-    available: int
-    cost: int
-    again: int  # iteration
 
 
 @dataclass(slots=True)
@@ -54,15 +43,10 @@ class Admission:
     def __init__(self, shared: Shared, guard: Guard) -> None:
         self._shared = shared
         self._guard = guard
-        self._refused: dict[int, Refusal] = {}  # replica -> its head
-
-    def forget(self) -> None:
-        """The policy is another: who was refused is judged again."""
-        self._refused.clear()
 
     def make_room(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """Before anything is planned: running sequences yield to an urgent head that was refused in the last step."""
-        refusal = self._refused.get(replica.number)
+        refusal = replica.refusal
         if refusal is None or not self._shared.policy.relief.takes:
             return
         head = self._shared.placer.head(now_ns)
@@ -71,7 +55,7 @@ class Admission:
         if draft.left > replica.table.count:  # else it could not have a chunk
             self._guard.take(replica, draft, head, refusal.cost, now_ns, known)
             if draft.beneficiary is not None:
-                del self._refused[replica.number]
+                replica.refusal = None
 
     def enter_loaded(self, replica: Replica, draft: Draft) -> None:
         """Those whose KV has come from the host tier take part from this step on."""
@@ -97,7 +81,7 @@ class Admission:
         slots = self._shared.policy.order.sort(table, slots, now_ns)[: draft.seats]
         before = table.planned[slots].astype(np.int64)
         rest = table.known[slots] - before
-        lengths = self._shared.policy.batch.chunks(rest, before, draft.left, not draft.prefill)
+        lengths = self._shared.policy.batch.chunks(rest, before, draft.left, not draft.prefill, draft.empty)
         if lengths.size:
             self._run(replica, draft, slots[: lengths.size], lengths)
 
@@ -131,9 +115,12 @@ class Admission:
             return
         if draft.beneficiary is not None:
             room = 1
-        candidates = self._candidates(replica, draft, room, now_ns)
-        if candidates:
-            self._judge(replica, draft, candidates, now_ns, known)
+        while room > 0 and draft.left > 0:  # again where some need less than it seemed, or are judged by other rules
+            candidates = self._candidates(replica, draft, room, now_ns)
+            entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
+            if not entered or entered < len(candidates):
+                break
+            room -= entered
 
     def _budget(self, replica: Replica, draft: Draft, now_ns: int) -> None:
         """`left` becomes what the policy leaves for prompts beside the decodes; asked once a step."""
@@ -145,19 +132,18 @@ class Admission:
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
         """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
-        refusal = self._refused.get(replica.number)
+        refusal = replica.refusal
         if refusal is None:
             return False
         same = refusal.number == head.number and refusal.roster == replica.table.roster
         if same and replica.available <= refusal.available and self._shared.counters.iteration < refusal.again:
             return True
-        del self._refused[replica.number]
+        replica.refusal = None
         return False
 
     def _refuse(self, replica: Replica, head: Sequence, cost: int) -> None:
         again = self._shared.counters.iteration + LOOK_AGAIN
-        refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
-        self._refused[replica.number] = refusal
+        replica.refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
 
     def _candidates(self, replica: Replica, draft: Draft, room: int, now_ns: int) -> list[Candidate]:
         """The first of the waiting, at most `room` and about as many as the budget takes; they are popped."""
@@ -217,9 +203,7 @@ class Admission:
         tokens = draft.slots.size + min(rest, budget)
         return int(steps * replica.model.predict(tokens, draft.context, rest * rest / 2 / steps)) or 1_000_000_000
 
-    def _judge(
-        self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector
-    ) -> None:
+    def _judge(self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector) -> int:
         """As many of the first candidates enter as memory and budget allow; the others stand where they stood."""
         shared = self._shared
         entrants = self._entrants(replica, candidates)
@@ -239,6 +223,7 @@ class Admission:
         if entering:
             shared.policy.batch.joined(replica, len(entering))
             self._enter_all(replica, draft, entering, promised, lengths, now_ns, known)
+        return len(entering)
 
     @staticmethod
     def _entrants(replica: Replica, candidates: list[Candidate]) -> Entrants:
@@ -253,9 +238,7 @@ class Admission:
         known, limit, cached_, shared, priority, prompt = np.array(rows, np.int64).T
         return Entrants(known, limit, cached_, shared, priority.astype(np.int32), prompt)
 
-    def _chunks(
-        self, draft: Draft, candidates: list[Candidate], entrants: Entrants
-    ) -> tuple[list[Candidate], Int64]:
+    def _chunks(self, draft: Draft, candidates: list[Candidate], entrants: Entrants) -> tuple[list[Candidate], Int64]:
         """Who may enter with the tokens that are left, and the first chunks of those that need not load."""
         if not candidates:
             return [], np.zeros(0, np.int64)
@@ -264,7 +247,7 @@ class Admission:
         runs = np.array([not candidate.loads for candidate in candidates])
         if not runs.any():
             return candidates, np.zeros(0, np.int64)
-        lengths = self._shared.policy.batch.chunks(rest[runs], before[runs], draft.left, not draft.prefill)
+        lengths = self._shared.policy.batch.chunks(rest[runs], before[runs], draft.left, not draft.prefill, draft.empty)
         if lengths.size < int(runs.sum()):
             candidates = candidates[: int(np.flatnonzero(runs)[lengths.size])]
         return candidates, lengths
@@ -277,10 +260,9 @@ class Admission:
         for candidate in entering:  # first of all, so that no block found is taken for another
             if candidate.hit.gpu.size:
                 replica.pool.share(candidate.hit.gpu)
-        sequences = [candidate.sequence for candidate in entering]
-        slots = table.enter(sequences, replica.next_step, draft.microbatch, limits, now_ns)
-        run = []
-        for slot, candidate, blocks in zip(slots.tolist(), entering, promised.tolist(), strict=False):
+        slots = table.enter([c.sequence for c in entering], replica.next_step, draft.microbatch, limits, now_ns)
+        run, size = [], limits.block_size
+        for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence, hit = candidate.sequence, candidate.hit
             sequence.replica = replica.number
             if sequence.lost:
@@ -288,33 +270,28 @@ class Admission:
                 sequence.lost = 0
             if hit.gpu.size:
                 table.append(slot, hit.gpu)
+                table.planned[slot] = hit.gpu.size * size
             if candidate.loads:
                 self._load(replica, slot, candidate)
             else:
-                table.planned[slot] = hit.gpu.size * limits.block_size
                 draft.enters.append(self._enter(replica, slot, sequence))
                 run.append(slot)
-            replica.promise(slot, blocks)
-            if replica.sharing is not None:
-                replica.sharing.entered(slot, sequence, hit)
             if not sequence.record.started:
                 sequence.record.started = True
                 known.started.append(sequence.record.request.id)
+        replica.promise(slots, promised[: slots.size])
+        if replica.sharing is not None:
+            replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
-            self._run(replica, draft, np.array(run, np.int32), lengths)
+            self._run(replica, draft, slots if len(run) == slots.size else np.array(run, np.int32), lengths)
 
     @staticmethod
     def _enter(replica: Replica, slot: int, sequence: Sequence) -> Enter:
         table = replica.table
-        return Enter(
-            slot,
-            sequence.record.request,
-            sequence.choice,
-            table.tokens[slot, : table.applied[slot]].copy(),
-            sequence.prompt.size,
-            int(table.planned[slot]),
-            table.blocks[slot, : table.held[slot]].copy(),
-        )
+        computed = int(table.planned[slot])
+        blocks = table.blocks[slot, : table.held[slot]].copy() if computed else EMPTY
+        tokens, prompt = sequence.tokens(), sequence.prompt.size
+        return Enter(slot, sequence.record.request, sequence.choice, tokens, prompt, computed, blocks)
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:

@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 
 from services.scheduler.core.draft import Shared
-from services.scheduler.core.forecast import ttft_ns
+from services.scheduler.core.figures import figures, ttft_ns
 from services.scheduler.core.outcome import Collector, Names
 from services.scheduler.core.passes import Passes
 from services.scheduler.core.placer import CLASSES, Placer
@@ -20,7 +20,7 @@ from services.scheduler.core.prefix import Hasher
 from services.scheduler.core.presets import parse
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
-from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State
+from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State, check_records
 from services.scheduler.core.types import (
     EMPTY,
     MAX_STOP_IDS,
@@ -31,7 +31,7 @@ from services.scheduler.core.types import (
     Outcome,
     StepPlan,
     StepResult,
-)
+)  # fmt: skip
 
 
 class Core:
@@ -139,11 +139,13 @@ class Core:
             request, self._names.take(request.gateway), self._names.take(request.tenant), request.arrived_ns or now_ns
         )
         self._records[request.id] = record
-        for choice in range(len(request.prompts) * request.n):
-            outputs = request.outputs[choice] if request.outputs else EMPTY
-            prompt = request.prompts[choice // request.n]
-            record.sequences.append(Sequence(record, choice, self._sequences, prompt, outputs))
-            self._sequences += 1
+        hasher = self._hasher
+        for number, prompt in enumerate(request.prompts):
+            keys = hasher.keys(prompt, request.salt) if hasher else NO_KEYS  # here, as it is no part of an iteration
+            for choice in range(number * request.n, (number + 1) * request.n):
+                outputs = request.outputs[choice] if request.outputs else EMPTY
+                record.sequences.append(Sequence(record, choice, self._sequences, prompt, outputs, keys=keys))
+                self._sequences += 1
         record.left = len(record.sequences)
         out = self.collector()
         for sequence in list(record.sequences):
@@ -280,35 +282,15 @@ class Core:
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
-        alive = [r for r in self.replicas if r.alive]
-        counters, ended = self._shared.counters, self._ended
-        rest = sum(int((r.table.known - r.table.planned - 1).clip(min=0).sum()) for r in alive)
-        return {
-            "iteration": counters.iteration,
-            "running": sum(r.table.count for r in alive),
-            "waiting": len(self._placer),
-            "swapped": self._placer.swapped,
-            "parked": sum(s.state is State.PARKED for r in self._records.values() for s in r.sequences),
-            **{f"waiting_{name}": self._placer.counts[i] for i, name in enumerate(CLASSES)},
-            "step_tokens": sum(r.last.tokens for r in alive),
-            "step_decode": sum(r.last.decode for r in alive),
-            "step_prefill": sum(r.last.prefill for r in alive),
-            "blocks_total": sum(r.pool.total for r in alive),
-            "blocks_free": sum(r.pool.free for r in alive),
-            "blocks_cached": sum(r.pool.cached for r in alive),
-            "blocks_draining": sum(r.pool.draining for r in alive),
-            "host_blocks_total": sum(r.host.total for r in alive),
-            "host_blocks_free": sum(r.host.free for r in alive),
-            "preemptions": counters.preemptions,
-            "recomputed_tokens": counters.recomputed_tokens,
-            "swapped_blocks": self._moved + sum(r.transfers.swapped_blocks for r in alive),
-            "prefix_hit_tokens": self._hit + sum(r.sharing.hit_tokens for r in alive if r.sharing is not None),
-            "finished": ended[Finish.STOP] + ended[Finish.LENGTH],
-            "cancelled": ended[Finish.CANCELLED] + ended[Finish.DEADLINE],
-            "failed": ended[Finish.ERROR],
+        parked = sum(s.state is State.PARKED for record in self._records.values() for s in record.sequences)
+        fields = figures(self._shared, [r for r in self.replicas if r.alive], parked)
+        fields["swapped_blocks"] += self._moved
+        fields["prefix_hit_tokens"] += self._hit
+        return fields | {
+            "finished": self._ended[Finish.STOP] + self._ended[Finish.LENGTH],
+            "cancelled": self._ended[Finish.CANCELLED] + self._ended[Finish.DEADLINE],
+            "failed": self._ended[Finish.ERROR],
             "tokens_total": self._results.tokens_total,
-            "queued_tokens": self._placer.tokens + rest,
-            "workers": len(alive),
         }
 
     def check(self) -> None:
@@ -317,14 +299,7 @@ class Core:
         for replica in self.replicas:
             if replica.alive:
                 replica.check(self.microbatches, self.lookahead)
-        sequences = [s for record in self._records.values() for s in record.sequences]
-        running = sum(s.state is State.RUNNING for s in sequences)
-        if running != sum(r.table.count for r in self.replicas):
-            raise RuntimeError(f"{running} sequences run, the tables say otherwise")
-        if sum(s.state is State.WAITING for s in sequences) != len(self._placer):
-            raise RuntimeError("a waiting sequence is lost, or one of an ended request waits")
-        if any(r.left != sum(s.state is not State.ENDED for s in r.sequences) for r in self._records.values()):
-            raise RuntimeError("the sequences left of a request are counted wrongly")
+        check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._placer))
 
     # -- ends; also called by Results
 
@@ -394,7 +369,8 @@ class Core:
         self.policy = self._shared.policy = policy
         self._next_policy, self._shared.closed = None, False
         self._placer.rebuild(policy.order, now_ns)
-        self._passes.policy_changed()
+        for replica in self.replicas:
+            replica.refusal = None
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: Collector) -> None:
         """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""

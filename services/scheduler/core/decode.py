@@ -19,7 +19,6 @@ class Decoding:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._calm: dict[int, tuple[int, int]] = {}  # replica -> roster of a table in steady decode, steps it lasts
 
     def plan(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """Fills the decode columns of `draft`."""
@@ -48,9 +47,9 @@ class Decoding:
         """Who lacks one token, ascending. While nobody comes or goes and all decode, that is known without looking."""
         table, high = replica.table, replica.table.high
         if self._shared.microbatches == 1:
-            roster, steps = self._calm.get(replica.number, (-1, 0))
+            roster, steps = replica.calm
             if roster == table.roster and steps > 0:
-                self._calm[replica.number] = (roster, steps - 1)
+                replica.calm = (roster, steps - 1)
                 return table.first_rows(high)
         wants = self._shared.wants(replica, draft.microbatch)
         one = table.known[:high] - table.planned[:high] == 1
@@ -61,7 +60,7 @@ class Decoding:
             return np.flatnonzero(one).astype(np.int32)
         if high:
             steps = int((table.limit[:high] - table.known[:high]).min())
-            self._calm[replica.number] = (table.roster, steps - 1)
+            replica.calm = (table.roster, steps - 1)
         return table.first_rows(high)
 
     def _advance(self, replica: Replica, draft: Draft, rows: Rows) -> None:

@@ -43,8 +43,9 @@ class Draft:
     beneficiary: Sequence | None = None  # for whom was preempted; nobody else enters then
 
     @property
-    def chunks(self) -> bool:
-        return bool(self.chunk_slots)
+    def empty(self) -> bool:
+        """Nobody has anything to run in it yet."""
+        return not self.slots.size and not self.chunk_slots
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Preemption for service levels, before anything of a step is planned: TBT limits of those that run, and those who wait.
+"""Preemption for service levels, before a step is planned: for TBT limits of those that run, for those who wait.
 
 Called by passes.py. Source of the rules: papers.md, Priorities and SLOs; DESIGN.md, section 4.
 """
@@ -63,7 +63,9 @@ class Guard:
                     self._shared.preempt(replica, draft, victim, now_ns, known)
                 return
 
-    def take(self, replica: Replica, draft: Draft, sequence: Sequence, cost: int, now_ns: int, known: Collector) -> None:
+    def take(
+        self, replica: Replica, draft: Draft, sequence: Sequence, cost: int, now_ns: int, known: Collector
+    ) -> None:
         """`sequence`, of class <= high and first of the waiting, lacks a slot or `cost` blocks: running ones of lower
         classes yield both, if that is enough. Its blocks have to be there at once, so they yield by recompute."""
         table = replica.table
@@ -81,7 +83,7 @@ class Guard:
 
     @staticmethod
     def _frees(replica: Replica, victims: Int32) -> Int64:
-        """Blocks, at least, that become available when each of `victims` yields: those that it alone holds or is promised."""
+        """[n] blocks, at least, that each of `victims` makes available: those that it alone holds or is promised."""
         table, refs = replica.table, replica.pool.refs
         promised = np.maximum(table.promised[victims] - table.held[victims], 0).astype(np.int64)
         alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held[s]]] == 1)) for s in victims.tolist()]

@@ -30,10 +30,6 @@ class Passes:
         self._ones: Int32 = np.ones(0, np.int32)
         self._true: Bool = np.ones(0, np.bool_)
 
-    def policy_changed(self) -> None:
-        """What was remembered of the policy before does not hold any more."""
-        self._admission.forget()
-
     def iterate(self, replica: Replica, now_ns: int, known: Collector) -> StepPlan | None:
         """The next step of `replica`, or None: nothing can run, or as much is in flight as may be."""
         shared = self._shared
@@ -49,7 +45,7 @@ class Passes:
                 self._decoding.plan(replica, draft, now_ns, known)
                 self._admission.prefill(replica, draft, now_ns)
                 self._admission.admit(replica, draft, now_ns, known)
-                if draft.slots.size or draft.chunks or draft.enters or replica.transfers.pending:
+                if not draft.empty or draft.enters or replica.transfers.pending:
                     return self._seal(replica, draft, now_ns)
                 if not draft.preempted:  # else: all who were to run have yielded; those who kept memory run now
                     break

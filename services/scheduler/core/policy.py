@@ -103,6 +103,7 @@ class Batch(Protocol):
     """Who shares the iteration?"""
 
     padded: bool  # the engine computes to the longest of the batch (for the simulator)
+    early: bool  # one may enter, with slot and memory, before there are tokens for his first chunk
     at_end: bool  # what a batch produced is delivered when the last of it has ended (for the simulator)
 
     def slots(self, most: int) -> int:
@@ -120,11 +121,12 @@ class Batch(Protocol):
     def joined(self, replica: Replica, sequences: int) -> None:
         """So many of the waiting have joined in this step."""
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         """[k] tokens for the first k prompts that get a chunk when [n] have `rest` to go behind `before` whose KV is
         there, and `left` of the budget is left; k <= n, all > 0, their sum <= left.
 
-        `first`: no other prompt has a chunk in this step.
+        `first`: no other prompt has a chunk in this step; `alone`: nor does anybody decode, so that the first must get
+        something.
         """
 
 

@@ -7,11 +7,8 @@ the prompt, so that a collision of the hash can never serve another prompt's KV.
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from services.scheduler.core.types import EMPTY, Int32
 
@@ -37,6 +34,7 @@ class Contents:
     """
 
     def __init__(self) -> None:
+        self.tiers: list[Index] = []
         self._next = 1
         self._next_root = UNSALTED - 1
         self._root_of: dict[bytes, int] = {}
@@ -142,7 +140,8 @@ class Hasher:
         return mixed
 
     def _start(self, salt: bytes) -> int:
-        return xxhash.xxh3_64_intdigest(salt, self._seed)
+        words = [int.from_bytes(salt[i : i + 8], "little") for i in range(0, len(salt), 8)]
+        return self._chain([*words, len(salt)], self._seed)[-1]
 
     def _digests(self, tokens: Int32) -> UInt64:
         digests: UInt64 = tokens.astype(np.uint64) @ self._coefficients
@@ -168,6 +167,9 @@ class Index:
     def __init__(self, blocks: int, block_size: int, contents: Contents) -> None:
         self.block_size = block_size
         self.contents = contents
+        if len(contents.tiers) == 2:
+            raise ValueError("two tiers share their contents; a replica that begins anew makes new ones")
+        contents.tiers.append(self)
         self.version = 0
         self.content: Int64 = np.zeros(blocks, np.int64)
         self._key: UInt64 = np.zeros(blocks, np.uint64)
@@ -236,9 +238,9 @@ class Index:
         mine = blocks.tolist()
         holders = list(map(self._block_of.setdefault, keys.tolist(), mine))
         if holders == mine:
-            begin = self.contents.new(blocks.size)
-            contents = np.arange(begin, begin + blocks.size)
-            before = contents - 1
+            contents = self._names(keys, tokens, starts, parents)
+            before = np.empty(blocks.size, np.int64)
+            before[1:] = contents[:-1]
             before[starts] = parents
             self._write(blocks, keys, tokens, contents, before)
             return contents, EMPTY
@@ -297,8 +299,10 @@ class Index:
         found: list[int] = []
         if not keys.size or int(keys[0]) not in self._block_of:
             return found
-        with contextlib.suppress(KeyError):  # extend() keeps what came before the first key that is not there
+        try:
             found.extend(map(self._block_of.__getitem__, keys.tolist()))
+        except KeyError:
+            return found  # extend() keeps what came before the key that is not there
         return found
 
     def _confirmed(self, blocks: Int32, before: Int64, tokens: Int32, hidden: Mask | None) -> Mask:
@@ -308,6 +312,19 @@ class Index:
         if hidden is not None:
             good &= ~hidden.take(blocks)
         return good
+
+    def _names(self, keys: UInt64, tokens: Int32, starts: npt.NDArray[np.intp], parents: Int64) -> Int64:
+        """Content ids for blocks that are new here: those of the other tier as far as it has them, else new ones."""
+        begin = self.contents.new(keys.size)
+        contents = np.arange(begin, begin + keys.size)
+        other = next((tier for tier in self.contents.tiers if tier is not self and len(tier)), None)
+        if other is not None:
+            begins = starts.tolist()
+            spans = zip(begins, [*begins[1:], keys.size], parents.tolist(), strict=True)
+            found = other.find_many([(keys[a:b], tokens[a:b].reshape(-1), parent) for a, b, parent in spans])
+            for start, blocks in zip(begins, found, strict=True):
+                contents[start : start + blocks.size] = other.content[blocks]
+        return contents
 
     def _write(self, blocks: Int32, keys: UInt64, tokens: Int32, contents: Int64, parents: Int64) -> None:
         self._key[blocks] = keys

@@ -61,8 +61,8 @@ PRESETS: dict[str, Callable[[], Policy]] = {
         "trt-max-utilization", FirstCome(), Watermark(0.0), Fixed(8192), Chunked(64), LastStarted()),
     "lmdeploy": lambda: Policy("lmdeploy", FirstCome(), Watermark(0.0), Fixed(8192), WholePrefill(128), Newest()),
     "iteration-level": lambda: Policy(
-        "iteration-level", ClassThenArrival(0, slack=True), Reserve(), Fixed(2048), Chunked(64, most=256, slots=128),
-        LeastLost(swap, slo=SLO)),
+        "iteration-level", ClassThenArrival(0, slack=True), Reserve(), Fixed(2048),
+        Chunked(64, most=256, slots=128, early=True), LeastLost(swap, slo=SLO)),
     "orcinus": lambda: Policy(
         "orcinus", ClassThenSlack(), Expected(), ModelBudget(), Chunked(),
         LeastLost(cheaper, takes=True, slo=SLO), **OVERLAPPED),
@@ -107,10 +107,10 @@ def parse(text: str) -> Policy:
 
     Its name is `text`. Raises ValueError that says which word is wrong and which there are.
     """
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     policy = preset(name)
     changes: dict[str, Any] = {}
-    for word in rest.split(",") if rest else []:
+    for word in rest.split(",") if colon else []:
         part, equals, choice = word.partition("=")
         if part not in PARTS or not equals:
             raise ValueError(f"no part {word!r} in policy {text!r}; parts are {_list(PARTS)}, as in order=fcfs")

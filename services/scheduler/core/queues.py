@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.policy import Queue
 from services.scheduler.core.sequence import Sequence, State
@@ -20,6 +21,8 @@ CLASSES = 4
 LOOKED_AT = 128  # above so many waiting, prefixes are not looked at (SGLang)
 LATE_EVERY = 8  # admissions of which one is of the late
 MOVED = 32  # sequences that one head() moves to the late at most
+EMPTY = 1 << 62  # ns, later than anything
+Float64 = npt.NDArray[np.float64]
 Entry = tuple[int, int, int, Sequence]
 
 
@@ -91,8 +94,8 @@ class Keyed:
     def head(self, now_ns: int) -> Sequence | None:
         return self._heap.first()
 
-    def oldest(self, now_ns: int) -> Sequence | None:
-        return self._heap.first()
+    def held_back(self) -> Sequence | None:
+        return None
 
     def pop(self, sequence: Sequence) -> None:
         self._heap.remove(sequence)
@@ -145,9 +148,9 @@ class BySlack:
             return begun or late
         return begun or timely
 
-    def oldest(self, now_ns: int) -> Sequence | None:
-        """Who may have waited longest: the first of the late, as far as there are any."""
-        return self._late.first() or self.head(now_ns)
+    def held_back(self) -> Sequence | None:
+        """The first of the late, who may have waited longer than the head."""
+        return self._late.first()
 
     def pop(self, sequence: Sequence) -> None:
         self.drop(sequence)
@@ -171,7 +174,7 @@ class BySlack:
 
 class ByClass:
     """One queue a class, best class first; each `age_ns` waited (0: never) lifts a sequence by one class, no higher
-    than realtime. Of equal classes the one that arrived first. Only the heads and the oldest of the four are compared.
+    than realtime. Of equal classes the first come. Only the heads of the four and of their late are compared.
     """
 
     def __init__(self, inner: Callable[[], Keyed | BySlack], age_ns: int) -> None:
@@ -191,9 +194,9 @@ class ByClass:
             head = queue.head(now_ns)
             if head is None:
                 continue
-            its, oldest = self._rank(head, now_ns), queue.oldest(now_ns)
-            if oldest is not None and oldest is not head and (aged := self._rank(oldest, now_ns))[0] < its[0]:
-                head, its = oldest, aged  # lifted over its own class: it need not wait for its turn there
+            its = self._rank(head, now_ns)
+            if (late := queue.held_back()) is not None and (aged := self._rank(late, now_ns))[0] < its[0]:
+                head, its = late, aged  # lifted over its own class: it need not wait for its turn there
             if its < rank:
                 best, rank = head, its
         return best
@@ -254,8 +257,8 @@ class ByRatio:
         self._token_ns = token_ns
         self._buckets: list[Heap] = []
         self._where: dict[Sequence, int] = {}
-        self._arrived: Int64 = np.zeros(0, np.int64)  # of the first of each bucket
-        self._work: Int64 = np.zeros(0, np.int64)  # 0 where a bucket is empty
+        self._arrived: Int64 = np.zeros(0, np.int64)  # of the first of each bucket; EMPTY without one
+        self._work: Float64 = np.zeros(0)
 
     def __iter__(self) -> Iterator[Sequence]:
         for bucket in self._buckets:
@@ -265,18 +268,17 @@ class ByRatio:
         at = quarter_octave(sequence.known)
         while len(self._buckets) <= at:
             self._buckets.append(Heap())
-            self._arrived, self._work = np.append(self._arrived, 0), np.append(self._work, 0)
+            self._arrived, self._work = np.append(self._arrived, EMPTY), np.append(self._work, 1.0)
         self._buckets[at].push(sequence, arrival(sequence))
         self._where[sequence] = at
         self._look(at)
 
     def head(self, now_ns: int) -> Sequence | None:
-        while (self._work > 0).any():
-            work = np.maximum(self._work, 1)
-            at = int(np.argmax(np.where(self._work > 0, (now_ns - self._arrived + work) / work, -np.inf)))
+        while self._buckets:
+            at = int(np.argmax((now_ns - self._arrived) / self._work))
             before = self._arrived[at], self._work[at]
             first = self._look(at)
-            if first is not None and (self._arrived[at], self._work[at]) == before:
+            if (self._arrived[at], self._work[at]) == before:
                 return first
         return None
 
@@ -292,7 +294,7 @@ class ByRatio:
         """Notes the first of a bucket in the columns."""
         first = self._buckets[at].first()
         if first is None:
-            self._work[at] = 0
+            self._arrived[at] = EMPTY
         else:
             self._arrived[at], self._work[at] = arrival(first), max(first.known, 1) * self._token_ns
         return first

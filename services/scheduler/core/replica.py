@@ -15,7 +15,7 @@ from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
-from services.scheduler.core.table import SlotTable
+from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.transfers import Transfers
 from services.scheduler.core.types import Int32, Limits
 
@@ -57,6 +57,17 @@ class Last:
     prefill: int = 0
 
 
+@dataclass(slots=True)
+class Refusal:
+    """Why the head of the waiting did not enter: it lacked `cost` blocks, or a slot."""
+
+    number: int
+    roster: int
+    available: int
+    cost: int
+    again: int  # iteration in which it is judged again whatever has changed
+
+
 class Replica:
     """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
 
@@ -81,6 +92,8 @@ class Replica:
         self.freed: list[int] = []  # slots to free in the next step
         self.departed: dict[int, list[Departed]] = {}
         self.outstanding = 0
+        self.calm = (-1, 0)  # roster of a table in steady decode, and for how many steps it stays so
+        self.refusal: Refusal | None = None  # why the head of the waiting did not enter
         self.alive = True
         self.last = Last()
 
@@ -96,18 +109,12 @@ class Replica:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
-    def promise(self, slot: int, blocks: int) -> None:
-        """Keeps `blocks` in all for the row of `slot`; it takes them as it grows. Those it holds are not counted."""
-        self.table.promised[slot] = blocks
-        self.outstanding += max(blocks - int(self.table.held[slot]), 0)
-
-    def grow(self, slot: int, blocks: int) -> Int32:
-        """Takes `blocks` for one row, promised ones first; returns them."""
+    def promise(self, slots: Int32, blocks: Int64) -> None:
+        """Keeps so many blocks in all for each of these rows, which take them as they grow; [n] both. Those that they
+        hold already count."""
         table = self.table
-        taken = self.pool.take(blocks)
-        self.outstanding -= min(max(int(table.promised[slot] - table.held[slot]), 0), blocks)
-        table.append(slot, taken)
-        return taken
+        table.promised[slots] = blocks
+        self.outstanding += int(np.maximum(blocks - table.held[slots], 0).sum())
 
     def leave(self, slot: int) -> Sequence:
         """Takes the sequence out of `slot`; slot and blocks may be used by the next step."""

@@ -1,8 +1,8 @@
 """Prefix sharing on one replica: who finds what in the cache, what is registered when, who waits for whose prefill.
 
-Owned by Replica. Only KV that results have confirmed is registered: a prompt's blocks chunk by chunk, outputs when their
-sequence leaves its slot. A waiting sequence whose next block somebody computes right now is set aside until it is there
-(in-batch prefix sharing); it comes back through `ready`.
+Owned by Replica. Only KV that results have confirmed is registered: a prompt's blocks chunk by chunk, outputs when
+their sequence leaves its slot. A waiting sequence whose next block somebody computes right now is set aside until it is
+there (in-batch prefix sharing); it comes back through `ready`.
 """
 
 from __future__ import annotations
@@ -88,15 +88,18 @@ class Sharing:
         """The key of its block after the first `blocks`, if there are enough for others to wait for; else 0."""
         return int(sequence.keys[blocks]) if sequence.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
 
-    def entered(self, slot: int, sequence: Sequence, hit: Hit) -> None:
-        """The sequence took `slot` with these blocks; what it computes from there on others may wait for."""
-        table, blocks = self._table, hit.gpu.size + hit.host.size
-        table.registered[slot] = blocks
-        table.content[slot] = hit.parent
-        table.filled[slot] = max(int(table.filled[slot]), blocks * self._size)
-        self.hit_tokens += blocks * self._size
-        if sequence.keys.size - blocks >= LEAST_SHARED_BLOCKS:
-            self._own(slot, sequence, blocks)
+    def entered(self, slots: Int32, sequences: list[Sequence], hits: list[Hit]) -> None:
+        """The sequences took these slots with these blocks; what they compute from there on others may wait for."""
+        table, size = self._table, self._size
+        blocks = [hit.gpu.size + hit.host.size for hit in hits]
+        found = np.array(blocks, np.int32)
+        table.registered[slots] = found
+        table.content[slots] = [hit.parent for hit in hits]
+        table.filled[slots] = np.maximum(table.filled[slots], found * size)
+        self.hit_tokens += int(found.sum()) * size
+        for slot, sequence, done in zip(slots.tolist(), sequences, blocks, strict=True):
+            if sequence.keys.size - done >= LEAST_SHARED_BLOCKS:
+                self._own(slot, sequence, done)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
@@ -187,5 +190,3 @@ class Sharing:
 
     def _release(self, sequences: list[Sequence]) -> None:
         self.ready += [sequence for sequence in sequences if sequence.state is State.WAITING]
-
-

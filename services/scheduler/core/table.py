@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,11 +136,12 @@ class SlotTable:
     def enter(self, sequences: list[Sequence], step: int, microbatch: int, limits: Limits, now_ns: int) -> Int32:
         """Gives each of `sequences` the lowest free slot, with nothing planned and no blocks; returns the slots."""
         taken = [heapq.heappop(self._free) for _ in sequences]
-        ints, longs = [], []
+        ints, longs, pinned = [], [], []
+        tokens, stop_ids = self.tokens, self.stop_ids
         for s, sequence in zip(taken, sequences, strict=True):
-            record, request, known = sequence.record, sequence.record.request, sequence.known
-            prompt, stops = sequence.prompt.size, request.stop_ids.size
-            arrived = record.arrived_ns
+            record, outputs = sequence.record, sequence.outputs.size
+            request, prompt = record.request, sequence.prompt.size
+            known, arrived = prompt + outputs, record.arrived_ns
             ints.append(
                 (0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
                  sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
@@ -151,13 +151,14 @@ class SlotTable:
                 (step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
                  sequence.last_token_ns or arrived, sequence.checkpoint_ns or now_ns, 0)
             )  # fmt: skip
-            self.pinned[s] = sequence.pinned
-            self.stop_ids[:, s] = UNSET
-            self.stop_ids[:stops, s] = request.stop_ids
-            self.stop_width = max(self.stop_width, stops) if self.count else stops
-            self.tokens[s, :prompt] = sequence.prompt
-            if known > prompt:
-                self.tokens[s, prompt:known] = sequence.outputs
+            pinned.append(sequence.pinned)
+            stops = request.stop_ids.size
+            if stops:
+                stop_ids[:stops, s] = request.stop_ids
+                self.stop_width = max(self.stop_width, stops) if self.count else stops
+            tokens[s, :prompt] = sequence.prompt
+            if outputs:
+                tokens[s, prompt:known] = sequence.outputs
             self.sequence[s], self.request[s] = sequence, request
             self.limited += request.tbt_slo_ns > 0
             sequence.state, sequence.slot = State.RUNNING, s
@@ -166,6 +167,7 @@ class SlotTable:
         self.ints[:, slots] = np.array(ints, np.int32).T
         self.longs[:, slots] = np.array(longs, np.int64).T
         self.active[slots] = True
+        self.pinned[slots] = pinned
         self.high = max(self.high, max(taken) + 1)
         self.roster += 1
         return slots
@@ -182,6 +184,8 @@ class SlotTable:
         sequence.slot = -1
         blocks = self.blocks[s, : self.held[s]].copy()
         self.limited -= int(self.tbt_slo_ns[s]) > 0
+        if self.request[s].stop_ids.size:
+            self.stop_ids[:, s] = UNSET
         self.ints[:, s] = 0
         self.since[s] = NEVER
         self.active[s] = self.pinned[s] = False

@@ -21,6 +21,7 @@ class WholePrefill:
     """
 
     padded = False
+    early = False
     at_end = False
 
     def __init__(self, slots: int = 0) -> None:
@@ -38,7 +39,7 @@ class WholePrefill:
     def joined(self, replica: Replica, sequences: int) -> None:
         pass
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         return whole(rest, left, first)
 
 
@@ -50,6 +51,7 @@ class Static:
     """
 
     at_end = True
+    early = False
 
     def __init__(self, max_bs: int = 32, delay_ns: int = 0, padded: bool = True) -> None:
         self.padded = padded
@@ -73,7 +75,7 @@ class Static:
     def joined(self, replica: Replica, sequences: int) -> None:
         self._open[replica.number] -= sequences
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         return whole(rest, left, first)
 
 
@@ -81,16 +83,20 @@ class Chunked:
     """Prompts in chunks of what the decodes leave of the budget (Sarathi; FastGen, whose passes are all of one size);
     microbatches share evenly.
 
-    multiple: a chunk is a multiple of it, unless it is the rest of its prompt. most: tokens of a chunk at most, 0 for
-    no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else the
-    budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's attention
-    reads all that lies before it; 0: never. slots: sequences that run at most.
+    multiple: a chunk is a multiple of it, unless less than that is left of its prompt. most: tokens of a chunk at most,
+    0 for no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else
+    the budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's
+    attention reads all that lies before it; 0: never. slots: sequences that run at most. early: memory and seats alone
+    decide who enters (the reference scheduler of papers.md).
     """
 
     padded = False
     at_end = False
 
-    def __init__(self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0) -> None:
+    def __init__(
+        self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0, early: bool = False
+    ) -> None:
+        self.early = early
         self._multiple, self._most, self._least, self._depth, self._slots = multiple, most, least, depth, slots
 
     def slots(self, most: int) -> int:
@@ -105,21 +111,25 @@ class Chunked:
     def joined(self, replica: Replica, sequences: int) -> None:
         pass
 
-    def chunks(self, rest: Int64, before: Int64, left: int, first: bool) -> Int64:
+    def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
+        if alone and left < max(self._least, self._multiple):  # a small budget must not keep prompts out for ever
+            return np.minimum(rest[:1], left)
         if left < max(self._least, 1):
             return rest[:0]
-        wanted = rest
+        wanted, size = rest, self._multiple
         if self._most or self._depth:
             most = np.full(rest.size, self._most or left, np.int64)
             if self._depth:
                 most = most * self._depth // (self._depth + before)
-            wanted = np.minimum(rest, np.maximum(most // self._multiple, 1) * self._multiple)
+            wanted = np.minimum(rest, np.maximum(most, size))
+        if size > 1:
+            wanted = np.where(rest < size, rest, wanted // size * size)
         used = np.cumsum(wanted)
         count = int(np.searchsorted(used, left, side="right"))
         if count == rest.size:
             return wanted
         over = left - (int(used[count - 1]) if count else 0)
-        over -= over % self._multiple  # of the first that does not fit
+        over -= over % size  # of the first that does not fit
         lengths = wanted[: count + (over > 0)].copy()
         if over:
             lengths[-1] = over

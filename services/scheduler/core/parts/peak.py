@@ -111,7 +111,7 @@ def ahead(known: Int64, rest: Int64, end: Int64, pace: Pace) -> tuple[Int64, Int
     The blocks of a prompt are promised when it enters, so they count at once; its steps are those of its chunks.
     """
     held = np.minimum(known, end)
-    return held, end - held + np.maximum(rest - 1, 0) // pace.budget + pace.lookahead
+    return held, end - held + np.maximum(rest - 1, 0) // pace.most + pace.lookahead
 
 
 def free_to_yield(table: SlotTable) -> Int32:

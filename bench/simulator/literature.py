@@ -1,0 +1,67 @@
+"""`orcinus simulate --reproduce`: tables T1 to T6 of the literature beside ours, each in the sense its sheet gives it.
+
+The figures of the sheet stand in the literature_* modules as constants and enter comparisons only.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as Shown
+
+from bench.simulator.literature_chunks import chunk_sizes, iteration_parts
+from bench.simulator.literature_load import slo_under_load
+from bench.simulator.literature_priorities import classes
+from bench.simulator.literature_static import padded_batches, slots_in_use
+from bench.simulator.literature_table import Cell, Table
+
+WIDTH = 140
+TABLES: tuple[Callable[[], Table], ...] = (
+    slots_in_use,
+    padded_batches,
+    slo_under_load,
+    iteration_parts,
+    chunk_sizes,
+    classes,
+)
+
+
+def reproduce(json: bool) -> int:
+    """Prints all tables, or one JSON object; 0 when each is reproduced in its sense, else 1. About a minute."""
+    tables: list[Table] = []
+    for make in TABLES:
+        print(f"T{len(tables) + 1} of {len(TABLES)} ...", file=sys.stderr, flush=True)
+        tables.append(make())
+    missed = [table.name for table in tables if not table.reproduced]
+    if json:
+        print(json_module.dumps({"tables": [table.to_json() for table in tables]}, indent=1))
+    else:
+        console = Console(width=max(Console().width, WIDTH))
+        for table in tables:
+            show(table, console)
+    print(f"not reproduced: {', '.join(missed)}" if missed else "all are reproduced", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def show(table: Table, console: Console) -> None:
+    """The rows, what is required, and of the rest what does not hold."""
+    shown = Shown(box=SIMPLE, title=f"{table.name}  {table.title} ({table.sense})", title_justify="left")
+    for i, name in enumerate(table.columns):
+        shown.add_column(name, justify="right" if i else "left")
+    for row in table.rows:
+        shown.add_row(*(_text(cell) for cell in row))
+    console.print(shown)
+    for claim, holds, required in table.claims:
+        if required or not holds:
+            console.print(f"  {'holds ' if holds else 'MISSED'}  {claim}", markup=False, highlight=False)
+    for note in table.notes:
+        console.print(f"  ({note})", markup=False, highlight=False)
+    console.print()
+
+
+def _text(cell: Cell) -> str:
+    return "-" if cell is None else f"{cell:,.10g}" if isinstance(cell, float) else str(cell)

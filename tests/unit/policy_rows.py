@@ -1,0 +1,62 @@
+"""A replica's columns without a core, for the tests of a policy's parts: rows are written as a test wants them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.core.policy import Entrants
+from services.scheduler.core.step_time import StepTime, TokenTime
+from services.scheduler.core.table import SlotTable
+from services.scheduler.core.types import Int32, Limits
+
+
+class Rows:
+    """What parts may read of a replica."""
+
+    def __init__(self, blocks: int = 100, block_size: int = 4, slots: int = 32, step_max: int = 8192) -> None:
+        self.number = 0
+        self.limits = Limits(slots, blocks, block_size, 4000, step_max)
+        self.table = SlotTable(self.limits)
+        self.model, self.token_time = StepTime(), TokenTime()
+        self.swap_ns_per_block = 1000.0
+        self.promised = 0  # blocks, to rows that do not hold them yet
+
+    @property
+    def pool(self) -> SimpleNamespace:
+        return SimpleNamespace(total=self.limits.blocks, referenced=int(self.table.held.sum()))
+
+    @property
+    def available(self) -> int:
+        return self.limits.blocks - int(self.table.held.sum()) - self.promised
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def add(self, **columns: int) -> int:
+        """A row that runs; `known` and `limit` at least. Its known tokens are planned but the last, and held."""
+        table = self.table
+        slot = table.count
+        values = {"planned": columns["known"] - 1, "applied": columns["known"], "prompt": columns["known"]}
+        values |= {"held": self.blocks_for(columns["known"]), "priority": 2, "number": slot} | columns
+        for name, value in values.items():
+            getattr(table, name)[slot] = value
+        table.active[slot] = True
+        table.count += 1
+        table.high = table.count
+        table.roster += 1
+        return slot
+
+    @property
+    def slots(self) -> Int32:
+        return np.arange(self.table.count, dtype=np.int32)
+
+
+def entrants(*rows: tuple[int, int], cached: int = 0, shared: int = 0, **columns: Any) -> Entrants:
+    """Of (known, limit) each, where limit is what is ever held in KV."""
+    known, limit = np.array(rows, np.int64).reshape(-1, 2).T
+    full = np.zeros_like(known)
+    prompt = np.array(columns.get("prompt", known), np.int64)
+    return Entrants(known, limit, full + cached, full + shared, np.full(known.size, 2, np.int32), prompt)

@@ -1,0 +1,78 @@
+"""What is found by many runs, against rates and budgets that can be worked out; and the pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.simulator.main import main
+from bench.simulator.speed import measure
+
+
+def step_file(folder: Path, **coefficients: float) -> str:
+    file = folder / "step.json"
+    file.write_text(json.dumps(coefficients))
+    return str(file)
+
+
+def test_capacity_is_the_rate_from_which_the_device_falls_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 ms a token, 10 of prompt, one of output: a device that can do 100 requests a second, evenly spaced."""
+    trace = tmp_path / "even.csv"
+    rows = "".join(f"{i / 10},10,1\n" for i in range(400))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    command = ["--find", "capacity", "--trace", str(trace), "--step-time", step_file(tmp_path, c0=1, c1=1e6)]
+    limits = ["--ttft-slo-ms", "100", "--host-us", "0", "--max-step-tokens", "10", "--lookahead", "0"]
+    assert main([*command, *limits, "--policy", "orca", "--json", "--jobs", "1"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["results"]
+    # Request i has its token at 10 (i + 1) ms, and all up to i = 395 must within 100 ms of i / rate.
+    highest = 395 / (3.96 - 0.1)
+    assert highest / 1.02 <= found["arrival_rps"] <= highest * 1.0001
+    assert found["rate_scale"] == pytest.approx(found["arrival_rps"] / 10, rel=1e-3)
+    scales = [run["rate_scale"] for run in found["runs"]]
+    assert scales == sorted(scales)
+
+
+def test_capacity_that_no_load_keeps_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--find", "capacity", "--requests", "5", "--step-time", step_file(tmp_path, c0=3e9), "--jobs", "1"]
+    assert main(command) == 1
+    assert "none keeps the SLOs" in capsys.readouterr().out
+
+
+def test_the_knee_is_the_smallest_budget_that_keeps_up_within_the_slos(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10 ms and 0.1 ms a token: a gap of 40 ms allows 300 tokens a step. Steps of 192 tokens are worth 3.19 requests of
+    2,060 tokens a second, of 256 tokens 3.49; 3.4 arrive."""
+    file = step_file(tmp_path, c0=10e6, c1=0.1e6)
+    work = ["--prompt-tokens", "2000", "--output-tokens", "60", "--rate", "3.4", "--cv", "0.05", "--requests", "400"]
+    limits = ["--tbt-slo-ms", "40", "--ttft-slo-ms", "3000", "--host-us", "0", "--policy", "sarathi"]
+    assert main(["--find", "knee", "--step-time", file, *work, *limits, "--json", "--jobs", "2"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["results"]
+    assert found["step_tokens"] == 256
+    missed = {run["step_tokens"]: run["slo_violations"] for run in found["runs"]}
+    assert missed[256] == 0 and missed[192] > 0.3 and missed[384] > 0.3
+
+
+def test_four_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "plots"
+    command = ["--policy", "orca,sarathi", "--requests", "40", "--rate-scale", "2,4", "--jobs", "1"]
+    assert main([*command, "--plots", str(folder)]) == 0
+    pictures = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(pictures) == {"throughput_tbt.png", "distributions.png", "utilisation.png", "violations.png"}
+    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
+
+
+@pytest.mark.parametrize("also", [["--plots", "x"], ["--rate-scale", "1,2"]])
+def test_a_search_refuses_what_it_would_ignore(also: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--find", "knee", *also]) == 2
+    assert "drop --plots" in capsys.readouterr().err
+
+
+def test_speed_counts_iterations_with_all_slots_taken() -> None:
+    line = measure("orca", 4, requests=8)
+    assert line["iterations"] >= 128
+    assert line["iterations_per_minute"] == pytest.approx(60e6 / line["us_per_iteration"], rel=0.05)
