@@ -11,7 +11,7 @@ import pytest
 from services.scheduler.core.core import Core
 from services.scheduler.core.parts.fair import Fair
 from services.scheduler.core.parts.order import FirstCome
-from services.scheduler.core.parts.relief import SLO, Newest, swap
+from services.scheduler.core.parts.relief import SLO, LastStarted, Newest, swap
 from services.scheduler.core.policy import How
 from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES, parse, preset
 from services.scheduler.core.types import Limits
@@ -143,6 +143,7 @@ def test_trt_max_utilization_lets_in_all_that_fit_now_and_pauses_the_last_starte
     assert h.step() == {"b": (0, 8), "c": (0, 6)}
     assert who(h, 3) == ["c"] * 3
     assert h.core.idle and h.core.stats()["preemptions"] == 2
+    assert isinstance(h.core.policy.relief, LastStarted)
 
 
 def test_lmdeploy_has_128_slots_through_which_requests_flow() -> None:
