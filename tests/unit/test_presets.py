@@ -172,6 +172,21 @@ def test_vllm_recomputes_a_single_sequence_and_swaps_those_of_a_group() -> None:
     h.finish()
 
 
+@pytest.mark.parametrize(
+    ("policy", "steps"), [("vllm:order=swapped-first", ["a"] * 5 + ["c"]), ("vllm:order=fcfs", ["ac"])]
+)
+def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str]) -> None:
+    """8 blocks of 2. b yields his four by swap when both need a fifth, and needs them back before c, who is older and
+    needs one, may enter; that is when a has ended. Where all stand in one order c enters at once."""
+    h = Named(Core(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    add(h, ("a", 4, 10), ("b", 4, 10))
+    assert who(h, 6) == ["ab"] * 5 + [""]
+    h.add(request("c", 1, 1, seed=3, arrived_ns=1))
+    assert who(h, len(steps)) == steps
+    h.finish()
+    assert h.core.stats()["recomputed_tokens"] == 0
+
+
 # -- chunks
 
 
