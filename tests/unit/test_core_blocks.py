@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.blocks import BlockPool
-from services.scheduler.core.parts.memory import peak_blocks
+from services.scheduler.core.parts.peak import Peak
 from services.scheduler.core.prefix import IDLE_SALTS, UNSALTED, Contents
+
+
+def peak_blocks(held: np.ndarray, steps: np.ndarray, size: int) -> int:
+    peak = Peak()
+    peak.run(held, steps, size)
+    return peak.blocks
 
 
 def column(values: list[int] | list[list[int]]) -> np.ndarray:

@@ -269,6 +269,10 @@ def test_a_heap_orders_by_key_then_number_whatever_was_pushed_again() -> None:
     assert heap.first() is a and len(heap) == 2
     assert heap.remove(a) and not heap.remove(a)
     assert heap.first() is b
+    heap.push(a, 8)
+    heap.remove(b)
+    heap.push(b, 9)  # its dead entry has a lesser one
+    assert heap.first() is a
 
 
 def test_quarter_octaves_are_four_for_each_doubling() -> None:

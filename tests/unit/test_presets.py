@@ -11,7 +11,7 @@ import pytest
 from services.scheduler.core.core import Core
 from services.scheduler.core.parts.fair import Fair
 from services.scheduler.core.parts.order import FirstCome
-from services.scheduler.core.parts.relief import SLO, Newest, swap
+from services.scheduler.core.parts.relief import SLO, LastStarted, Newest, swap
 from services.scheduler.core.policy import How
 from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES, parse, preset
 from services.scheduler.core.types import Limits
@@ -143,6 +143,7 @@ def test_trt_max_utilization_lets_in_all_that_fit_now_and_pauses_the_last_starte
     assert h.step() == {"b": (0, 8), "c": (0, 6)}
     assert who(h, 3) == ["c"] * 3
     assert h.core.idle and h.core.stats()["preemptions"] == 2
+    assert isinstance(h.core.policy.relief, LastStarted)
 
 
 def test_lmdeploy_has_128_slots_through_which_requests_flow() -> None:
@@ -169,6 +170,21 @@ def test_vllm_recomputes_a_single_sequence_and_swaps_those_of_a_group() -> None:
     ways = {replica.table.request[s].id: relief.how(replica, s) for s in range(replica.table.high)}
     assert ways == {"single": How.RECOMPUTE, "group": How.SWAP}
     h.finish()
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"), [("vllm:order=swapped-first", ["a"] * 5 + ["c"]), ("vllm:order=fcfs", ["ac"])]
+)
+def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str]) -> None:
+    """8 blocks of 2. b yields his four by swap when both need a fifth, and needs them back before c, who is older and
+    needs one, may enter; that is when a has ended. Where all stand in one order c enters at once."""
+    h = Named(Core(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    add(h, ("a", 4, 10), ("b", 4, 10))
+    assert who(h, 6) == ["ab"] * 5 + [""]
+    h.add(request("c", 1, 1, seed=3, arrived_ns=1))
+    assert who(h, len(steps)) == steps
+    h.finish()
+    assert h.core.stats()["recomputed_tokens"] == 0
 
 
 # -- chunks

@@ -98,13 +98,16 @@ class Admission:
             sharing.ready.clear()
         if not len(placer) or shared.closed or (draft.preempted and draft.beneficiary is None):
             return
+        most = shared.most(replica)
+        if replica.table.count >= most and not (placer.urgent and shared.policy.relief.takes):
+            return
         head = placer.head(now_ns)
         if head is None or (draft.beneficiary not in (None, head)):
             return
         running, waiting = replica.table.count, len(placer)
         draft.seats += shared.seats(replica, running + waiting) - shared.seats(replica, running)
-        free = shared.most(replica) - running
-        joins = shared.policy.batch.joins(replica, waiting, shared.most(replica), head.record.arrived_ns, now_ns)
+        free = most - running
+        joins = shared.policy.batch.joins(replica, waiting, most, head.record.arrived_ns, now_ns)
         room = min(free, draft.seats, joins)
         if free <= 0:
             self._refuse(replica, head, 0)

@@ -14,10 +14,13 @@ from services.scheduler.core.types import EMPTY, Int32
 ONE = np.int32(1)  # with the type of the counts and indices as wide as addresses, numpy's ufunc.at is 20 times faster
 
 
+EVICTED_SHARE = 512  # a pool evicts a 512th of its blocks at once
+
+
 class BlockPool:
     """Reference counts; a ring of free blocks, of which the one that was freed longest ago is taken first; and, with
     a block size, a prefix index: a block that is registered there keeps its content when it has no reference left
-    (`cached`) until it is the least recently used one and a block is wanted while none is free.
+    (`cached`) until it is among the least recently used and a block is wanted while none is free.
     """
 
     def __init__(self, blocks: int, block_size: int = 0, contents: Contents | None = None) -> None:
@@ -30,6 +33,7 @@ class BlockPool:
         self._ring: Int32 = np.arange(blocks, dtype=np.int32)
         self._head = 0
         self._drains: Mask = np.zeros(blocks, np.bool_)
+        self._reused: Mask = np.zeros(blocks, np.bool_)
         self._cold = _Cold(blocks if block_size else 0)
         self._index = Index(blocks if block_size else 0, block_size, contents or Contents())
 
@@ -62,13 +66,11 @@ class BlockPool:
         """
         if count > self.free + self.cached:
             raise ValueError(f"{count} blocks wanted, {self.free} free, {self.cached} cached")
-        blocks = self._pop(min(count, self.free))
-        if count > blocks.size:
-            cold = self._cold.pop(count - blocks.size)
-            self._index.forget(cold)
-            self.cached -= cold.size
-            blocks = np.concatenate([blocks, cold]) if blocks.size else cold
+        if count > self.free:
+            self._evict(count - self.free)
+        blocks = self._pop(count)
         self.refs[blocks] = 1
+        self._reused[blocks] = False
         return blocks
 
     def share(self, blocks: Int32) -> None:
@@ -80,6 +82,7 @@ class BlockPool:
             if not self.cached or not self._cold.holds(cold):
                 raise ValueError("a block that is neither referenced nor cached cannot be shared")
             self.cached -= self._cold.remove(cold)
+        self._reused[blocks] = True
         np.add.at(self.refs, blocks.astype(np.intp), ONE)
 
     def give(self, blocks: Int32) -> None:
@@ -139,6 +142,11 @@ class BlockPool:
     def forget(self, blocks: Int32) -> None:
         """Referenced blocks are not found any more; their references stay. Those not indexed stay as they are."""
         self._index.forget(blocks[self._index.content.take(blocks) != 0])
+
+    def reused(self, blocks: Int32) -> Mask:
+        """[n] bool: has anybody shared it since it was taken?"""
+        found: Mask = self._reused[blocks]
+        return found
 
     def drains(self, blocks: Int32) -> Mask:
         """[n] bool: whose copies are not acknowledged yet?"""
@@ -201,6 +209,13 @@ class BlockPool:
         if (before - refs > 1).any():  # some stand there twice
             gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
         return gone
+
+    def _evict(self, count: int) -> None:
+        """At least `count` of the coldest blocks become free; in a large pool some more, so that it is seldom done."""
+        cold = self._cold.pop(max(count, min(self.total // EVICTED_SHARE, self.cached)))
+        self._index.forget(cold)
+        self.cached -= cold.size
+        self._append(cold)
 
     def _put(self, blocks: Int32) -> None:
         """Distinct blocks without references, in table order, become cached or free."""

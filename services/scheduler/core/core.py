@@ -39,8 +39,8 @@ class Core:
 
     max_seqs: sequences that run at most (0: the replica's slots); microbatches and lookahead: PROTOCOL.md, section 3;
     step_tokens: token budget of a step (0: the policy's); prefix_cache: share and keep prefixes (None: as the policy
-    does); a sequence's checkpoint is due every `checkpoint_tokens`
-    tokens or `checkpoint_ns`, when it loses its slot, and at its end.
+    does); a sequence's checkpoint is due every `checkpoint_tokens` tokens or `checkpoint_ns` (0 tokens: not while it
+    runs), when it loses its slot, and at its end.
     """
 
     def __init__(

@@ -112,11 +112,13 @@ class Passes:
 
     @staticmethod
     def _save_cold(replica: Replica) -> None:
-        """When few blocks are free, the coldest cached ones go to the host tier instead of being forgotten."""
+        """When few blocks are free, the coldest of the cached ones that were of use to anybody go to the host tier
+        instead of being forgotten."""
         pool, share = replica.pool, max(replica.pool.total // COLD_SHARE, 1)
         if pool.free >= share or not pool.cached or replica.transfers.pending:
             return
         cold = pool.coldest(share)
+        cold = cold[pool.reused(cold)]
         if cold.size and cold.size <= replica.host.available and replica.available >= cold.size:
             replica.transfers.keep(cold)
 

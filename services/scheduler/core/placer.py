@@ -21,11 +21,17 @@ class Placer:
         self._queue = order.queue()
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * len(CLASSES)
+        self._waiting = 0
         self.tokens = 0
         self.swapped = 0
 
     def __len__(self) -> int:
-        return sum(self.counts)
+        return self._waiting
+
+    @property
+    def urgent(self) -> bool:
+        """Does any of class <= high wait?"""
+        return bool(self.counts[0] or self.counts[1])
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._queue
@@ -90,5 +96,6 @@ class Placer:
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self.counts[sequence.priority] += sign
+        self._waiting += sign
         self.tokens += sign * sequence.known
         self.swapped += sign * sequence.swapped

@@ -53,6 +53,7 @@ class Order(Protocol):
         """Interned tenants [n] were given so many tokens [n] in this step (fairness counts them)."""
 
     counts: bool  # does served() want to be called?
+    prefixes: bool  # does it go by `hits`? Then those of all the waiting are looked up while they are few (LOOKED_AT)
 
 
 @dataclass(slots=True)

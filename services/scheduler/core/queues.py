@@ -140,6 +140,9 @@ class BySlack:
         else:
             self._timely.push(sequence, start_by)
 
+    def __bool__(self) -> bool:
+        return bool(self._timely or self._late or self._begun)
+
     def head(self, now_ns: int) -> Sequence | None:
         begun, timely = self._begun.first(), self._move(now_ns)
         late = self._late.first()
@@ -191,8 +194,7 @@ class ByClass:
     def head(self, now_ns: int) -> Sequence | None:
         best, rank = None, (CLASSES, 0, 0)
         for queue in self._queues:
-            head = queue.head(now_ns)
-            if head is None:
+            if not queue or (head := queue.head(now_ns)) is None:
                 continue
             its = self._rank(head, now_ns)
             if (late := queue.held_back()) is not None and (aged := self._rank(late, now_ns))[0] < its[0]:

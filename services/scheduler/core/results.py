@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.outcome import Collector, Columns, Names
 from services.scheduler.core.placer import Placer
@@ -19,6 +20,15 @@ from services.scheduler.core.types import Finish, Float32, Int32, Outcome, StepR
 
 if TYPE_CHECKING:
     from services.scheduler.core.core import Core
+
+
+_NONE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
+_NONE.setflags(write=False)
+
+
+def none_finish(count: int) -> npt.NDArray[np.uint8]:
+    """[count] uint8: nobody ended. Shared: read only."""
+    return _NONE[:count] if count <= _NONE.size else np.zeros(count, np.uint8)
 
 
 class Results:
@@ -112,18 +122,22 @@ class Results:
         rows = table.rows(slots)
         audience = table.audience(slots, step.microbatch, self._names.array)
         before = table.applied[rows]
-        count = before + 1
         first = before - table.prompt[rows]
         table.tokens_flat[table.base[rows] + before] = tokens
+        count = before + 1
         table.applied[rows] = count
         waits = now_ns - table.last_token_ns[rows]
         table.last_token_ns[rows] = now_ns
         self.tokens_total += slots.size
         stopped = table.stopped(rows, tokens, count)
-        done = stopped | (count >= table.limit[rows])
-        self._checkpoints(replica, slots, rows, count, ~done, now_ns, out)
-        finish = np.zeros(slots.size, np.uint8)
-        if done.any():
+        done = count >= table.limit[rows]
+        done |= stopped
+        ended = np.count_nonzero(done)
+        if self._checkpoint_tokens:
+            self._checkpoints(replica, slots, rows, count, ~done if ended else None, now_ns, out)
+        finish = none_finish(slots.size)
+        if ended:
+            finish = finish.copy()
             finish[done] = Finish.LENGTH
             finish[stopped] = Finish.STOP
             for i in np.flatnonzero(done).tolist():
@@ -131,18 +145,20 @@ class Results:
                 self._core.completed(sequence)
                 self._core.end(sequence, Finish(int(finish[i])), "", out)
         if (order := audience.order) is not None:
-            first, tokens, finish, waits = first[order], tokens[order], finish[order], waits[order]
+            first, tokens, waits = first[order], tokens[order], waits[order]
+            finish = finish[order] if ended else finish
             logprobs = logprobs[order] if logprobs is not None else None
         return Columns(audience, first, tokens, finish, waits, logprobs)
 
     def _checkpoints(
-        self, replica: Replica, slots: Int32, rows: Rows, count: Int32, going: Bool, now_ns: int, out: Collector
+        self, replica: Replica, slots: Int32, rows: Rows, count: Int32, going: Bool | None, now_ns: int, out: Collector
     ) -> None:
         """Those of `slots` that go on and have 32 tokens or a second since their last checkpoint."""
         table = replica.table
         due = count - table.checkpointed[rows] >= self._checkpoint_tokens
         due |= table.checkpoint_ns[rows] <= now_ns - self._checkpoint_ns
-        due &= going
+        if going is not None:
+            due &= going
         at = np.flatnonzero(due)
         if not at.size:
             return

@@ -28,6 +28,7 @@ class Fair:
 
     swapped_first = False
     counts = True
+    prefixes = False
 
     def __init__(self) -> None:
         self.counter: Int64 = np.zeros(16, np.int64)

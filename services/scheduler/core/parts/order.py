@@ -23,6 +23,7 @@ class FirstCome:
     """By arrival, whatever the class (Orca, Algorithm 1; Sarathi). vLLM's swapped stand before all that wait."""
 
     counts = False
+    prefixes = False
 
     def __init__(self, swapped_first: bool = False) -> None:
         self.swapped_first = swapped_first
@@ -45,6 +46,7 @@ class ClassThenArrival:
 
     swapped_first = False
     counts = False
+    prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, slack: bool = False) -> None:
         self._age_ns = age_ns
@@ -68,6 +70,7 @@ class ClassThenSlack:
 
     swapped_first = False
     counts = False
+    prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self._age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
@@ -94,6 +97,7 @@ class LeastSlack:
 
     swapped_first = False
     counts = False
+    prefixes = False
 
     def __init__(self, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self._ttft_ns, self._token_ns = ttft_ns, token_ns
@@ -112,6 +116,8 @@ class LeastSlack:
 class LongestPrefix(FirstCome):
     """Most tokens in the prefix cache first while at most 128 wait, else by arrival (SGLang), as the running do."""
 
+    prefixes = True
+
     def queue(self) -> Queue:
         return ByPrefix()
 
@@ -121,6 +127,7 @@ class ShortestPrompt:
 
     swapped_first = False
     counts = False
+    prefixes = False
 
     def queue(self) -> Queue:
         return Keyed(lambda sequence: sequence.known)
@@ -138,6 +145,7 @@ class ResponseRatio:
 
     swapped_first = False
     counts = False
+    prefixes = False
 
     def __init__(self, token_ns: int = TOKEN_NS) -> None:
         self._token_ns = token_ns

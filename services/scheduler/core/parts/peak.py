@@ -81,11 +81,11 @@ class Peak:
         more = -(-(held[:, None] + ends) // size) - shared[:, None]
         more[steps[:, None] < ends] = 0
         over = (np.cumsum(more, axis=0) + peaks[near] > room).any(axis=1)
-        # The peaks at the ends of the newcomers themselves; column c is the end of newcomer c.
+        # The same at the ends of the newcomers themselves, of all of them: a moment like any other to those before.
         own = -(-(held[:, None] + steps) // size) - shared[:, None]
         own[steps[:, None] < steps] = 0
         sums = np.cumsum(own, axis=0) + self._at(steps)
-        over |= (np.tril(sums) > room).any(axis=1)
+        over |= (sums > room).any(axis=1)
         return int(np.argmax(over)) if over.any() else held.size
 
     def _living(self) -> Int64:
