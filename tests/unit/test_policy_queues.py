@@ -221,6 +221,8 @@ def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
     assert queue.head(1).number == 0
     queue.pop(sequences[0])
     assert queue.head(1).number == 77
+    sequences[99].hits = 128
+    assert queue.head(1).number == 99, "it was looked up since"
 
 
 def test_a_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
