@@ -1,4 +1,4 @@
-"""A replica's columns without a core, for the tests of a policy's parts: rows are written as a test wants them."""
+"""A replica's columns and sequences that wait without a core, for the tests of a policy's parts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.core.policy import Entrants
+from services.scheduler.core.policy import Entrants, Queue
+from services.scheduler.core.sequence import Record, Sequence
 from services.scheduler.core.step_time import StepTime, TokenTime
 from services.scheduler.core.table import SlotTable
-from services.scheduler.core.types import Int32, Limits
+from services.scheduler.core.types import Int32, Limits, NewRequest
 
 
 class Rows:
@@ -60,3 +61,21 @@ def entrants(*rows: tuple[int, int], cached: int = 0, shared: int = 0, **columns
     full = np.zeros_like(known)
     prompt = np.array(columns.get("prompt", known), np.int64)
     return Entrants(known, limit, full + cached, full + shared, np.full(known.size, 2, np.int32), prompt)
+
+
+def waiting(
+    number: int, arrived: int = 0, tokens: int = 10, priority: int = 2, ttft: int = 0, tenant: int = 0, outputs: int = 0
+) -> Sequence:
+    prompt = np.zeros(tokens, np.int32)
+    request = NewRequest(f"r{number}", [prompt], 100, priority=priority, ttft_slo_ns=ttft)
+    sequence = Sequence(Record(request, 0, tenant, arrived), 0, number, prompt)
+    sequence.outputs = np.zeros(outputs, np.int32)
+    return sequence
+
+
+def drained(queue: Queue, now: int) -> list[Sequence]:
+    served = []
+    while (head := queue.head(now)) is not None:
+        queue.pop(head)
+        served.append(head)
+    return served

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.fair import ABSENT, Fair
+from services.scheduler.core.parts.fair import Fair
 from services.scheduler.core.parts.order import (
     ClassThenArrival,
     ClassThenSlack,
@@ -23,21 +23,11 @@ from services.scheduler.core.parts.order import (
 )
 from services.scheduler.core.policy import Queue
 from services.scheduler.core.queues import LATE_EVERY, Heap, arrival, quarter_octave
-from services.scheduler.core.sequence import Record, Sequence, State
-from services.scheduler.core.types import NewRequest
+from services.scheduler.core.sequence import Sequence, State
+from tests.unit.policy_rows import drained, waiting
 
 MS, S = 1_000_000, 1_000_000_000
 TOKEN_NS = 50_000
-
-
-def waiting(
-    number: int, arrived: int = 0, tokens: int = 10, priority: int = 2, ttft: int = 0, tenant: int = 0, outputs: int = 0
-) -> Sequence:
-    prompt = np.zeros(tokens, np.int32)
-    request = NewRequest(f"r{number}", [prompt], 100, priority=priority, ttft_slo_ns=ttft)
-    sequence = Sequence(Record(request, 0, tenant, arrived), 0, number, prompt)
-    sequence.outputs = np.zeros(outputs, np.int32)
-    return sequence
 
 
 class Model:
@@ -221,6 +211,8 @@ def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
     assert queue.head(1).number == 0
     queue.pop(sequences[0])
     assert queue.head(1).number == 77
+    sequences[99].hits = 128
+    assert queue.head(1).number == 99, "it was looked up since"
 
 
 def test_a_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
@@ -231,7 +223,7 @@ def test_a_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
         queue.push(sequence, 10)
     assert queue.head(10).number == 5
     swapped.host = np.zeros(0, np.int32)
-    assert [s.number for s in _drain(queue, 10)] == [1, 5, 9]
+    assert [s.number for s in drained(queue, 10)] == [1, 5, 9]
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "fair"])
@@ -278,126 +270,6 @@ def test_a_heap_orders_by_key_then_number_whatever_was_pushed_again() -> None:
 def test_quarter_octaves_are_four_for_each_doubling() -> None:
     assert [quarter_octave(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 19, 20)] == [0, 4, 6, 8, 9, 10, 11, 12, 16, 16, 17]
     assert all(quarter_octave(n) == octave(n) for n in range(1, 5000))
-
-
-# -- fair
-
-
-def test_the_tenant_that_was_served_least_is_next() -> None:
-    """Three tenants, each request of 10 tokens; whoever is served gets them counted at the step's end."""
-    order = Fair()
-    queue = order.queue()
-    for number, tenant in enumerate([0, 0, 0, 0, 1, 1, 2]):
-        queue.push(waiting(number, number, tenant=tenant), 0)
-    served = []
-    while (head := queue.head(0)) is not None:
-        queue.pop(head)
-        served.append(head.record.tenant)
-        order.served(np.array([head.record.tenant], np.int32), np.array([10], np.int32))
-    assert served == [0, 1, 2, 0, 1, 0, 0]
-
-
-def test_within_a_step_what_was_taken_counts_at_once() -> None:
-    """Eight are admitted in one step, before anything is told of tokens: no tenant gets it for himself."""
-    order = Fair()
-    queue = order.queue()
-    for number in range(16):
-        queue.push(waiting(number, number, tenant=0 if number < 12 else 1), 0)
-    taken = []
-    for _ in range(8):
-        queue.pop(head := queue.head(0))
-        taken.append(head.record.tenant)
-    assert sorted(taken) == [0] * 4 + [1] * 4
-
-
-def test_one_that_is_taken_and_put_back_changes_nothing() -> None:
-    order = Fair()
-    queue = order.queue()
-    for number, tenant in enumerate([0, 1]):
-        queue.push(waiting(number, number, tenant=tenant), 0)
-    order.served(np.array([0, 1], np.int32), np.array([100, 500], np.int32))
-    for _ in range(3):
-        head = queue.head(0)
-        assert head.record.tenant == 0
-        queue.pop(head)
-        assert queue.head(0).record.tenant == 1
-        queue.push(head, 0)
-
-
-def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_who_were_there() -> None:
-    """Tenants 0 and 1 have had 1000 and 1200 tokens while 2 was away: 2 starts at 1000, not at 0."""
-    order = Fair()
-    queue = order.queue()
-    for number, tenant in enumerate([0, 1]):
-        queue.push(waiting(number, number, tenant=tenant), 0)
-    for tokens in range(ABSENT + 2):
-        order.served(np.array([0, 1], np.int32), np.array([1000 if not tokens else 0, 1200 if not tokens else 0]))
-    queue.push(waiting(9, 9, tenant=2), 0)
-    assert order.counter[:3].tolist() == [1000, 1200, 1000]
-    assert [s.record.tenant for s in _drain(queue, 0)] == [0, 2, 1]
-
-
-def test_a_tenant_between_two_requests_keeps_its_counter() -> None:
-    order = Fair()
-    queue = order.queue()
-    queue.push(waiting(0, 0, tenant=0), 0)
-    queue.push(waiting(1, 1, tenant=1), 0)
-    order.served(np.array([0, 1], np.int32), np.array([50, 900], np.int32))
-    queue.pop(queue.head(0))  # of tenant 0, who has nothing waiting now
-    order.served(np.array([0], np.int32), np.array([10], np.int32))
-    queue.push(waiting(2, 2, tenant=0), 0)
-    assert order.counter[:2].tolist() == [60, 900]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    events=st.lists(
-        st.tuples(
-            st.sampled_from(["push", "push", "pop", "back", "drop", "served"]), st.integers(0, 5), st.integers(1, 90)
-        ),
-        max_size=80,
-    )
-)
-def test_fair_heads_are_those_of_a_search(events: list[tuple[str, int, int]]) -> None:
-    order = Fair()
-    queue = order.queue()
-    all_of: list[Sequence] = []
-    taken: Counter[int] = Counter()
-    for number, (kind, tenant, tokens) in enumerate(events):
-        if kind == "push":
-            sequence = waiting(number, number, tokens, tenant=tenant)
-            queue.push(sequence, 0)
-            all_of.append(sequence)
-        elif kind == "served":
-            order.served(np.array([tenant], np.int32), np.array([tokens], np.int32))
-            taken.clear()
-        elif kind == "drop" and all_of:
-            sequence = all_of.pop(tokens % len(all_of))
-            sequence.state = State.ENDED
-            queue.drop(sequence)
-        elif all_of and kind in ("pop", "back"):
-            sequence = queue.head(0)
-            queue.pop(sequence)
-            if kind == "back":
-                queue.push(sequence, 0)
-            else:
-                all_of.remove(sequence)
-                taken[sequence.record.tenant] += sequence.known
-        least = min(
-            all_of,
-            key=lambda s: (int(order.counter[s.record.tenant]) + taken[s.record.tenant], arrival(s), s.number),
-            default=None,
-        )
-        assert queue.head(0) is least
-        assert sorted(s.number for s in queue) == [s.number for s in all_of]
-
-
-def _drain(queue: Queue, now: int) -> list[Sequence]:
-    served = []
-    while (head := queue.head(now)) is not None:
-        queue.pop(head)
-        served.append(head)
-    return served
 
 
 def _entries(thing: object, seen: set[int]) -> int:

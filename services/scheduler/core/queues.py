@@ -308,23 +308,25 @@ class ByPrefix:
     def __init__(self) -> None:
         self._heap = Heap()
         self._ranked: list[Sequence] = []  # best last
-        self._at_ns = -1  # when that was made; -1: it is out of date
+        self._made_of = (-1, -1)  # time and sum of hits of that; no such: it is out of date
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._heap)
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
         self._heap.push(sequence, arrival(sequence))
-        self._at_ns = -1
+        self._made_of = (-1, -1)
 
     def head(self, now_ns: int) -> Sequence | None:
         if len(self._heap) > LOOKED_AT:
             return self._heap.first()
-        if now_ns != self._at_ns:
+        made_of = now_ns, sum([sequence.hits for sequence in self._ranked])
+        if made_of != self._made_of:
             self._ranked = sorted(self._heap, key=lambda s: (s.hits, -arrival(s), -s.number))
-            self._at_ns = now_ns
+            self._made_of = now_ns, sum([sequence.hits for sequence in self._ranked])
         while self._ranked and not (self._ranked[-1] in self._heap and self._ranked[-1].state is State.WAITING):
-            self._ranked.pop()
+            gone = self._ranked.pop()
+            self._made_of = now_ns, self._made_of[1] - gone.hits
         return self._ranked[-1] if self._ranked else None
 
     def pop(self, sequence: Sequence) -> None:
