@@ -158,6 +158,7 @@ def simulate(
         "preemptions": sum(int(s["preemptions"]) for s in stats),
         "recomputed_tokens": sum(int(s["recomputed_tokens"]) for s in stats),
         "swapped_blocks": sum(int(s["swapped_blocks"]) for s in stats),
+        "swapped_bytes": sum(int(s["swapped_blocks"]) for s in stats) * setup.block_bytes,
         "prefix_hit_tokens": sum(int(s.get("prefix_hit_tokens", 0)) for s in stats),
         "padding": round(sum(device.padding for device in devices) / max(computed, 1), 5),
         "computed_tokens": computed,
@@ -165,9 +166,6 @@ def simulate(
     }
     span_ns = result["duration_s"] * 1e9 * setup.replicas
     result["device_busy"] = round(sum(device.busy_ns for device in devices) / max(span_ns, 1), 4)
-    for name in ("slots", "blocks"):
-        shares = [float(getattr(sample, name)) for sample in loop.samples]
-        result[f"{name}_in_use"] = round(sum(shares) / len(shares), 4) if shares else None
     result["wall_s"] = round(time.perf_counter() - begun, 3)
     return Run(result, loop.seen, loop.samples)
 

@@ -229,6 +229,8 @@ def _named(text: str) -> dict[str, float]:
         name, _, value = part.partition(":")
         if name not in CLASSES:
             raise argparse.ArgumentTypeError(f"no class {name!r}; there are {', '.join(CLASSES)}")
+        if not value:
+            raise argparse.ArgumentTypeError(f"{part!r} lacks its value: give {name}:NUMBER")
         named[name] = _not_negative(value)
     return named
 
