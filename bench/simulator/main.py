@@ -24,7 +24,7 @@ from bench.simulator.search import capacity, knee
 from bench.simulator.search import show as show_search
 from bench.simulator.speed import RUNNING, measure
 
-WIDTH = 150  # columns the table needs
+WIDTH = 165  # columns the table needs
 COLUMNS = (
     "policy", "load", "done", "tok/s", "output\ntok/s", "goodput\nreq/s", "TTFT ms\np50", "\np99",
     "TBT ms\np50", "\np99", "ms/token\np50", "\np99", "pre-\nempted", "tokens\nagain", "blocks\nswapped",

@@ -101,22 +101,26 @@ def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
     assert sorted(of(run, "e2e_ns")) == [30, 35]
 
 
-class Padded:
-    """Another batch part, marked as that of an engine that runs rectangles."""
+class Marked:
+    """A batch part, marked as that of an engine that delivers at a batch's end and perhaps runs rectangles."""
 
-    padded = True
-
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
+    def __init__(self, inner: object, padded: bool) -> None:
+        self._inner, self.padded, self.at_end = inner, padded, True
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
 
-def static() -> Policy:
-    """Orca's parts, marked as a padded engine."""
+def static(padded: bool = True) -> Policy:
+    """Orca's parts, so marked."""
     policy = preset("orca")
-    return replace(policy, batch=Padded(policy.batch))  # type: ignore[arg-type]
+    return replace(policy, batch=Marked(policy.batch, padded))  # type: ignore[arg-type]
+
+
+def test_what_is_delivered_at_the_end_need_not_be_padded() -> None:
+    run = simulate(static(padded=False), all_at_once([4, 8], [2, 5]), BARE, TEN)
+    assert of(run, "e2e_ns") == [50, 50] and run.result["padding"] == 0
+    assert run.result["computed_tokens"] == 12 + 5
 
 
 def test_a_padded_engine_delivers_when_its_batch_ends() -> None:
@@ -144,7 +148,7 @@ def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() 
 
 
 def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
-    device = Device(4, TEN, np.array([9, 9]), 1, False, block_ns=6 * MS)
+    device = Device(4, TEN, np.array([9, 9]), 1, False, False, block_ns=6 * MS)
     core = Core("orca")
     plan = _empty_plan()
     assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0, int).end_ns == 18 * MS
