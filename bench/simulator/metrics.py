@@ -27,6 +27,7 @@ class Histogram:
     _DROP = 11
     _BINS = 1 << (31 - _DROP)
     _PENDING = 1 << 18
+    _FEW = 1 << 15  # below so many it is cheaper not to touch every bin
 
     def __init__(self) -> None:
         self.counts: Int64 = np.zeros(self._BINS, np.int64)
@@ -53,7 +54,11 @@ class Histogram:
         return times.view(np.uint32) >> np.uint32(self._DROP)
 
     def _flush(self) -> None:
-        self.counts += np.bincount(self._bins(self._pending[: self._used]), minlength=self._BINS)
+        bins = self._bins(self._pending[: self._used])
+        if bins.size < self._FEW:
+            np.add.at(self.counts, bins, 1)
+        else:
+            self.counts += np.bincount(bins, minlength=self._BINS)
         self._used = 0
 
     def distribution(self) -> tuple[npt.NDArray[np.float64], Int64]:
