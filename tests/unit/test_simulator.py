@@ -42,6 +42,43 @@ def test_three_at_once_get_their_tokens_at_the_end_of_each_step() -> None:
     assert result["computed_tokens"] == 18 + 2 + 1
 
 
+def by_brute_force(work: Workload, clock: Linear, seats: int, host_ns: int) -> list[list[int]]:
+    """Orca with memory for all and nothing planned ahead: of each request the times of its tokens since it arrived."""
+    arrived = work.arrived_ns.tolist()
+    now, entered, told = 0, 0, [[] for _ in arrived]  # type: ignore[var-annotated]
+    context: dict[int, int] = {}  # of those that run, tokens in KV
+    while entered < len(arrived) or context:
+        if not context:
+            now = max(now, arrived[entered])
+        tokens, pairs, read = len(context), 0.0, sum(context.values())
+        for i in context:
+            context[i] += 1
+        while entered < len(arrived) and arrived[entered] <= now and len(context) < seats:
+            prompt = context[entered] = int(work.prompt[entered])
+            tokens, pairs = tokens + prompt, pairs + prompt * (prompt + 1) / 2
+            entered += 1
+        now += host_ns + int(clock.c0 + clock.c1 * tokens + clock.c2 * read + clock.c3 * pairs)
+        for i in list(context):
+            told[i].append(now - arrived[i])
+            if len(told[i]) == work.output[i]:
+                del context[i]
+    return told
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_orca_is_as_a_loop_over_lists_says(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = 80
+    work = Workload(np.sort(rng.integers(0, 4_000, n)) * MS, rng.integers(1, 90, n), rng.integers(1, 40, n))
+    clock = Linear(3 * MS, 40_000, 900, 70)
+    told = by_brute_force(work, clock, 5, 300_000)
+    setup = replace(BARE, max_seqs=5, host_us=300, max_step_tokens=10_000)
+    seen = simulate("orca", work, setup, clock).seen
+    assert seen.ttft_ns.tolist() == [times[0] for times in told]
+    assert seen.e2e_ns.tolist() == [times[-1] for times in told]
+    assert seen.worst_ns.tolist() == [int(max(np.diff(times), default=0)) for times in told]
+
+
 def test_an_arrival_inside_a_step_waits_for_the_next_one() -> None:
     run = simulate("orca", at([0, 4, 95], [4, 4, 4], [3, 2, 2]), BARE, TEN)
     assert of(run, "ttft_ns") == [10, 16, 10]  # the second enters at 10; the third finds the device idle
