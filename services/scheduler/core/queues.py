@@ -184,15 +184,23 @@ class ByClass:
         self._queues = [inner() for _ in range(CLASSES)]
         self._age_ns = age_ns
         self._admitted = 0
+        self._out: set[int] = set()  # numbers of those popped since time passed: they may come back
+        self._now_ns = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         for queue in self._queues:
             yield from queue
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
+        if sequence.number in self._out:
+            self._out.remove(sequence.number)
+            self._admitted -= 1
         self._queues[sequence.priority].push(sequence, now_ns)
 
     def head(self, now_ns: int) -> Sequence | None:
+        if now_ns != self._now_ns:
+            self._now_ns = now_ns
+            self._out.clear()
         if self._admitted % LATE_EVERY == LATE_EVERY - 1:
             held = [late for queue in self._queues if (late := queue.held_back()) is not None]
             if held:
@@ -209,6 +217,7 @@ class ByClass:
     def pop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].pop(sequence)
         self._admitted += 1
+        self._out.add(sequence.number)
 
     def drop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].drop(sequence)
