@@ -116,6 +116,26 @@ def doctor(values: Values, json: Json = False) -> None:
     raise typer.Exit(1 if failed else 0)
 
 
+@settings_command(app, "policy", CommonSettings, LauncherSettings)
+def policy(
+    values: Values,
+    name: Annotated[str, typer.Argument(help="a preset, or one with parts replaced: sarathi:order=fair,memory=peak")],
+    timeout_s: Annotated[float, typer.Option(help="how long to wait for what runs to end")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Let a running scheduler change its policy, and wait until it has: what runs goes to its end first."""
+    settings = build(CommonSettings, values)
+    from services.cli_policy import switch
+
+    answer = switch(name, settings, build(LauncherSettings, values), timeout_s)
+    if json:
+        found = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
+        print(json_module.dumps(found))
+    else:
+        print(answer.text, file=sys.stdout if answer.changed else sys.stderr)
+    raise typer.Exit(0 if answer.changed else 1)
+
+
 @app.command()
 def version(json: Json = False) -> None:
     """Print the version."""

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from shared.errors import ConfigurationError
-from shared.settings import ROOT
+from shared.settings import ROOT, SchedulerSettings
 
 HIDDEN = "********"
 Values = dict[str, Any]
@@ -75,9 +75,12 @@ def build(settings: type[S], values: Values) -> S:
     """
     own = {name: value for name, value in values.items() if name in settings.model_fields}
     try:
-        return settings(**own)
+        found = settings(**own)
     except ValidationError as error:
         raise ConfigurationError("; ".join(_explain(settings, item, own) for item in error.errors())) from None
+    if isinstance(found, SchedulerSettings):
+        _check_policy(found.policy, own)
+    return found
 
 
 def source(settings: BaseSettings, name: str, values: Values) -> str:
@@ -108,6 +111,17 @@ def without_password(url: str) -> str:
         rest = f"{user}:{HIDDEN}@{rest[found.end() :]}" if colon else f"{HIDDEN}@{rest[found.end() :]}"
     rest = re.sub(r"([?&]password=)[^&]*", rf"\g<1>{HIDDEN}", rest)
     return f"{scheme}://{rest}"
+
+
+def _check_policy(policy: str, values: Values) -> None:
+    """Policies are the scheduler's to know, not those of shared/settings.py. Raises ConfigurationError."""
+    from services.scheduler.core.presets import parse  # numpy: not for commands that schedule nothing
+
+    try:
+        parse(policy)
+    except ValueError as error:
+        where = flag("policy") if "policy" in values else env_name("policy")
+        raise ConfigurationError(f"{where}={policy}: {error}") from None
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -109,7 +109,10 @@ class GatewaySettings(CommonSettings):
 class SchedulerSettings(CommonSettings):
     """The loop that decides."""
 
-    policy: str = Field("orcinus", description="a preset: orcinus, orca, sarathi")
+    policy: str = Field("orcinus", description="a preset, or one with parts replaced: sarathi:order=fair,memory=peak")
+    prefix_cache: Literal["auto", "on", "off"] = Field(
+        "auto", description="keep the KV of prefixes and share it; auto: as the policy does"
+    )
     step_tokens: int = Field(0, ge=0, description="token budget of an iteration; 0: the policy's default")
     max_seqs: int = Field(0, ge=0, description="running sequences at most; 0: the worker's slots")
     microbatches: int = Field(1, ge=1, le=16, description="disjoint sets of sequences in flight")
@@ -135,6 +138,9 @@ class WorkerSettings(CommonSettings):
     max_step_tokens: int = Field(2048, ge=1, description="tokens of one step at most")
     kv_memory_fraction: float = Field(0.2, gt=0, lt=1, description="share of free memory for KV blocks")
     kv_blocks: int = Field(0, ge=0, description="0: from kv_memory_fraction")
+    host_blocks: int | None = Field(
+        None, ge=0, description="blocks of the host tier; unset: as many as KV blocks, in 5 % of free memory; 0: none"
+    )
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")
     step_timeout_s: float = Field(
         0.0, ge=0, description="a step that runs longer ends the worker; 0: max(60, 10 x its predicted time)"

@@ -6,6 +6,7 @@ Steps are planned as far ahead as (microbatches, lookahead) allow before the old
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +16,12 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, NewRequest, Outcome
 from services.scheduler.wire import result_from_wire, step_to_wire
 from services.worker.engine import Engine
-from shared.columns import pack
+from shared.columns import pack, unpack
 
 MOST_STEPS = 200_000
+MOST_IDLE = 1_000
+IDLE_NS = 1_000_000
+STEP_NS, TOKEN_NS, BLOCK_NS = 1_000_000, 50_000, 5_000
 
 
 @dataclass
@@ -48,16 +52,16 @@ class Recorded:
         self.errors += outcome.errors.values()
 
 
-def request(name: str, prompt: list[int], max_tokens: int, **sampling: float) -> NewRequest:
+def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: float) -> NewRequest:
     """A greedy request (temperature 0) unless sampling says otherwise."""
     wire = queue_pb2.Request(
-        id=name, n=1, max_tokens=max_tokens, sampling=queue_pb2.Sampling(temperature=0.0, top_p=1.0)
+        id=name, n=n, max_tokens=max_tokens, sampling=queue_pb2.Sampling(temperature=0.0, top_p=1.0)
     )
     for field_name, value in sampling.items():
         setattr(wire.sampling, field_name, value)
     wire.prompts.tokens.append(pack(prompt))
     return NewRequest(
-        id=name, prompts=[np.array(prompt, np.int32)], max_tokens=max_tokens, gateway="gateway-0", payload=wire
+        id=name, prompts=[np.array(prompt, np.int32)], max_tokens=max_tokens, n=n, gateway="gateway-0", payload=wire
     )
 
 
@@ -69,19 +73,46 @@ def run(
     lookahead: int = 0,
     step_tokens: int = 0,
     max_seqs: int = 0,
+    prefix_cache: bool | None = None,
+    then: Sequence[str] = (),
 ) -> tuple[Recorded, Core]:
-    """Runs all requests to their ends and checks the core's invariants after every step."""
+    """Runs all requests to their ends and checks the core's invariants after every step.
+
+    Half of them are there from the beginning, each other one arrives with a step. The policies of `then` are switched
+    to one after another, each when the one before has taken over.
+    """
     engine.reset()
     info = engine.info()
-    core = Core(policy, max_seqs=max_seqs, microbatches=microbatches, lookahead=lookahead, step_tokens=step_tokens)
+    core = Core(
+        policy,
+        max_seqs=max_seqs,
+        microbatches=microbatches,
+        lookahead=lookahead,
+        step_tokens=step_tokens,
+        prefix_cache=prefix_cache,
+    )
     replica = core.join(
-        Limits(info.max_seqs, info.gpu_blocks, info.block_size, info.max_model_len, info.max_step_tokens)
+        Limits(
+            slots=info.max_seqs,
+            blocks=info.gpu_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            max_step_tokens=info.max_step_tokens,
+            host_blocks=info.host_blocks,
+            block_bytes=info.block_bytes,
+        )
     )
     recorded = Recorded()
-    for item in requests:
-        recorded.take(core.add(item, 0))
+    later, policies, now, idle = deque(requests), deque(then), 1, 0
     waiting: deque[worker_pb2.Step] = deque()
-    for now in range(1, MOST_STEPS):
+    for _ in range(len(requests) // 2):
+        recorded.take(core.add(later.popleft(), now))
+    for _ in range(MOST_STEPS):
+        if later:
+            recorded.take(core.add(later.popleft(), now))
+        if policies and core.policy.name == policy:
+            policy = policies.popleft()
+            core.switch(policy)
         while True:
             plan, outcome = core.plan(now, replica)
             recorded.take(outcome)
@@ -90,12 +121,29 @@ def run(
             wire = step_to_wire(plan, epoch=1).SerializeToString()
             waiting.append(worker_pb2.Step.FromString(wire))
         if not waiting:
-            break
-        result = engine.execute(waiting.popleft())
+            if not core.unfinished and not later and not policies:
+                break
+            idle += 1
+            if idle > MOST_IDLE:
+                break
+            now += IDLE_NS  # a policy may wait for company
+            continue
+        idle = 0
+        step = waiting.popleft()
+        result = engine.execute(step)
         if result.error:
             raise AssertionError(f"step {result.id}: {result.error}")
+        set_timings(step, result)
+        now += result.timings.total_ns
         recorded.take(core.apply(result_from_wire(result, replica), now))
         core.check()
-    if core.unfinished:
+    if core.unfinished or policies:
         raise AssertionError(f"{core.unfinished} requests never ended; stats {core.stats()}")
     return recorded, core
+
+
+def set_timings(step: worker_pb2.Step, result: worker_pb2.Result) -> None:
+    """Time by the work done instead of by the clock, so that no decision depends on how fast this machine is."""
+    tokens = int(unpack(step.chunk_lengths).sum())
+    result.timings.swap_ns = BLOCK_NS * (len(step.swap_out_gpu) + len(step.swap_in_gpu)) // 4
+    result.timings.total_ns = STEP_NS + TOKEN_NS * tokens + result.timings.swap_ns

@@ -43,6 +43,7 @@ class Snapshot:
     memory_used: int = 0
     memory_most: int = 0
     queue: dict[str, str] = field(default_factory=dict)
+    renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
 
     @property
     def memory_share(self) -> float:
@@ -51,6 +52,15 @@ class Snapshot:
     def total(self, name: str) -> float:
         """Sum of one field of `stats` over all shards."""
         return sum(_number(stats.get(name)) for stats in self.stats.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a request that comes now has to wait for at the best shard."""
+
+    ttft_ms: float
+    queued_tokens: int  # that have to run first
+    prefill_tok_s: float
 
 
 class Cluster:
@@ -144,15 +154,20 @@ class Cluster:
         rate = self.snapshot.total("prefill_tok_s") if self.snapshot else 0.0
         return min(RETRY_MOST_S, max(1.0, waiting_tokens / rate)) if rate > 0 else 1.0
 
-    def predicted_ttft_ms(self) -> float:
-        """The best leading shard's prediction; 0 when nothing waits or a shard's prefill rate is unknown."""
-        if self.snapshot is None or self.snapshot.total("waiting") == 0:
-            return 0.0
-        known = [
-            _number(stats.get("predicted_ttft_ms")) if _number(stats.get("prefill_tok_s")) else 0.0
-            for stats in self._led()
-        ]
-        return min(known, default=0.0)
+    def forecast(self) -> Forecast | None:
+        """The least that a leading shard predicts; None when one of them has nothing to run first, has not measured
+        its prefill rate, or has been silent: then nobody is refused for it."""
+        now, seen = time.monotonic(), self.snapshot
+        if seen is None or now - seen.at > STALE_S:
+            return None
+        found = []
+        for shard in seen.leases & seen.stats.keys():
+            stats = seen.stats[shard]
+            queued, rate = int(_number(stats.get("queued_tokens"))), _number(stats.get("prefill_tok_s"))
+            if not queued or not rate or now - seen.renewed.get(shard, 0.0) > STALE_S:
+                return None
+            found.append(Forecast(_number(stats.get("predicted_ttft_ms")), queued, rate))
+        return min(found, key=lambda each: each.ttft_ms, default=None)
 
     def _led(self) -> list[dict[str, str]]:
         """Statistics of the shards that somebody leads."""
@@ -198,14 +213,17 @@ class Cluster:
         per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
         found = {key: _text(record) for key, record in zip(workers, per_worker, strict=True) if record}
         self._worker_keys = set(found)
+        stats = {shard: _text(fields) for shard, fields in zip(shards, per_shard[1::2], strict=True) if fields}
+        now = time.monotonic()
         return Snapshot(
-            at=time.monotonic(),
+            at=now,
             leases=frozenset(shard for shard, held in zip(shards, per_shard[::2], strict=True) if held),
             workers=found,
-            stats={shard: _text(stats) for shard, stats in zip(shards, per_shard[1::2], strict=True) if stats},
+            stats=stats,
             memory_used=int(memory.get("used_memory", 0)),
             memory_most=int(memory.get("maxmemory", 0)),
             queue=_text(queue),
+            renewed=_renewed(stats, self.snapshot, now),
         )
 
     async def _discover(self) -> None:
@@ -219,6 +237,16 @@ class Cluster:
                 else:
                     self._worker_keys.add(key)
         self._discovered_at = time.monotonic()
+
+
+def _renewed(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:
+    """When each shard's stats were last seen to change, by this process's clock: a shard's own may be another."""
+    return {
+        shard: before.renewed[shard]
+        if before and shard in before.renewed and before.stats[shard].get("time_ms") == fields.get("time_ms")
+        else now
+        for shard, fields in stats.items()
+    }
 
 
 def _literal(pattern: str) -> str:

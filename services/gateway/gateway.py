@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import time
 
-from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster
+from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecast
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.generation import Generation
@@ -131,15 +132,25 @@ class Gateway:
             raise unavailable(f"Redis uses {share} of its memory; the rest is for running requests", "redis_memory", 5)
         if not cluster.snapshot.leases:
             raise unavailable("no scheduler is alive", "no_scheduler", 2)
-        predicted = cluster.predicted_ttft_ms()
-        if spec.ttft_slo_ms and predicted > spec.ttft_slo_ms:
-            raise ApiError(
-                429,
-                f"the first token is predicted in {predicted:.0f} ms, later than ttft_slo_ms = {spec.ttft_slo_ms}",
-                param="ttft_slo_ms",
-                code="slo_unreachable",
-                retry_after_s=min(RETRY_MOST_S, (predicted - spec.ttft_slo_ms) / 1000),
-            )
+        forecast = cluster.forecast()
+        if forecast is not None:
+            self._refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
+            self._refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
+
+    @staticmethod
+    def _refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
+        """429 when the first token would come after a limit of the request's own; what waits runs off meanwhile, so
+        it may come again when the rest of the wait is within the limit."""
+        if not limit_ms or forecast.ttft_ms <= limit_ms:
+            return
+        raise ApiError(
+            429,
+            f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: "
+            f"{forecast.queued_tokens} prompt tokens are before it, at {forecast.prefill_tok_s:.0f} a second",
+            param=name,
+            code=code,
+            retry_after_s=min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000)),
+        )
 
     async def begin(self, spec: GenerationSpec, tenant: str, salt: bytes, started: float) -> Generation:
         """Admits and enqueues a request. Raises ApiError; the Generation must be closed."""

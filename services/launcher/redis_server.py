@@ -7,6 +7,7 @@ Ours listens on a unix socket in a private directory and on no port, asks for a 
 from __future__ import annotations
 
 import importlib
+import re
 import secrets
 import shutil
 import socket
@@ -105,6 +106,18 @@ def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
     server.config.touch(mode=0o600)
     server.config.write_text("".join(f"{name} {_quoted(value)}\n" for name, value in lines))
     return server
+
+
+def local(run_dir: Path) -> tuple[str, str] | None:
+    """URL and password of the server that a launcher of this user has configured for run_dir; None if it has none."""
+    record = run_dir / SOCKET_RECORD
+    try:
+        place = Path(record.read_text().strip()) if record.exists() else run_dir / "socket"
+        text = (place / "redis.conf").read_text()
+    except OSError:
+        return None
+    found = re.search(r'^requirepass "([\w-]+)"$', text, re.MULTILINE)  # of token_urlsafe: nothing is escaped
+    return (f"unix://{quote(str(place / 'redis.sock'))}", found[1]) if found else None
 
 
 def client(url: str, password: str | None = None, timeout_s: float = 1.0) -> Any:

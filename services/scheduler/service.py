@@ -16,11 +16,11 @@ import grpc
 
 from protos import queue_pb2
 from services.scheduler.commands import Commands
-from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, Outcome
 from services.scheduler.in_flight import InFlight
 from services.scheduler.intake import Claimed, Clock, Entry, Intake, room_by_class
 from services.scheduler.lease import Lease
+from services.scheduler.policies import PolicySwitch, make_core
 from services.scheduler.publisher import Publisher
 from services.scheduler.reports import Reports
 from services.scheduler.stats import Stats
@@ -66,13 +66,8 @@ class Service:
         self._intake = Intake(
             self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease, self._clock
         )
-        self._core = Core(
-            settings.policy,
-            max_seqs=settings.max_seqs,
-            microbatches=settings.microbatches,
-            lookahead=settings.lookahead,
-            step_tokens=settings.step_tokens,
-        )
+        self._core = make_core(settings)
+        self._policy = PolicySwitch(self._core, self._reports.event)
         self._entries: dict[str, Entry] = {}
         self._held = [0] * len(CLASSES)
         self._commands = Commands(
@@ -241,6 +236,8 @@ class Service:
         elif kind == "drain":
             self._draining = True
             self._room.set()
+        elif kind == "policy":
+            self._policy.ask(control.policy.name)
         else:
             log.warning("command %s is not known to this scheduler and was dropped", kind)
         self._wake.set()
@@ -299,6 +296,7 @@ class Service:
                 said = True
             # Nothing runs, but deadlines pass, and what the lost worker left is to be written.
             self._put(self._core.plan(time.monotonic_ns())[1])
+            self._policy.look()
             await asyncio.sleep(WATCH_S)
 
     async def _pump(self, link: WorkerLink, replica: int) -> None:
@@ -308,6 +306,7 @@ class Service:
                 begin = time.monotonic_ns()
                 plan, outcome = self._core.plan(begin, replica)
                 self._put(outcome)
+                self._policy.look()
                 if plan is None:
                     break
                 self._in_flight.sent(plan)
@@ -359,7 +358,7 @@ class Service:
         for request_id in verdict.park:
             self._core.park(request_id)
         for request_id in verdict.resume:
-            self._core.resume(request_id)
+            self._core.resume(request_id, time.monotonic_ns())
         for request_id in verdict.dead:
             text = "the worker died twice in a step in which this request was the one suspect"
             log.error("request %s ends: %s", request_id, text)
@@ -391,8 +390,9 @@ class Service:
             time.monotonic_ns(),
             int(time.time() * 1000),
             self._lease.epoch,
-            self._settings.policy,
+            self._policy.name,
             1 if self._link else 0,
+            self._core.predicted_ttft_ns(),
         )
         if self._link:
             fields |= self._link.facts()

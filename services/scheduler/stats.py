@@ -90,9 +90,19 @@ class Stats:
         self._schedule_ns += spent_ns
 
     def snapshot(
-        self, core: dict[str, Any], now_ns: int, time_ms: int, epoch: int, policy: str, workers: int
+        self,
+        core: dict[str, Any],
+        now_ns: int,
+        time_ms: int,
+        epoch: int,
+        policy: str,
+        workers: int,
+        predicted_ns: int = 0,
     ) -> dict[str, float | int | str]:
-        """Every field of `stats:{shard}`; starts the next second."""
+        """Every field of `stats:{shard}`; starts the next second.
+
+        `predicted_ns`: the core's prediction of a time to first token; 0 while it knows no step's time.
+        """
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
         self._learn_rate()
@@ -119,7 +129,7 @@ class Stats:
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
-            "predicted_ttft_ms": round(1e3 * queued / self._rate, 1) if self._rate else 0,
+            "predicted_ttft_ms": round(predicted_ns / 1e6 or (1e3 * queued / self._rate if self._rate else 0), 1),
             **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
         }
         self._since_ns = now_ns

@@ -75,4 +75,5 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         errors=[(error.slot, error.code, error.message) for error in result.errors],
         error=result.error,
         step_ns=result.timings.total_ns,
+        swap_ns=result.timings.swap_ns,
     )

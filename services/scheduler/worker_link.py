@@ -89,12 +89,13 @@ class WorkerLink:
         await self._write(worker_pb2.Step(epoch=self._epoch, hello=worker_pb2.Hello(shard=self._shard)))
         info = self.info
         log.info(
-            "worker %s at %s: %d slots, %d blocks of %d tokens",
+            "worker %s at %s: %d slots, %d blocks of %d tokens, %d on the host",
             self.worker.id,
             self.worker.address,
             info.max_seqs,
             info.gpu_blocks,
             info.block_size,
+            info.host_blocks,
         )
         return Limits(
             slots=info.max_seqs,
@@ -103,6 +104,7 @@ class WorkerLink:
             max_model_len=info.max_model_len,
             max_step_tokens=info.max_step_tokens,
             host_blocks=info.host_blocks,
+            block_bytes=info.block_bytes,
         )
 
     def facts(self) -> dict[str, int | str]:

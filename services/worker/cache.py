@@ -1,4 +1,4 @@
-"""How large the KV pool may be. The pool itself belongs to the backend (`kernels.ops.Cache`).
+"""How large the KV pool and its host tier may be. The memory itself belongs to the backend (`kernels.ops.Cache`).
 
 All arithmetic is in blocks; what does not fit is a ConfigurationError that names the setting.
 """
@@ -15,6 +15,9 @@ from kernels.ops import CacheShape
 from services.worker.models.config import DecoderConfig
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
+
+HOST_SHARE = 0.05
+"""Of the free memory, at most, for a host tier whose size nobody set: it only saves computing again."""
 
 log = logging.getLogger("orcinus.worker")
 
@@ -90,3 +93,19 @@ def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, f
         )
     log.warning("%s gives %d KV blocks: the context is cut from %d to %d tokens", source, blocks, lengths.model, fits)
     return blocks, Lengths(model=fits, input=min(lengths.input, fits - 1), output=min(lengths.output, fits - 1))
+
+
+def plan_host_blocks(settings: WorkerSettings, blocks: int, block_bytes: int, free_bytes: int) -> int:
+    """Blocks of the host tier: as set, else as many as the pool has, within HOST_SHARE of the free memory.
+
+    Raises ConfigurationError when what was set is more than pool and machine leave.
+    """
+    left = free_bytes - blocks * block_bytes
+    if settings.host_blocks is None:
+        return max(0, min(blocks, int(free_bytes * HOST_SHARE) // block_bytes, left // block_bytes))
+    if settings.host_blocks * block_bytes > left:
+        raise ConfigurationError(
+            f"--host-blocks {settings.host_blocks} needs {settings.host_blocks * block_bytes / 2**20:.0f} MiB, but "
+            f"the KV pool leaves {max(0, left) / 2**20:.0f} MiB; lower it, or give 0 for no host tier"
+        )
+    return settings.host_blocks

@@ -26,7 +26,7 @@ from kernels.ops import (
     Int32,
 )
 from protos import worker_pb2
-from services.worker.cache import free_memory_bytes, plan_blocks, wanted_lengths
+from services.worker.cache import free_memory_bytes, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Checkpoint, Progress
@@ -42,7 +42,7 @@ log = logging.getLogger("orcinus.worker")
 class Engine:
     """A model, its KV pool and its slots."""
 
-    def __init__(self, settings: WorkerSettings, host_blocks: int = 0, progress: Progress | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
         """Loads the model and takes all memory. Raises ModelError or ConfigurationError."""
         self.settings = settings
         self.identity = identity()
@@ -58,15 +58,17 @@ class Engine:
         self._decoder = Decoder(config, checkpoint, self._ops, self.dtype, lengths.model)
         shape = CacheShape(
             blocks=1,
-            host_blocks=host_blocks,
+            host_blocks=0,
             layers=config.layers,
             kv_heads=config.kv_heads,
             block_size=settings.block_size,
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        blocks, self.lengths = plan_blocks(settings, shape, lengths, free_memory_bytes())
-        self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks))
+        free_bytes = free_memory_bytes()
+        blocks, self.lengths = plan_blocks(settings, shape, lengths, free_bytes)
+        host_blocks = plan_host_blocks(settings, blocks, shape.block_bytes, free_bytes)
+        self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
         self.config = config
         self._slots = SlotTable(
             settings.max_seqs, self.lengths.model, settings.block_size, blocks, host_blocks, config.vocab_size
@@ -181,6 +183,7 @@ class Engine:
                 forward_ns=forwarded - started,
                 sample_ns=ended - forwarded,
                 total_ns=ended - started,
+                swap_ns=chunks.swap_ns,
             ),
             swap_out_acks=step.swap_out_gpu,
             swap_in_acks=step.swap_in_host,
@@ -260,6 +263,7 @@ class Engine:
             "idle_us": result.timings.idle_ns // 1000,
             "forward_us": result.timings.forward_ns // 1000,
             "sample_us": result.timings.sample_ns // 1000,
+            "swap_us": result.timings.swap_ns // 1000,
         }
         self._step_log.write(orjson.dumps(line) + b"\n")
         self._step_log.flush()

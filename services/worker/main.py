@@ -54,7 +54,8 @@ def load(settings: WorkerSettings) -> Engine:
     info = engine.info()
     loaded = process.memory_info().rss
     log.info(
-        "%s: %d layers, %s on %s (%s kernels), %d KV blocks of %d tokens (%.0f MiB), context %d (input %d, output %d)",
+        "%s: %d layers, %s on %s (%s kernels), %d KV blocks of %d tokens (%.0f MiB) and %d on the host, "
+        "context %d (input %d, output %d)",
         info.model,
         info.layers,
         info.dtype,
@@ -63,6 +64,7 @@ def load(settings: WorkerSettings) -> Engine:
         info.gpu_blocks,
         info.block_size,
         info.gpu_blocks * info.block_bytes / 2**20,
+        info.host_blocks,
         info.max_model_len,
         info.max_input_tokens,
         info.max_output_tokens,

@@ -6,6 +6,8 @@ Whatever breaks the contract raises ProtocolError; what is wrong with one sequen
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,7 @@ class Chunks:
     starts: Int32
     lengths: Int32
     samples: Bool
+    swap_ns: int = 0  # what the step's copies between the tiers took
 
 
 class SlotTable:
@@ -59,14 +62,15 @@ class SlotTable:
     def apply(self, step: worker_pb2.Step, cache: Cache) -> Chunks:
         """Frees, swaps, enters, appends, masks; returns the chunks to compute. Raises ProtocolError."""
         self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
-        self._swap(step, cache)
+        swap_ns = self._swap(step, cache)
         for enter in step.enters:
             self._enter(enter)
         if step.append_slots or step.append_blocks:
             self._append(step)
         for mask in step.masks:
             self._mask(mask)
-        return self._chunks(step)
+        chunks = self._chunks(step)
+        return dataclasses.replace(chunks, swap_ns=swap_ns) if swap_ns else chunks
 
     def batch(self, chunks: Chunks) -> Batch:
         """The iteration's tokens flattened, one chunk after another. All of it in numpy at once."""
@@ -129,9 +133,11 @@ class SlotTable:
             for slot in slots.tolist():
                 self.failed.pop(slot, None)
 
-    def _swap(self, step: worker_pb2.Step, cache: Cache) -> None:
+    def _swap(self, step: worker_pb2.Step, cache: Cache) -> int:
+        """Copies between the tiers, complete when it returns; the ns they took, 0 without any."""
         if not (step.swap_out_gpu or step.swap_out_host or step.swap_in_gpu or step.swap_in_host):
-            return
+            return 0
+        began = time.monotonic_ns()
         if not self.total_host_blocks:
             raise ProtocolError("the step swaps, but this worker has no host blocks (see Describe)")
         out_gpu = self._column(step.swap_out_gpu, "swap_out_gpu", self.total_blocks)
@@ -144,6 +150,7 @@ class SlotTable:
             cache.copy_out(out_gpu, out_host)
         if in_host.size:
             cache.copy_in(in_host, in_gpu)
+        return max(1, time.monotonic_ns() - began)
 
     def _enter(self, enter: worker_pb2.Enter) -> None:
         slot = enter.slot

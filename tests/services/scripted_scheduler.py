@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,17 @@ class ScriptedScheduler:
 
     def stats(self, **fields: Any) -> None:
         steps = {"iteration": self.step, "last_step": self.step}
-        values = {"workers": 1, "running": 0, "waiting": 0, "in_flight": 0, **steps, **fields}
+        now = {"time_ms": int(time.time() * 1000)}
+        values = {
+            "workers": 1,
+            "running": 0,
+            "waiting": 0,
+            "queued_tokens": 0,
+            "in_flight": 0,
+            **now,
+            **steps,
+            **fields,
+        }
         self.client.hset(self.keys.stats(self.shard), mapping=values)
 
     def resign(self) -> None:

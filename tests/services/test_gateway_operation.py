@@ -42,18 +42,52 @@ def test_a_full_queue_is_429_with_an_estimate(gateway: GatewayProcess, scheduler
     assert int(answer.headers["retry-after"]) == 10
 
 
-def test_a_ttft_that_cannot_be_kept_is_429(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    scheduler.stats(waiting=3, predicted_ttft_ms=5000, prefill_tok_s=100)
-    until("the prediction is known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "3")
-    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000})
+@pytest.mark.parametrize(
+    ("field", "limit_ms", "predicted_ms", "code", "retry_after"),
+    [
+        ("ttft_slo_ms", 1000, 5000, "slo_unreachable", "4"),
+        ("ttft_slo_ms", 4999, 5000, "slo_unreachable", "1"),
+        ("ttft_slo_ms", 100, 10_000_000, "slo_unreachable", "60"),
+        ("deadline_ms", 1500, 5000, "deadline_unreachable", "4"),
+    ],
+)
+def test_a_first_token_that_would_come_too_late_is_429_with_the_figures(
+    gateway: GatewayProcess,
+    scheduler: ScriptedScheduler,
+    field: str,
+    limit_ms: int,
+    predicted_ms: int,
+    code: str,
+    retry_after: str,
+) -> None:
+    scheduler.stats(queued_tokens=480, predicted_ttft_ms=predicted_ms, prefill_tok_s=100)
+    known = str(predicted_ms)
+    until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("predicted_ttft_ms") == known)
+    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", field: limit_ms})
     scheduler.stats(predicted_ttft_ms=0)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, field)
+    for figure in (f"{predicted_ms} ms", f"{field} = {limit_ms}", "480 prompt tokens", "100 a second"):
+        assert figure in error["message"]
+
+
+def test_a_limit_that_is_kept_or_has_nothing_before_it_is_not_refused(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
+) -> None:
+    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000, "deadline_ms": 60_000}
+    scheduler.stats(queued_tokens=480, predicted_ttft_ms=1000, prefill_tok_s=101)
+    until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "101")
+    assert post(gateway, "/v1/completions", body).status_code == 200
+    scheduler.stats(queued_tokens=0, predicted_ttft_ms=5000, prefill_tok_s=102)
+    until("nothing waits", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "102")
+    assert post(gateway, "/v1/completions", body).status_code == 200
 
 
 def test_a_prefill_rate_that_nobody_measured_refuses_no_ttft_and_asks_for_a_second(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
 ) -> None:
-    scheduler.stats(waiting=4, predicted_ttft_ms=5000, prefill_tok_s=0)
+    scheduler.stats(waiting=4, queued_tokens=400, predicted_ttft_ms=5000, prefill_tok_s=0)
     until("the waiting are known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "4")
     body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000}
     assert post(gateway, "/v1/completions", body).status_code == 200

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.ops import Batch
 from protos import worker_pb2
@@ -161,11 +162,27 @@ def test_a_shared_prefix_is_read_from_another_sequences_blocks(grouped: Referenc
     assert driver.engine._slots.computed[1] == len(prompt) + 23
 
 
-def test_swapping_out_and_in_restores_the_bits_and_the_tokens(grouped: Reference) -> None:
-    engine = make_engine(grouped.path, host_blocks=64)
-    driver = Driver(engine)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_swapping_out_and_in_restores_the_bits_and_the_tokens(
+    grouped: Reference, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The KV bytes, the logits of every further step and the tokens are those of a sequence that was left in peace."""
+    engine = make_engine(grouped.path, host_blocks=64, dtype=dtype)
+    logits: list[Tensor] = []
+    forward = engine._decoder.forward
+
+    def seen(*arguments: Any) -> Tensor:
+        logits.append(forward(*arguments))
+        return logits[-1].clone()
+
+    monkeypatch.setattr(engine._decoder, "forward", seen)
     prompt = max(grouped.prompts, key=len)
-    expected = grouped.outputs[grouped.prompts.index(prompt)]
+    calm = Driver(engine)
+    calm.enter(0, prompt)
+    expected = list(calm.run(0, 24))
+    undisturbed = logits[6:]
+    engine.reset()
+    driver = Driver(engine)
     driver.enter(0, prompt)
     before = list(driver.run(0, 6))
     used = driver.blocks(0)[: -(-driver.computed[0] // 4)]
@@ -174,17 +191,28 @@ def test_swapping_out_and_in_restores_the_bits_and_the_tokens(grouped: Reference
     driver.free(0)
     acked = driver.step({}, swap_out_gpu=pack(used), swap_out_host=pack(host))
     assert unpack(acked.swap_out_acks).tolist() == used.tolist()
+    assert 0 < acked.timings.swap_ns <= acked.timings.total_ns
     driver.enter(3, grouped.prompts[0])
     driver.enter(0, grouped.prompts[1])  # overwrites what was swapped out
-    driver.step({0: 64, 3: 64})
+    assert driver.step({0: 64, 3: 64}).timings.swap_ns == 0
     driver.free(0)
     there = driver.blocks(6)[: len(used)]
     acked = driver.step({}, swap_in_host=pack(host), swap_in_gpu=pack(there))
     assert unpack(acked.swap_in_acks).tolist() == host.tolist()
-    assert all(torch.equal(engine.read_block(int(b)), old) for b, old in zip(there, kept, strict=True))
+    assert all(same_bits(engine.read_block(int(b)), old) for b, old in zip(there, kept, strict=True))
     tokens = prompt + before
     driver.enter(6, tokens, prompt=len(prompt), computed=len(tokens) - 1)
+    logits.clear()
     assert driver.run(6, 24) == expected
+    assert len(logits) == len(undisturbed) == 18
+    assert all(same_bits(got, wanted) for got, wanted in zip(logits, undisturbed, strict=True))
+    if dtype == "float32":
+        assert expected == grouped.outputs[grouped.prompts.index(prompt)]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def test_bfloat16_stays_near_the_reference(grouped: Reference) -> None:

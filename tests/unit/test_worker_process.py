@@ -17,7 +17,7 @@ import torch
 
 from kernels.ops import CacheShape
 from protos import worker_pb2, worker_pb2_grpc
-from services.worker.cache import Lengths, plan_blocks, wanted_lengths
+from services.worker.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.engine import choose_device
 from services.worker.models.config import load_config
 from services.worker.registration import TTL_MS, WORKERS_MS, Registration
@@ -102,6 +102,29 @@ def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(referen
             plan_blocks(asked, SHAPE, wanted_lengths(asked, load_config(reference.path)), 0)
     with pytest.raises(ConfigurationError, match=r"--kv-memory-fraction 0\.2 of 0 MiB free gives 0 KV blocks"):
         plan_blocks(settings(reference.path), SHAPE, lengths, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "blocks", "free_mib", "expected"),
+    [
+        (None, 100, 1000, 100),  # as many as the pool has
+        (None, 100, 10, 64),  # 5 % of what is free
+        (None, 1270, 10, 10),  # what the pool leaves
+        (0, 100, 1000, 0),
+        (7, 100, 1000, 7),
+        (500, 0, 10, 500),
+    ],
+)
+def test_the_host_tier_is_as_large_as_asked_or_as_the_pool_within_bounds(
+    reference: Reference, wanted: int | None, blocks: int, free_mib: int, expected: int
+) -> None:
+    given = settings(reference.path, host_blocks=wanted)
+    assert plan_host_blocks(given, blocks, SHAPE.block_bytes, free_mib * MIB) == expected
+
+
+def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -> None:
+    with pytest.raises(ConfigurationError, match=r"--host-blocks 1200 needs 9 MiB.*leaves 2 MiB"):
+        plan_host_blocks(settings(reference.path, host_blocks=1200), 1000, SHAPE.block_bytes, 10 * MIB)
 
 
 def test_a_device_that_this_build_lacks_is_refused() -> None:

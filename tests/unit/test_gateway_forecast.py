@@ -1,0 +1,52 @@
+"""What the gateway believes of the shards' predictions: the best of those that lead, never one that has gone silent."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, _renewed
+from services.gateway.validate import Limits
+from shared.settings import DEMO_MODEL, GatewaySettings
+
+BUSY = {"queued_tokens": "800", "predicted_ttft_ms": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
+
+
+def cluster(
+    stats: dict[str, dict[str, str]], leases: Any = ("a", "b"), age_s: float = 0.0, silent_s: float = 0.0
+) -> Any:
+    now = time.monotonic()
+    found = Cluster(
+        GatewaySettings(model=DEMO_MODEL, redis_url="redis://127.0.0.1:1/0"), "gateway-x", Limits(max_model_len=100)
+    )
+    renewed = {shard: now - silent_s for shard in stats}
+    found.snapshot = Snapshot(now - age_s, frozenset(leases), {}, stats, renewed=renewed)
+    return found
+
+
+def test_the_least_prediction_of_the_leading_shards_counts() -> None:
+    better = BUSY | {"predicted_ttft_ms": "30", "queued_tokens": "6"}
+    assert cluster({"a": BUSY, "b": better}).forecast() == Forecast(30.0, 6, 200.0)
+    assert cluster({"a": BUSY, "b": better}, leases=["a"]).forecast() == Forecast(4000.5, 800, 200.0)
+    assert cluster({"a": BUSY}, leases=[]).forecast() is None
+    assert cluster({}).forecast() is None
+
+
+@pytest.mark.parametrize("change", [{"queued_tokens": "0"}, {"prefill_tok_s": "0"}, {"queued_tokens": "nan"}])
+def test_a_shard_with_nothing_before_a_request_or_no_measured_rate_refuses_nobody(change: dict[str, str]) -> None:
+    assert cluster({"a": BUSY, "b": BUSY | change}).forecast() is None
+
+
+def test_statistics_that_stopped_changing_or_were_read_long_ago_say_nothing() -> None:
+    assert cluster({"a": BUSY}, silent_s=STALE_S - 1).forecast() is not None
+    assert cluster({"a": BUSY}, silent_s=STALE_S + 1).forecast() is None
+    assert cluster({"a": BUSY}, age_s=STALE_S + 1).forecast() is None
+
+
+def test_statistics_are_renewed_when_their_time_changes_whatever_clock_that_is() -> None:
+    before = Snapshot(10.0, frozenset(), {}, {"a": BUSY, "b": BUSY}, renewed={"a": 3.0, "b": 4.0})
+    now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
+    assert _renewed(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
+    assert _renewed({"a": BUSY}, None, 11.0) == {"a": 11.0}
