@@ -16,6 +16,7 @@ from bench.simulator.workload import Int64, Workload
 from services.scheduler.core.placer import CLASSES
 
 TRACES = Path(__file__).resolve().parents[2] / "assets" / "traces"
+SLOWEST = 1e-6  # of a rate and of a rate scale: beyond, times in ns overflow
 CHAT = TRACES / "azure_conv_2023.csv"
 
 
@@ -78,6 +79,10 @@ def build(spec: Spec) -> Workload:
     trace = _read(spec.trace) if spec.trace is not None else None
     if trace is None and (spec.prompt is None or spec.output is None):
         raise ValueError("without a trace both lengths are needed: --prompt-tokens and --output-tokens")
+    if not SLOWEST <= spec.rate_scale <= 1 / SLOWEST or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
+        raise ValueError(
+            f"rate {spec.rate_rps:g} x {spec.rate_scale:g} is out of range: stay within {SLOWEST:g} and 1e6"
+        )
     count = spec.requests or (len(trace.prompt_tokens) if trace is not None else 1000)
     prompt = spec.prompt.draw(count, spec.seed, 0) if spec.prompt else _cycle(trace, "prompt_tokens", count)
     output = spec.output.draw(count, spec.seed, 1) if spec.output else _cycle(trace, "output_tokens", count)
@@ -104,6 +109,8 @@ def _read(path: Path) -> Trace:
         return read_trace(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give --trace FILE, a CSV with num_prefill_tokens") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text ({error.reason}); give --trace FILE, a CSV") from error
 
 
 def _cycle(trace: Trace | None, column: str, count: int) -> Int64:

@@ -30,6 +30,7 @@ class Ticket(NamedTuple):
     duration_ns: int
     swap_out: Int32
     swap_in: Int32
+    swap_ns: int
     cells: Int64  # of the sequences that get a token, in the order of slots
 
 
@@ -45,14 +46,18 @@ class Device:
     such engines).
     """
 
-    def __init__(self, slots: int, clock: StepClock, output: Int64, stages: int, padded: bool, block_ns: float) -> None:
+    def __init__(
+        self, slots: int, clock: StepClock, output: Int64, stages: int, padded: bool, at_end: bool, block_ns: float
+    ) -> None:
         self.queue: deque[Ticket] = deque()
         self.tokens = 0  # computed, padding included
         self.padding = 0
         self.busy_ns = 0  # of the first stage
         self._clock, self._output, self._padded = clock, output.tolist(), padded
+        self._at_end = at_end
         self._stages = [0] * stages  # when each is free
         self._copies_ns = 0  # when the copy engine is free
+        self._copied_ns = 0  # what the last step's copies took
         self._last_end = 0
         self._block_ns = block_ns
         self.undisturbed = 0  # answers to steps below this id may come in another order, since a row was preempted
@@ -68,7 +73,7 @@ class Device:
         self._context = 0  # of these
         self._cells: Int64 = self._cell[:0]  # of these
         self._plain: Int32 = np.full(slots, PLAIN_ID, np.int32)
-        self._members: set[int] = set()  # of the running batch of a padded engine, those that have not ended
+        self._members: set[int] = set()  # of a batch that is delivered at its end, those that have not ended
         self._stopped = 0  # members, ended ones included, whose last token is sampled
 
     def send(self, plan: StepPlan, ready_ns: int, cell: Callable[[int], int]) -> Ticket:
@@ -103,7 +108,9 @@ class Device:
             features = Features(tokens, self._context, prefill_context, prefill)
             duration = self._clock.duration_ns(plan, features)
         end = self._run(plan, duration, ready_ns)
-        ticket = Ticket(end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, cells)
+        ticket = Ticket(
+            end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, self._copied_ns, cells
+        )
         self.queue.append(ticket)
         return ticket
 
@@ -120,7 +127,7 @@ class Device:
             self._due[slot], self._cell[slot] = due, cell(index)
             heapq.heappush(self._stops, (due, slot))
         self._going += len(plan.enters)
-        if self._padded:
+        if self._at_end:
             self._members.update(enter.request.payload for enter in plan.enters)
 
     def _free(self, plan: StepPlan) -> None:
@@ -180,7 +187,7 @@ class Device:
         return self._stopped - overrun
 
     def batch_ended(self, ended: Iterable[int]) -> bool:
-        """Padded engines: these have ended; was the last of the batch among them? Then the next one begins anew."""
+        """Engines that deliver at a batch's end: these have ended; was the last of the batch among them?"""
         if not self._members:
             return False
         self._members.difference_update(ended)
@@ -197,9 +204,11 @@ class Device:
             time = (time if time > free_ns else free_ns) + part
             free[stage] = time
         self.busy_ns += part
+        self._copied_ns = 0
         if moved := max(plan.swap_out_gpu.size, plan.swap_in_gpu.size):  # both directions at a time
             begin = max(before, self._copies_ns, ready_ns)
-            self._copies_ns = begin + int(moved * self._block_ns)
+            self._copied_ns = int(moved * self._block_ns)
+            self._copies_ns = begin + self._copied_ns
             time = max(time, self._copies_ns)
         self._last_end = time = max(time, self._last_end)
         return time

@@ -17,6 +17,7 @@ from bench.simulator.device import Device
 from bench.simulator.metrics import Recorder, figures
 from bench.simulator.routing import ROUTERS
 from bench.simulator.workload import Int64, Workload
+from services.scheduler.core import presets
 from services.scheduler.core.core import Core
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
@@ -45,7 +46,7 @@ class Setup:
     max_step_tokens: int = 8192
     step_tokens: int = 0
     microbatches: int = 1
-    lookahead: int = 1
+    lookahead: int | None = None  # None: the policy's own
     replicas: int = 1
     routing: str = "round-robin"
     host_us: float = 300.0  # the scheduler's own time for an iteration; no step starts before its plan is made
@@ -77,31 +78,37 @@ class Run:
 class Server:
     """One replica: its core, its device, and the scheduler's own time."""
 
-    __slots__ = ("_answer", "cap", "core", "device", "host_free_ns", "host_ns", "load", "members", "ticks")
-
     def __init__(self, policy: str | Policy, setup: Setup, workload: Workload, clock: StepClock) -> None:
+        policy = named(policy) if isinstance(policy, str) else policy
+        lookahead = getattr(policy, "lookahead", 1) if setup.lookahead is None else setup.lookahead
         self.core = Core(
             policy,
             max_seqs=setup.max_seqs,
             microbatches=setup.microbatches,
-            lookahead=setup.lookahead,
+            lookahead=lookahead,
             step_tokens=setup.step_tokens,
             checkpoint_tokens=_NEVER_TOKENS,  # nothing crashes here
             checkpoint_ns=_NEVER,
         )
-        self.core.join(
-            Limits(
-                slots=setup.max_seqs,
-                blocks=setup.blocks,
-                block_size=setup.block_size,
-                max_model_len=workload.longest,
-                max_step_tokens=setup.max_step_tokens,
-                host_blocks=setup.host_blocks,
-            )
+        limits = Limits(
+            slots=setup.max_seqs,
+            blocks=setup.blocks,
+            block_size=setup.block_size,
+            max_model_len=workload.longest,
+            max_step_tokens=setup.max_step_tokens,
+            host_blocks=setup.host_blocks,
         )
+        if hasattr(limits, "block_bytes"):
+            limits.block_bytes = setup.block_bytes
+        self.core.join(limits)
+        batch = self.core.policy.batch
+        self.padded = bool(getattr(batch, "padded", False))
+        self.at_end = bool(getattr(batch, "at_end", self.padded))
         block_ns = setup.block_bytes / setup.swap_bytes_s * 1e9
-        self.device = Device(setup.max_seqs, clock, workload.output, setup.microbatches, padded(self.core), block_ns)
-        self.cap = setup.microbatches * (setup.lookahead + 1)
+        self.device = Device(
+            setup.max_seqs, clock, workload.output, setup.microbatches, self.padded, self.at_end, block_ns
+        )
+        self.cap = setup.microbatches * (lookahead + 1)
         self.host_ns, self.host_free_ns = int(setup.host_us * 1000), 0
         self.ticks = 0
         self._answer = StepResult(0, 0, EMPTY, EMPTY)
@@ -117,13 +124,16 @@ class Server:
             ticket.duration_ns,
         )
         answer.swap_out_acks, answer.swap_in_acks = ticket.swap_out, ticket.swap_in
+        if hasattr(answer, "swap_ns"):
+            answer.swap_ns = ticket.swap_ns
         cells = ticket.cells if ticket.id >= self.device.undisturbed else None
         return self.core.apply(answer, now_ns), cells
 
 
-def padded(core: Core) -> bool:
-    """Does this policy's engine run rectangles (static, request)?"""
-    return bool(getattr(core.policy.batch, "padded", False))
+def named(policy: str) -> Policy:
+    """A fresh policy, by a preset's name or with parts replaced. Raises ValueError for a name that means none."""
+    found: Policy = getattr(presets, "parse", presets.preset)(policy)
+    return found
 
 
 def simulate(
@@ -158,6 +168,7 @@ def simulate(
         "preemptions": sum(int(s["preemptions"]) for s in stats),
         "recomputed_tokens": sum(int(s["recomputed_tokens"]) for s in stats),
         "swapped_blocks": sum(int(s["swapped_blocks"]) for s in stats),
+        "swapped_bytes": sum(int(s["swapped_blocks"]) for s in stats) * setup.block_bytes,
         "prefix_hit_tokens": sum(int(s.get("prefix_hit_tokens", 0)) for s in stats),
         "padding": round(sum(device.padding for device in devices) / max(computed, 1), 5),
         "computed_tokens": computed,
@@ -165,9 +176,6 @@ def simulate(
     }
     span_ns = result["duration_s"] * 1e9 * setup.replicas
     result["device_busy"] = round(sum(device.busy_ns for device in devices) / max(span_ns, 1), 4)
-    for name in ("slots", "blocks"):
-        shares = [float(getattr(sample, name)) for sample in loop.samples]
-        result[f"{name}_in_use"] = round(sum(shares) / len(shares), 4) if shares else None
     result["wall_s"] = round(time.perf_counter() - begun, 3)
     return Run(result, loop.seen, loop.samples)
 
@@ -185,8 +193,8 @@ class _Loop:
         progress: Callable[[int], None] | None,
     ) -> None:
         self.servers = [Server(policy, setup, workload, clock) for _ in range(setup.replicas)]
-        self.padded = padded(self.servers[0].core)
-        self.seen = Recorder(workload, START_NS, 2 * setup.max_seqs * setup.replicas, self.padded)
+        self._at_end = self.servers[0].at_end
+        self.seen = Recorder(workload, START_NS, 2 * setup.max_seqs * setup.replicas, self._at_end)
         self.samples: list[Sample] = []
         self._workload, self._setup = workload, setup
         self._observer, self._progress = observer, progress
@@ -277,7 +285,7 @@ class _Loop:
         ended = [done.request.payload for done in outcome.ended]
         for index in ended:
             self._load[replica] -= int(self._workload.prompt[index] + self._workload.max_tokens[index])
-        if self.padded and self.servers[replica].device.batch_ended(ended):
+        if self._at_end and self.servers[replica].device.batch_ended(ended):
             self.seen.flush(replica, now_ns)
         if self._progress is not None:
             self._progress(self.seen.ended)

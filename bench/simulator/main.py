@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
@@ -23,7 +24,7 @@ from bench.simulator.search import capacity, knee
 from bench.simulator.search import show as show_search
 from bench.simulator.speed import RUNNING, measure
 
-WIDTH = 150  # columns the table needs
+WIDTH = 165  # columns the table needs
 COLUMNS = (
     "policy", "load", "done", "tok/s", "output\ntok/s", "goodput\nreq/s", "TTFT ms\np50", "\np99",
     "TBT ms\np50", "\np99", "ms/token\np50", "\np99", "pre-\nempted", "tokens\nagain", "blocks\nswapped",
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
             raise WrongUse("--find makes its own runs: drop --plots, and give one --rate-scale")
         search = knee if options.find == "knee" else capacity
         return show_search(options.find, search(options.policy, base, run_jobs), options.json, console)
+    draw = _drawing(options) if options.plots is not None else None
     finished = run_jobs(
         [
             replace(base, policy=policy, spec=replace(base.spec, rate_scale=scale))
@@ -76,22 +78,24 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"results": results}, indent=1))
     else:
         show(results, console)
-    if options.plots is not None:
-        _plots(options, base, finished)
+    if draw is not None:
+        source = base.spec.trace.stem if base.spec.trace else "drawn lengths"
+        written = draw(finished, options.plots, f"{source}: {_replica(options)}")
+        print("wrote " + ", ".join(str(path) for path in written), file=sys.stderr)
     return told(results)
 
 
-def _plots(options: argparse.Namespace, base: Job, finished: list[Finished]) -> None:
+def _drawing(options: argparse.Namespace) -> Callable[[list[Finished], Path, str], list[Path]]:
+    """What draws, once it is sure that it will be able to. Raises WrongUse."""
     try:
         from bench.simulator.plots import draw
+
+        options.plots.mkdir(parents=True, exist_ok=True)
     except ImportError as error:
         raise WrongUse(f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})") from error
-    source = base.spec.trace.stem if base.spec.trace else "drawn lengths"
-    try:
-        written = draw(finished, options.plots, f"{source}: {_replica(options)}")
     except OSError as error:
-        raise WrongUse(f"--plots {options.plots}: {error.strerror}") from error
-    print("wrote " + ", ".join(str(path) for path in written), file=sys.stderr)
+        raise WrongUse(f"--plots {options.plots}: {error.strerror}; give a folder") from error
+    return draw
 
 
 def _replica(options: argparse.Namespace) -> str:

@@ -27,6 +27,7 @@ class Histogram:
     _DROP = 11
     _BINS = 1 << (31 - _DROP)
     _PENDING = 1 << 18
+    _FEW = 1 << 15  # below so many it is cheaper not to touch every bin
 
     def __init__(self) -> None:
         self.counts: Int64 = np.zeros(self._BINS, np.int64)
@@ -53,7 +54,11 @@ class Histogram:
         return times.view(np.uint32) >> np.uint32(self._DROP)
 
     def _flush(self) -> None:
-        self.counts += np.bincount(self._bins(self._pending[: self._used]), minlength=self._BINS)
+        bins = self._bins(self._pending[: self._used])
+        if bins.size < self._FEW:
+            np.add.at(self.counts, bins, 1)
+        else:
+            self.counts += np.bincount(bins, minlength=self._BINS)
         self._used = 0
 
     def distribution(self) -> tuple[npt.NDArray[np.float64], Int64]:
@@ -81,11 +86,11 @@ class Histogram:
 class Recorder:
     """Collects one run. Columns of one entry a request: ttft_ns, e2e_ns, worst_ns (its P99 gap), tokens, finish.
 
-    `padded`: tokens count as delivered when flush() says that the batch has ended (DESIGN.md, section 6); the time to
+    `at_end`: tokens count as delivered when flush() says that the batch has ended (DESIGN.md, section 6); the time to
     first token is then still that of the first token computed, so that TTFT + gaps = end to end.
     """
 
-    def __init__(self, workload: Workload, start_ns: int, rows: int, padded: bool) -> None:
+    def __init__(self, workload: Workload, start_ns: int, rows: int, at_end: bool) -> None:
         n = len(workload)
         self.ttft_ns: Int64 = np.full(n, -1, np.int64)
         self.e2e_ns: Int64 = np.full(n, -1, np.int64)
@@ -102,7 +107,7 @@ class Recorder:
         self._waits: Int64 = np.zeros(rows * self._width, np.int64)  # [row, output]: since the token before
         self._cell = [-1] * n  # where a request's row begins
         self._free = list(range(rows))[::-1]
-        self._padded = padded
+        self._at_end = at_end
         self._held: list[list[int]] = []  # per replica: finished, not delivered yet
 
     def cell(self, index: int) -> int:
@@ -147,7 +152,7 @@ class Recorder:
         if done.finish[0] not in (Finish.STOP, Finish.LENGTH):
             return
         self.ttft_ns[index] = self._waits[cell]
-        if self._padded:
+        if self._at_end:
             self._hold(index)
             return
         self.e2e_ns[index] = now_ns - self._arrived_ns[index]
@@ -163,7 +168,7 @@ class Recorder:
         self._held[replica].append(index)
 
     def flush(self, replica: int, now_ns: int) -> None:
-        """The batch of a padded engine has ended: all its tokens are delivered now, at equal distances."""
+        """A batch has ended: all its tokens are delivered now, at equal distances."""
         if replica >= len(self._held):
             return
         for index in self._held[replica]:

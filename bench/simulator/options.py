@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from bench.simulator.arrivals import CHAT, Lengths, Spec
 from bench.simulator.clock import RooflineClock, StepClock, fit_step_log, read_coefficients
-from bench.simulator.engine import Setup
+from bench.simulator.engine import Setup, named
 from bench.simulator.roofline import DEVICES, SHAPES, Roofline
 from bench.simulator.routing import ROUTERS
 from services.scheduler.core.placer import CLASSES
-from services.scheduler.core.presets import PRESETS, preset
+from services.scheduler.core.presets import PRESETS
 
 
 class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
@@ -75,7 +75,7 @@ def parser() -> Parser:
     add = build.add_argument_group("replicas").add_argument
     add("--max-seqs", type=_above, default=256, help="sequences that run at most (default: %(default)s)")
     add("--microbatches", type=_above, default=1)
-    add("--lookahead", type=_count, default=1)
+    add("--lookahead", type=_count, help="steps planned ahead of the answers (default: the policy's)")
     add("--step-tokens", type=_count, default=0, help="token budget of a step (default: the policy's)")
     add("--max-step-tokens", type=_above, default=8192, help="what a worker takes in one step (default: %(default)s)")
     add("--block-size", type=_above, default=16)
@@ -161,10 +161,17 @@ def clock_of(options: argparse.Namespace) -> StepClock:
 
 
 def _policies(text: str) -> list[str]:
-    names = sorted(PRESETS) if text == "all" else text.split(",")
+    names = sorted(PRESETS) if text == "all" else []
+    for word in text.split(",") if not names else []:
+        if (
+            names and "=" in word and ":" not in word
+        ):  # a further part of the one before: sarathi:order=fair,memory=peak
+            names[-1] += f",{word}"
+        else:
+            names.append(word)
     for name in names:
         try:
-            preset(name)
+            named(name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return names
@@ -229,6 +236,8 @@ def _named(text: str) -> dict[str, float]:
         name, _, value = part.partition(":")
         if name not in CLASSES:
             raise argparse.ArgumentTypeError(f"no class {name!r}; there are {', '.join(CLASSES)}")
+        if not value:
+            raise argparse.ArgumentTypeError(f"{part!r} lacks its value: give {name}:NUMBER")
         named[name] = _not_negative(value)
     return named
 

@@ -20,8 +20,7 @@ _MARKS = "osD^v<>PX*hp"
 
 
 def draw(runs: Sequence[Finished], folder: Path, title: str) -> list[Path]:
-    """Writes the four pictures; runs of one policy at several loads become one line. Returns the files' names."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes four pictures into `folder`; runs of one policy at several loads become one line. Returns the paths."""
     policies = list(dict.fromkeys(run.result["policy"] for run in runs))
     by_policy = {policy: [run for run in runs if run.result["policy"] == policy] for policy in policies}
     written = []

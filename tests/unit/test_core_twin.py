@@ -249,7 +249,7 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
         sequences = 32
         assert core.stats()["preemptions"] <= 3 * sequences
         swapped += int(core.stats()["swapped_blocks"])
-    if policy in (SWAPS, STALLS):
+    if policy == SWAPS:
         assert swapped > 0
     if policy == "orca":
         assert preempted == 0, "what reserves everything never preempts"

@@ -42,6 +42,43 @@ def test_three_at_once_get_their_tokens_at_the_end_of_each_step() -> None:
     assert result["computed_tokens"] == 18 + 2 + 1
 
 
+def by_brute_force(work: Workload, clock: Linear, seats: int, host_ns: int) -> list[list[int]]:
+    """Orca with memory for all and nothing planned ahead: of each request the times of its tokens since it arrived."""
+    arrived = work.arrived_ns.tolist()
+    now, entered, told = 0, 0, [[] for _ in arrived]  # type: ignore[var-annotated]
+    context: dict[int, int] = {}  # of those that run, tokens in KV
+    while entered < len(arrived) or context:
+        if not context:
+            now = max(now, arrived[entered])
+        tokens, pairs, read = len(context), 0.0, sum(context.values())
+        for i in context:
+            context[i] += 1
+        while entered < len(arrived) and arrived[entered] <= now and len(context) < seats:
+            prompt = context[entered] = int(work.prompt[entered])
+            tokens, pairs = tokens + prompt, pairs + prompt * (prompt + 1) / 2
+            entered += 1
+        now += host_ns + int(clock.c0 + clock.c1 * tokens + clock.c2 * read + clock.c3 * pairs)
+        for i in list(context):
+            told[i].append(now - arrived[i])
+            if len(told[i]) == work.output[i]:
+                del context[i]
+    return told
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_orca_is_as_a_loop_over_lists_says(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = 80
+    work = Workload(np.sort(rng.integers(0, 4_000, n)) * MS, rng.integers(1, 90, n), rng.integers(1, 40, n))
+    clock = Linear(3 * MS, 40_000, 900, 70)
+    told = by_brute_force(work, clock, 5, 300_000)
+    setup = replace(BARE, max_seqs=5, host_us=300, max_step_tokens=10_000)
+    seen = simulate("orca", work, setup, clock).seen
+    assert seen.ttft_ns.tolist() == [times[0] for times in told]
+    assert seen.e2e_ns.tolist() == [times[-1] for times in told]
+    assert seen.worst_ns.tolist() == [int(max(np.diff(times), default=0)) for times in told]
+
+
 def test_an_arrival_inside_a_step_waits_for_the_next_one() -> None:
     run = simulate("orca", at([0, 4, 95], [4, 4, 4], [3, 2, 2]), BARE, TEN)
     assert of(run, "ttft_ns") == [10, 16, 10]  # the second enters at 10; the third finds the device idle
@@ -101,22 +138,26 @@ def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
     assert sorted(of(run, "e2e_ns")) == [30, 35]
 
 
-class Padded:
-    """Another batch part, marked as that of an engine that runs rectangles."""
+class Marked:
+    """A batch part, marked as that of an engine that delivers at a batch's end and perhaps runs rectangles."""
 
-    padded = True
-
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
+    def __init__(self, inner: object, padded: bool) -> None:
+        self._inner, self.padded, self.at_end = inner, padded, True
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
 
-def static() -> Policy:
-    """Orca's parts, marked as a padded engine."""
+def static(padded: bool = True) -> Policy:
+    """Orca's parts, so marked."""
     policy = preset("orca")
-    return replace(policy, batch=Padded(policy.batch))  # type: ignore[arg-type]
+    return replace(policy, batch=Marked(policy.batch, padded))  # type: ignore[arg-type]
+
+
+def test_what_is_delivered_at_the_end_need_not_be_padded() -> None:
+    run = simulate(static(padded=False), all_at_once([4, 8], [2, 5]), BARE, TEN)
+    assert of(run, "e2e_ns") == [50, 50] and run.result["padding"] == 0
+    assert run.result["computed_tokens"] == 12 + 5
 
 
 def test_a_padded_engine_delivers_when_its_batch_ends() -> None:
@@ -144,7 +185,7 @@ def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() 
 
 
 def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
-    device = Device(4, TEN, np.array([9, 9]), 1, False, block_ns=6 * MS)
+    device = Device(4, TEN, np.array([9, 9]), 1, False, False, block_ns=6 * MS)
     core = Core("orca")
     plan = _empty_plan()
     assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0, int).end_ns == 18 * MS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from bench.simulator.arrivals import Lengths, Spec, build
 from bench.simulator.clock import fit_step_log
 from bench.simulator.main import main
 
+ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = {
     "policy", "requests", "finished", "throughput_tok_s", "output_tok_s", "goodput_rps", "ttft_ms", "tbt_ms",
     "normalized_latency_ms", "preemptions", "recomputed_tokens", "swapped_blocks", "padding", "iterations", "wall_s",
@@ -37,6 +40,12 @@ def test_json_has_the_agreed_names_and_is_the_same_every_time(capsys: pytest.Cap
             assert 0 < result[name]["p50"] <= result[name]["p99"]
     again = ask(capsys, *command)
     assert [{**r, "wall_s": 0} for r in again] == [{**r, "wall_s": 0} for r in results]
+
+
+def test_the_command_is_there_and_prints_one_object_only() -> None:
+    command = [sys.executable, "-m", "services.cli", "simulate", "--requests", "5", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["results"][0]["finished"] == 5 and done.stderr == ""
 
 
 def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +104,10 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--prompt-tokens", "4", "--output-tokens", "4"], "--rate"),
         (["--routing", "nearest"], "least-tokens"),
         (["--step-time", "nowhere.json"], "nowhere.json"),
+        (["--trace", str(ROOT / "assets/demo-model/model.safetensors")], "not text"),
+        (["--rate-scale", "1e-300"], "out of range"),
+        (["--ttft-slo-ms", "high:"], "high:NUMBER"),
+        (["--plots", str(ROOT / "README.md")], "README.md"),
         (["--bogus"], "--bogus"),
     ],
 )

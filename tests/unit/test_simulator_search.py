@@ -48,9 +48,12 @@ def test_the_knee_is_the_smallest_budget_that_keeps_up_within_the_slos(
     """10 ms and 0.1 ms a token: a gap of 40 ms allows 300 tokens a step. Steps of 192 tokens are worth 3.19 requests of
     2,060 tokens a second, of 256 tokens 3.49; 3.4 arrive."""
     file = step_file(tmp_path, c0=10e6, c1=0.1e6)
-    work = ["--prompt-tokens", "2000", "--output-tokens", "60", "--rate", "3.4", "--cv", "0.05", "--requests", "400"]
-    limits = ["--tbt-slo-ms", "40", "--ttft-slo-ms", "3000", "--host-us", "0", "--policy", "sarathi"]
-    assert main(["--find", "knee", "--step-time", file, *work, *limits, "--json", "--jobs", "2"]) == 0
+    work = ["--prompt-tokens", "2000", "--output-tokens", "60", "--rate", "3.4", "--cv", "0.05", "--requests", "200"]
+    limits = ["--tbt-slo-ms", "40", "--ttft-slo-ms", "1500", "--host-us", "0", "--max-step-tokens", "512"]
+    assert (
+        main(["--find", "knee", "--policy", "sarathi", "--step-time", file, *work, *limits, "--json", "--jobs", "2"])
+        == 0
+    )
     (found,) = json.loads(capsys.readouterr().out)["results"]
     assert found["step_tokens"] == 256
     missed = {run["step_tokens"]: run["slo_violations"] for run in found["runs"]}

@@ -14,6 +14,7 @@ from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import HIGH, Guard
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.policy import Entrants, Pace
+from services.scheduler.core.queues import LOOKED_AT
 from services.scheduler.core.replica import Refusal, Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.sharing import Hit, Sharing
@@ -101,6 +102,8 @@ class Admission:
         most = shared.most(replica)
         if replica.table.count >= most and not (placer.urgent and shared.policy.relief.takes):
             return
+        if sharing is not None and shared.policy.order.prefixes and len(placer) <= LOOKED_AT:
+            sharing.find([sequence for sequence in placer if not sequence.swapped])
         head = placer.head(now_ns)
         if head is None or (draft.beneficiary not in (None, head)):
             return

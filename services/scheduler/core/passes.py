@@ -16,7 +16,8 @@ from services.scheduler.core.replica import InFlight, Last, Replica
 from services.scheduler.core.table import Bool
 from services.scheduler.core.types import EMPTY, Int32, StepPlan
 
-COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted
+COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted,
+COLD_BLOCKS = 32  # or so many, or a quarter of a small pool
 
 
 class Passes:
@@ -114,7 +115,8 @@ class Passes:
     def _save_cold(replica: Replica) -> None:
         """When few blocks are free, the coldest of the cached ones that were of use to anybody go to the host tier
         instead of being forgotten."""
-        pool, share = replica.pool, max(replica.pool.total // COLD_SHARE, 1)
+        pool, total = replica.pool, replica.pool.total
+        share = max(total // COLD_SHARE, min(COLD_BLOCKS, total // 4), 1)
         if pool.free >= share or not pool.cached or replica.transfers.pending:
             return
         cold = pool.coldest(share)

@@ -117,8 +117,8 @@ class BySlack:
     """Least slack first: by start_by(sequence), the last moment at which its prefill may begin, which is a fixed key.
 
     Those who can no more make it are late: with `late_first` they go before all others; else they are served when
-    nobody in time waits and at each eighth admission, so that they do not starve. The late stand by arrival, and so do
-    those who have outputs already (preempted ones), before everybody: their first token is out.
+    nobody in time waits. The late stand by arrival, and so do those who have outputs already (preempted ones), before
+    everybody: their first token is out.
     """
 
     def __init__(self, start_by: Callable[[Sequence], int], late_first: bool = False) -> None:
@@ -126,7 +126,6 @@ class BySlack:
         self._late_first = late_first
         self._begun, self._timely, self._late = Heap(), Heap(), Heap()
         self._heaps = (self._begun, self._timely, self._late)
-        self._admitted = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         for heap in self._heaps:
@@ -146,8 +145,7 @@ class BySlack:
     def head(self, now_ns: int) -> Sequence | None:
         begun, timely = self._begun.first(), self._move(now_ns)
         late = self._late.first()
-        turn = self._late_first or self._admitted % LATE_EVERY == LATE_EVERY - 1
-        if late is not None and (timely is None or turn):
+        if late is not None and (timely is None or self._late_first):
             return begun or late
         return begun or timely
 
@@ -157,7 +155,6 @@ class BySlack:
 
     def pop(self, sequence: Sequence) -> None:
         self.drop(sequence)
-        self._admitted += 1
 
     def drop(self, sequence: Sequence) -> None:
         for heap in self._heaps:
@@ -177,34 +174,50 @@ class BySlack:
 
 class ByClass:
     """One queue a class, best class first; each `age_ns` waited (0: never) lifts a sequence by one class, no higher
-    than realtime. Of equal classes the first come. Only the heads of the four and of their late are compared.
+    than realtime. Of equal classes the first come. Only the heads of the four are compared.
+
+    Whom his class holds back as late waits for those in time however long that lasts, or an overload would make all
+    of them late; so that he does not starve every eighth admission is of the longest waiting of them, of any class.
     """
 
     def __init__(self, inner: Callable[[], Keyed | BySlack], age_ns: int) -> None:
         self._queues = [inner() for _ in range(CLASSES)]
         self._age_ns = age_ns
+        self._admitted = 0
+        self._out: set[int] = set()  # numbers of those popped since time passed: they may come back
+        self._now_ns = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         for queue in self._queues:
             yield from queue
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
+        if sequence.number in self._out:
+            self._out.remove(sequence.number)
+            self._admitted -= 1
         self._queues[sequence.priority].push(sequence, now_ns)
 
     def head(self, now_ns: int) -> Sequence | None:
+        if now_ns != self._now_ns:
+            self._now_ns = now_ns
+            self._out.clear()
+        if self._admitted % LATE_EVERY == LATE_EVERY - 1:
+            held = [late for queue in self._queues if (late := queue.held_back()) is not None]
+            if held:
+                return min(held, key=arrival)
         best, rank = None, (CLASSES, 0, 0)
         for queue in self._queues:
             if not queue or (head := queue.head(now_ns)) is None:
                 continue
             its = self._rank(head, now_ns)
-            if (late := queue.held_back()) is not None and (aged := self._rank(late, now_ns))[0] < its[0]:
-                head, its = late, aged  # lifted over its own class: it need not wait for its turn there
             if its < rank:
                 best, rank = head, its
         return best
 
     def pop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].pop(sequence)
+        self._admitted += 1
+        self._out.add(sequence.number)
 
     def drop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].drop(sequence)

@@ -78,7 +78,7 @@ class Expected:
 
     learns = True
 
-    def __init__(self, add: float = 0.02, decay: int = 200, least: float = 0.01, most: float = 0.5) -> None:
+    def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.5) -> None:
         self.spare = least  # share of the pool
         self.lengths = Lengths()
         self._add, self._decay, self._least, self._most = add, decay, least, most

@@ -16,6 +16,7 @@ from services.scheduler.core.types import Int32
 AGE_NS = 10_000_000_000  # of waiting lift a sequence by one class
 TTFT_NS = 2_000_000_000  # limit of a request that gives none
 TBT_NS = 100_000_000
+USED = 0.85  # of a TTFT limit; under overload all start when they just can, and the rest is for what was forecast wrong
 TOKEN_NS = 50_000  # of prefill predicted for a token: 20,000 tokens a second
 
 
@@ -165,7 +166,8 @@ class ResponseRatio:
 def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
     """When the prefill of a waiting sequence has to begin for its TTFT limit, or for `ttft_ns` if it has none."""
     record = sequence.record
-    return record.arrived_ns + (record.request.ttft_slo_ns or ttft_ns) - sequence.known * token_ns
+    limit_ns = record.request.ttft_slo_ns or ttft_ns
+    return record.arrived_ns + int(limit_ns * USED) - sequence.known * token_ns
 
 
 def _lifted(table: SlotTable, slots: Int32, now_ns: int, age_ns: int) -> Int64:
@@ -180,7 +182,7 @@ def _lifted(table: SlotTable, slots: Int32, now_ns: int, age_ns: int) -> Int64:
 def _due(table: SlotTable, slots: Int32, ttft_ns: int, tbt_ns: int, token_ns: int) -> Int64:
     """[n] ns, when the next computation has to begin: for the first token, or for the next one."""
     ttft, tbt = table.ttft_slo_ns[slots], table.tbt_slo_ns[slots]
-    first = table.arrived[slots] + np.where(ttft > 0, ttft, ttft_ns)
+    first = table.arrived[slots] + (np.where(ttft > 0, ttft, ttft_ns) * USED).astype(np.int64)
     first -= (table.known[slots] - table.planned[slots]).astype(np.int64) * token_ns
     following = table.last_token_ns[slots] + np.where(tbt > 0, tbt, tbt_ns)
     return np.where(table.applied[slots] > table.prompt[slots], following, first)
