@@ -145,6 +145,12 @@ class Engine:
             if size <= rows:
                 self.execute(_warm_step([2] * size, 1, blocks))
                 self.reset()
+        if most := min(self._slots.max_blocks, self._cache.shape.blocks, self._cache.shape.host_blocks):
+            copied = pack(np.arange(most))  # the longest sequence, out and in
+            self.execute(
+                worker_pb2.Step(swap_out_gpu=copied, swap_out_host=copied, swap_in_host=copied, swap_in_gpu=copied)
+            )
+            self.reset()
 
     def read_block(self, block: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""

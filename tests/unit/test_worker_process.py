@@ -153,6 +153,19 @@ def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, va
     assert len(driver.step({0: 1}).tokens) == 4
 
 
+@pytest.mark.parametrize(("host_blocks", "copied"), [(0, []), (3, [3, 3]), (100, [16, 16])])
+def test_warming_up_copies_as_much_as_the_longest_sequence_has(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, host_blocks: int, copied: list[int]
+) -> None:
+    engine = make_engine(reference.path, host_blocks=host_blocks, block_size=16)
+    seen = []
+    for name in ("copy_out", "copy_in"):
+        copy = getattr(engine._cache, name)
+        monkeypatch.setattr(engine._cache, name, lambda a, b, copy=copy: (seen.append(len(a)), copy(a, b)))
+    engine.warm_up()
+    assert seen == copied
+
+
 def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) -> None:
     driver = Driver(make_engine(reference.path, step_log=tmp_path / "steps.jsonl"))
     driver.enter(0, reference.prompts[0])
