@@ -67,7 +67,7 @@ class Engine:
         )
         free_bytes = free_memory_bytes()
         blocks, self.lengths = plan_blocks(settings, shape, lengths, free_bytes)
-        host_blocks = plan_host_blocks(settings, blocks, shape.block_bytes, free_bytes)
+        host_blocks = plan_host_blocks(settings, blocks, self.lengths, shape.block_bytes, free_bytes)
         self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
         self.config = config
         self._slots = SlotTable(
