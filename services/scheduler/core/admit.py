@@ -60,6 +60,8 @@ class Admission:
 
     def enter_loaded(self, replica: Replica, draft: Draft) -> None:
         """Those whose KV has come from the host tier take part from this step on."""
+        if not replica.transfers.arrived:
+            return
         table = replica.table
         for slot in replica.transfers.take_arrived():
             sequence: Sequence = table.sequence[slot]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.draft import Draft, Shared, sum_contexts
+from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.outcome import Collector
-from services.scheduler.core.replica import Replica
+from services.scheduler.core.replica import NOT_CALM, Replica
 from services.scheduler.core.table import Rows
 from services.scheduler.core.types import Int32
 
@@ -40,16 +40,21 @@ class Decoding:
                 promised = int(np.count_nonzero(table.promised[edge] > table.held[edge]))
             self._grow(replica, draft, edge, promised)
         draft.slots, draft.starts = slots, table.planned[rows].copy()
-        draft.context = sum_contexts(draft.starts)
+        roster, steps, context = replica.calm
+        if context and roster == table.roster and slots.size == table.high:
+            draft.context = context + slots.size
+        else:
+            draft.context = int(draft.starts.sum())
+        replica.calm = (roster, steps, draft.context) if slots.size == table.high else NOT_CALM
         self._advance(replica, draft, rows)
 
     def _slots(self, replica: Replica, draft: Draft) -> Int32:
         """Who lacks one token, ascending. While nobody comes or goes and all decode, that is known without looking."""
         table, high = replica.table, replica.table.high
         if self._shared.microbatches == 1:
-            roster, steps = replica.calm
+            roster, steps, context = replica.calm
             if roster == table.roster and steps > 0:
-                replica.calm = (roster, steps - 1)
+                replica.calm = (roster, steps - 1, context)
                 return table.first_rows(high)
         wants = self._shared.wants(replica, draft.microbatch)
         one = table.known[:high] - table.planned[:high] == 1
@@ -60,7 +65,7 @@ class Decoding:
             return np.flatnonzero(one).astype(np.int32)
         if high:
             steps = int((table.limit[:high] - table.known[:high]).min())
-            replica.calm = (table.roster, steps - 1)
+            replica.calm = (table.roster, steps - 1, 0)
         return table.first_rows(high)
 
     def _advance(self, replica: Replica, draft: Draft, rows: Rows) -> None:

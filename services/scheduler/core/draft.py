@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
 from services.scheduler.core.policy import How, Policy
@@ -112,8 +110,3 @@ class Shared:
             sequence.lost = planned
         known.checkpoint(sequence)
         self.placer.push(sequence, now_ns)
-
-
-def sum_contexts(starts: Int32) -> int:
-    """Tokens whose KV the decodes read."""
-    return int(np.add.reduce(starts, dtype=np.int64))

@@ -22,6 +22,9 @@ from services.scheduler.core.types import Int32, Limits
 LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
 
 
+NOT_CALM = (-1, 0, 0)  # roster of a table in steady decode, for how many steps it stays so, its last step's context
+
+
 @dataclass(slots=True)
 class InFlight:
     """A step sent and not answered yet."""
@@ -92,7 +95,7 @@ class Replica:
         self.freed: list[int] = []  # slots to free in the next step
         self.departed: dict[int, list[Departed]] = {}
         self.outstanding = 0
-        self.calm = (-1, 0)  # roster of a table in steady decode, and for how many steps it stays so
+        self.calm = NOT_CALM
         self.refusal: Refusal | None = None  # why the head of the waiting did not enter
         self.alive = True
         self.last = Last()

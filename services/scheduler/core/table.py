@@ -220,13 +220,17 @@ class SlotTable:
         self.held[s] += blocks.size
         self.capacity[s] += blocks.size * self.block_size
 
-    def stopped(self, rows: Rows, tokens: Int32, count: Int32) -> Bool:
-        """[n] bool: is the token just applied a stop id that counts? `count`: tokens applied, this one included."""
-        hit: Bool = np.zeros(tokens.size, np.bool_)
-        for ids in self.stop_ids[: self.stop_width]:
+    def stopped(self, rows: Rows, tokens: Int32, count: Int32) -> Bool | None:
+        """[n] bool: is the token just applied a stop id that counts? None: none is. `count`: tokens applied, this one
+        included."""
+        if not self.stop_width:
+            return None
+        hit: Bool = self.stop_ids[0][rows] == tokens
+        for ids in self.stop_ids[1 : self.stop_width]:
             hit |= ids[rows] == tokens
-        if self.stop_width:
-            hit &= count >= self.floor[rows]
+        if not np.count_nonzero(hit):
+            return None
+        hit &= count >= self.floor[rows]
         return hit
 
     def audience(self, slots: Int32, microbatch: int, names: npt.NDArray[np.object_]) -> Audience:

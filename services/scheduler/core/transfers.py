@@ -49,6 +49,11 @@ class Transfers:
         """Is there something that the next step has to carry?"""
         return bool(self._out or self._in)
 
+    @property
+    def arrived(self) -> bool:
+        """Does the next step have rows to enter?"""
+        return bool(self._arrived)
+
     def out(self, blocks: Int32) -> Int32:
         """Moves the content of `blocks` to host blocks, which are returned; the caller's references are given up.
 
