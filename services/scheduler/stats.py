@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ from shared.keys import CLASSES
 VERSION = 1
 WINDOW_NS = 60_000_000_000
 WINDOW_SAMPLES = 1 << 15
+
+CROWD_S = 30.0
+"""How far back the rate of first tokens reaches while sequences wait."""
+CROWD_STARTS = 2
 
 
 class Window:
@@ -53,6 +58,9 @@ class Stats:
         self._tokens = self._prefill = self._prefill_ns = 0
         self._rate = 0.0
         self._tokens_total = 0
+        self._starts = 0
+        self._crowd_starts = self._crowd_s = 0.0
+        self._crowded = False
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
 
@@ -66,6 +74,7 @@ class Stats:
         self._tbt_ms.add(outcome.waits_ns[has & ~starts] / 1e6, now_ns)
         produced = int(outcome.counts.sum())
         self._tokens += produced
+        self._starts += int(np.count_nonzero(starts))
         self._tokens_total += produced
         for row in np.flatnonzero(starts):  # once in a request's life
             request = outcome.requests[row]
@@ -106,9 +115,9 @@ class Stats:
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
         self._learn_rate()
+        predicted_ms = self._predicted_ms(core, predicted_ns, seconds)
         ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
         tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
-        queued = int(core.get("queued_tokens", 0))
         fields: dict[str, float | int | str] = {
             **core,
             "v": VERSION,
@@ -129,13 +138,33 @@ class Stats:
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
-            "predicted_ttft_ms": round(predicted_ns / 1e6 or (1e3 * queued / self._rate if self._rate else 0), 1),
+            "predicted_ttft_ms": round(predicted_ms, 1),
             **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
         }
         self._since_ns = now_ns
         self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         return fields
+
+    def _predicted_ms(self, core: dict[str, Any], predicted_ns: int, seconds: float) -> float:
+        """When a request that comes now gets its first token. Prompts may wait for time (the core's prediction; tokens
+        at the measured rate while it has none) or for slots and memory: those who wait, at the rate of first tokens in
+        the last `CROWD_S` in which there were always some waiting. The longer one counts."""
+        waiting = int(core.get("waiting", 0))
+        if self._crowded and waiting:
+            keep = math.exp(-seconds / CROWD_S)
+            self._crowd_starts = keep * self._crowd_starts + self._starts
+            self._crowd_s = keep * self._crowd_s + seconds
+        else:
+            self._crowd_starts = self._crowd_s = 0.0
+        self._crowded = waiting > 0
+        self._starts = 0
+        computing_ms = predicted_ns / 1e6
+        if not predicted_ns and self._rate:
+            computing_ms = 1e3 * int(core.get("queued_tokens", 0)) / self._rate
+        if self._crowd_starts < CROWD_STARTS:
+            return computing_ms
+        return max(computing_ms, 1e3 * waiting * self._crowd_s / self._crowd_starts)
 
     def _learn_rate(self) -> None:
         """Prompt tokens per second of steps that ran some: what a queue of prompts is worth, also when none came

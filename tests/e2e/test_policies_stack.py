@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from protos import queue_pb2
@@ -147,6 +148,29 @@ def test_a_switch_asked_for_again_before_it_took_over_answers_both(stack: Stack)
     assert {event["policy"] for event in events} == {"orca", "nothing", "tgi"}
     assert {event["policy"]: event["kind"] for event in events}["nothing"] == "policy_refused"
     until("the last one rules", lambda: stack.stats()["policy"] == "tgi", 10)
+
+
+def test_a_first_token_that_cannot_come_in_time_is_refused_while_others_wait(stack: Stack, load: Load) -> None:
+    crowd = {"prompt": load.prompts[0], "max_tokens": 16, "n": 128, "ignore_eos": True, "deadline_ms": 4000}
+    probe = {"prompt": load.prompts[1], "max_tokens": 1, "ttft_slo_ms": 1, "deadline_ms": 50}
+
+    def refusal() -> httpx.Response | None:
+        answer = stack.post("/v1/completions", probe)
+        return answer if answer.status_code == 429 else None
+
+    with ThreadPoolExecutor(8) as clients:
+        crowds = [clients.submit(stack.post, "/v1/completions", crowd) for _ in range(8)]
+        refused = until("the forecast reaches the gateway", refusal, 20)
+        assert all(each.result().status_code in (200, 429) for each in crowds)
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("slo_unreachable", "ttft_slo_ms")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert stack.settled()["pending"] == [0, 0, 0, 0]
+
+    def served() -> bool:
+        return stack.post("/v1/completions", {**probe, "deadline_ms": 60_000}).status_code == 200
+
+    until("the gateway has seen that nobody waits", served, 10)
 
 
 def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, load: Load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from protos import queue_pb2
 from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
@@ -104,6 +105,27 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     assert again["predicted_ttft_ms"] == 5.0  # no prompt ran in that second; the rate stands
     fitted = stats.snapshot({"queued_tokens": 10}, 4 * SECOND, 79, 4, "orcinus", 1, predicted_ns=7_240_000)
     assert (fitted["predicted_ttft_ms"], fitted["prefill_tok_s"]) == (7.2, 2000.0)
+
+
+def test_the_predicted_ttft_grows_with_those_who_wait_for_slots_and_memory() -> None:
+    stats = Stats(0)
+
+    def second(now: int, waiting: int, starts: int) -> float:
+        for _ in range(starts):
+            stats.outcome(outcome(), now * SECOND)  # one first token each
+        core = {"waiting": waiting, "queued_tokens": 100}
+        return float(
+            stats.snapshot(core, now * SECOND, 0, 4, "orcinus", 1, predicted_ns=500_000_000)["predicted_ttft_ms"]
+        )
+
+    assert second(1, waiting=0, starts=1) == 500  # nobody waits: the rate is that of the demand
+    assert second(2, waiting=40, starts=1) == 500  # not all the time
+    assert second(3, waiting=40, starts=1) == 500  # too few to tell
+    assert second(4, waiting=40, starts=3) == pytest.approx(1000 * 40 * 2 / 4, rel=0.05)
+    assert second(5, waiting=80, starts=2) == pytest.approx(1000 * 80 * 3 / 6, rel=0.05)
+    assert second(6, waiting=1, starts=2) == 500
+    assert second(7, waiting=0, starts=1) == 500
+    assert second(8, waiting=40, starts=1) == 500  # forgotten
 
 
 def test_one_class_leaves_room_for_the_others() -> None:
