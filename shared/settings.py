@@ -139,7 +139,9 @@ class WorkerSettings(CommonSettings):
     kv_memory_fraction: float = Field(0.2, gt=0, lt=1, description="share of free memory for KV blocks")
     kv_blocks: int = Field(0, ge=0, description="0: from kv_memory_fraction")
     host_blocks: int | None = Field(
-        None, ge=0, description="blocks of the host tier; unset: as many as KV blocks, in 5 % of free memory; 0: none"
+        None,
+        ge=0,
+        description="host tier; unset: as many as KV blocks, in 5 % of free memory, if those may run out; 0: none",
     )
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")
     step_timeout_s: float = Field(

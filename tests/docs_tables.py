@@ -1,11 +1,15 @@
-"""The tables of docs/configuration.md, made from shared/settings.py. `python -m tests.docs_tables` rewrites them.
+"""Tables of the documentation that are made from the code. `python -m tests.docs_tables` rewrites them.
 
-tests/unit/test_docs.py fails when the file and the settings differ.
+docs/configuration.md has those of shared/settings.py, docs/policies.md those of the scheduler's presets and parts.
+tests/unit/test_docs.py fails when a page and the code differ.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -13,9 +17,9 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES
 from shared.settings import ROOT, CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
-DOCUMENT = ROOT / "docs" / "configuration.md"
 CLASSES: dict[str, type[BaseSettings]] = {
     "common": CommonSettings,
     "gateway": GatewaySettings,
@@ -88,17 +92,65 @@ def table(settings: type[BaseSettings]) -> str:
     return "\n".join(rows)
 
 
-def with_tables(text: str) -> str:
-    """The document with every table made anew. Raises ValueError when a marker is missing."""
-    for name, settings in CLASSES.items():
-        block = f"<!-- table: {name} -->\n{table(settings)}\n<!-- end -->"
+def presets() -> str:
+    rows = [
+        "| preset | order | memory | tokens | batch | relief | prefix cache |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, make in PRESETS.items():
+        policy = make()
+        parts = [f"`{type(getattr(policy, part)).__name__}`" for part in PARTS]
+        rows.append(f"| `{name}` | " + " | ".join(parts) + f" | {'yes' if policy.prefix_cache else 'no'} |")
+    return "\n".join(rows)
+
+
+def choices(part: str) -> str:
+    rows = ["| choice | class | meaning |", "|---|---|---|"]
+    for name, make in PARTS[part].items():
+        kind = type(make(64) if name in NEEDS else make())
+        number = "-N" if name in NEEDS else "[-N]" if name in TAKES else ""
+        text = VARIANTS.get(name) or re.split(r"\.(?:\s|$)", " ".join(str(inspect.getdoc(kind)).split()))[0]
+        rows.append(f"| `{name}{number}` | `{kind.__name__}` | {text} |")
+    return "\n".join(rows)
+
+
+VARIANTS = {
+    "swapped-first": "the same, and the swapped before all that wait (vLLM)",
+    "fits": "the same with nothing kept free: who fits now enters (TensorRT-LLM, lmdeploy)",
+    "reserve": "the blocks of prompt and `max_tokens` at admission; nobody ever lacks memory (Orca, TGI)",
+    "static": "a batch is formed when nothing runs, and nobody joins before all of it has ended (FasterTransformer)",
+    "request": "the same, formed when N wait (32) or the first of them has waited for 50 ms (Triton)",
+    "capped": "chunks of at most N tokens, multiples of 64",
+    "skip": "no prompt is run with less than N tokens left of the budget (SGLang)",
+    "shrinking": "chunks, multiples of 64, that shrink behind each N tokens of their prompt",
+    "slots": "chunks; at most N sequences run",
+    "chunked": "prompts in chunks of what the decodes leave of the budget, multiples of N (Sarathi)",
+    "fair": "of the tenants the one that was given the fewest tokens, inside a tenant by arrival",
+    "newest": "who arrived last (vLLM, Sarathi)",
+    "last-started": "who entered last (TensorRT-LLM)",
+    "least-lost": "of the lowest class the one with the fewest tokens to compute again",
+    "least-output": "who has the fewest outputs, of these the one with the longest input (SGLang)",
+}
+"""Choices that share a class with another one, or whose class says it in other words."""
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/configuration.md": {name: functools.partial(table, settings) for name, settings in CLASSES.items()},
+    "docs/policies.md": {"presets": presets, **{part: functools.partial(choices, part) for part in PARTS}},
+}
+
+
+def with_tables(page: str, text: str) -> str:
+    """The text of a page with every table made anew. Raises ValueError when a marker is missing."""
+    for name, make in PAGES[page].items():
+        block = f"<!-- table: {name} -->\n{make()}\n<!-- end -->"
         text, found = re.subn(
             rf"<!-- table: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL
         )
         if found != 1:
-            raise ValueError(f"docs/configuration.md has {found} tables named {name}; it needs one")
+            raise ValueError(f"{page} has {found} tables named {name}; it needs one")
     return text
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
+    for page in PAGES:
+        (ROOT / page).write_text(with_tables(page, (ROOT / page).read_text()))

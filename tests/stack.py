@@ -78,12 +78,12 @@ class Stack:
         self.redis = RedisServer(directory / "redis")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._settings = settings
+        self.settings = settings
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def name(self) -> str:
-        return str(self._settings.get("served_model_name", self.model.name))
+        return str(self.settings.get("served_model_name", self.model.name))
 
     @property
     def keys(self) -> Keys:
@@ -98,7 +98,7 @@ class Stack:
             "ops_port": free_port(),
             "threads": 2,
             **({"api_key": self.key} if self.key else {}),
-            **self._settings,
+            **self.settings,
         }
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}

@@ -134,23 +134,8 @@ class Gateway:
             raise unavailable("no scheduler is alive", "no_scheduler", 2)
         forecast = cluster.forecast()
         if forecast is not None:
-            self._refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
-            self._refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
-
-    @staticmethod
-    def _refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
-        """429 when the first token would come after a limit of the request's own; what waits runs off meanwhile, so
-        it may come again when the rest of the wait is within the limit."""
-        if not limit_ms or forecast.ttft_ms <= limit_ms:
-            return
-        raise ApiError(
-            429,
-            f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: "
-            f"{forecast.queued_tokens} prompt tokens are before it, at {forecast.prefill_tok_s:.0f} a second",
-            param=name,
-            code=code,
-            retry_after_s=min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000)),
-        )
+            refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
+            refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
 
     async def begin(self, spec: GenerationSpec, tenant: str, salt: bytes, started: float) -> Generation:
         """Admits and enqueues a request. Raises ApiError; the Generation must be closed."""
@@ -167,3 +152,18 @@ class Gateway:
             raise
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation
+
+
+def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
+    """429 when the first token would come after a limit of the request's own; what waits runs off meanwhile, so
+    it may come again when the rest of the wait is within the limit."""
+    if not limit_ms or forecast.ttft_ms <= limit_ms:
+        return
+    raise ApiError(
+        429,
+        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: "
+        f"{forecast.queued_tokens} prompt tokens are before it, at {forecast.prefill_tok_s:.0f} a second",
+        param=name,
+        code=code,
+        retry_after_s=min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000)),
+    )

@@ -18,7 +18,7 @@ from services.launcher import redis_server
 from services.launcher.rundir import RunDir
 from services.launcher.up import model_problem, port_problem
 from shared.errors import ConfigurationError
-from shared.settings import GatewaySettings, LauncherSettings, WorkerSettings
+from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30
 TESTED = ((3, 11), (3, 12))
@@ -42,6 +42,7 @@ def examine(values: Values) -> list[Check]:
     launcher = build(LauncherSettings, values)
     gateway = build(GatewaySettings, values)
     worker = build(WorkerSettings, values)
+    build(SchedulerSettings, values)
     return [
         check_python(),
         check_compiler(),

@@ -95,13 +95,16 @@ def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, f
     return blocks, Lengths(model=fits, input=min(lengths.input, fits - 1), output=min(lengths.output, fits - 1))
 
 
-def plan_host_blocks(settings: WorkerSettings, blocks: int, block_bytes: int, free_bytes: int) -> int:
-    """Blocks of the host tier: as set, else as many as the pool has, within HOST_SHARE of the free memory.
+def plan_host_blocks(settings: WorkerSettings, blocks: int, lengths: Lengths, block_bytes: int, free_bytes: int) -> int:
+    """Blocks of the host tier: as set, else as many as the pool has, within HOST_SHARE of the free memory; none where
+    every slot's longest sequence fits into the pool, so that nobody is ever swapped out for memory.
 
     Raises ConfigurationError when what was set is more than pool and machine leave.
     """
     left = free_bytes - blocks * block_bytes
     if settings.host_blocks is None:
+        if blocks >= settings.max_seqs * -(-lengths.model // settings.block_size):
+            return 0
         return max(0, min(blocks, int(free_bytes * HOST_SHARE) // block_bytes, left // block_bytes))
     if settings.host_blocks * block_bytes > left:
         raise ConfigurationError(

@@ -67,7 +67,7 @@ class Engine:
         )
         free_bytes = free_memory_bytes()
         blocks, self.lengths = plan_blocks(settings, shape, lengths, free_bytes)
-        host_blocks = plan_host_blocks(settings, blocks, shape.block_bytes, free_bytes)
+        host_blocks = plan_host_blocks(settings, blocks, self.lengths, shape.block_bytes, free_bytes)
         self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
         self.config = config
         self._slots = SlotTable(
@@ -145,6 +145,12 @@ class Engine:
             if size <= rows:
                 self.execute(_warm_step([2] * size, 1, blocks))
                 self.reset()
+        if most := min(self._slots.max_blocks, self._cache.shape.blocks, self._cache.shape.host_blocks):
+            copied = pack(np.arange(most))  # the longest sequence, out and in
+            self.execute(
+                worker_pb2.Step(swap_out_gpu=copied, swap_out_host=copied, swap_in_host=copied, swap_in_gpu=copied)
+            )
+            self.reset()
 
     def read_block(self, block: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 
 from tests.models import Reference, make_llama
@@ -119,9 +120,14 @@ def test_a_stop_string_ends_the_request_and_its_record(
 
 
 def test_a_deadline_ends_a_request_with_its_own_reason(stack: Stack) -> None:
-    answer = stack.post("/v1/completions", {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "deadline_ms": 1})
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "deadline_ms": 1}
+    answer = stack.post("/v1/completions", {**body, "n": 2})
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["finish_reason"] == "deadline"
+    assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["deadline"] * 2
+    streamed = stack.post("/v1/completions", {**body, "deadline_ms": 20, "stream": True})
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert orjson.loads(events[-1])["choices"][0]["finish_reason"] == "deadline"
+    assert stack.settled()["pending"] == [0, 0, 0, 0]
 
 
 def test_tokens_go_there_and_back(stack: Stack) -> None:

@@ -7,21 +7,17 @@ equal tokens alone would also come from a policy that did nothing.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.scheduler.core.presets import NEEDS, OPTIONS, PARTS, PRESETS, WAYS
-from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
 from shared.settings import WorkerSettings
 from tests import in_process
-from tests.models import MIN_GAP, VOCAB, Reference, make_llama, random_prompts
+from tests.models import Reference, make_llama
+from tests.shared_prefixes import Load, shared_prefixes
 
-REQUESTS = 24
-OUTPUT_TOKENS = 14
 BLOCK_SIZE = 4
 BLOCKS = 26  # the longest request needs 16
 # Occurs with certainty in this load, whatever else does. The others reserve, or estimate without an error.
@@ -47,31 +43,6 @@ def every_choice() -> list[str]:
     return made
 
 
-@dataclass(frozen=True)
-class Load:
-    """Prompts of which most share a prefix with others, and their greedy answers."""
-
-    prompts: list[list[int]]
-    outputs: list[list[int]]
-
-    def requests(self) -> list[NewRequest]:
-        """Every fifth asks for three choices; classes are mixed, the urgent have a limit for gaps."""
-        made = []
-        for index, (prompt, output) in enumerate(zip(self.prompts, self.outputs, strict=True)):
-            request = in_process.request(f"r{index}", prompt, len(output), n=3 if index % 5 == 0 else 1)
-            request.priority = (2, 3, 2, 0)[index % 4]
-            request.tenant = f"tenant-{index % 3}"
-            request.tbt_slo_ns = 12_000_000 if request.priority == 0 else 0
-            made.append(request)
-        return made
-
-    def check(self, recorded: in_process.Recorded) -> None:
-        assert not recorded.errors
-        for index, output in enumerate(self.outputs):
-            for choice in range(3 if index % 5 == 0 else 1):
-                assert recorded.tokens[f"r{index}", choice] == output, (index, choice)
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     directory = tmp_path_factory.mktemp("policies") / "tiny"
@@ -80,14 +51,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def load(reference: Reference) -> Load:
-    rng = np.random.default_rng(5)
-    prefixes = random_prompts(3, (24, 24), 1)
-    prompts = [prefixes[i % 3] + rng.integers(0, VOCAB, rng.integers(1, 14)).tolist() for i in range(REQUESTS - 8)]
-    prompts += random_prompts(8, (2, 40), 3)
-    order = rng.permutation(REQUESTS).tolist()
-    outputs, gaps = reference.run(prompts, OUTPUT_TOKENS)
-    assert min(gaps) > MIN_GAP
-    return Load([prompts[i] for i in order], [outputs[i] for i in order])
+    return shared_prefixes(reference)
 
 
 def make_engine(reference: Reference, host_blocks: int) -> Engine:

@@ -57,6 +57,27 @@ def test_bad_value_of_an_option_names_the_option_the_value_and_the_limit() -> No
     assert done.stderr == "error: --max-seqs=0: input should be greater than or equal to 1\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "policy", "words"),
+    [
+        ("up", "best", "--policy=best: no policy 'best'; there are fastgen, "),
+        ("config", "orcinus:order=odd", "--policy=orcinus:order=odd: no order 'odd'; there are fcfs, "),
+        ("doctor", "orca:tokens=fixed", "no tokens 'fixed'; there are unlimited, fixed-N, "),
+        ("scheduler", "orca:colour=red", "no part 'colour=red'"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused_with_those_that_do(command: str, policy: str, words: str) -> None:
+    done = orcinus(command, "--policy", policy)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+def test_a_policy_of_parts_is_an_effective_setting() -> None:
+    policy = "sarathi:order=fair,relief=newest-swap+slo"
+    done = orcinus("config", "--json", ORCINUS_POLICY=policy)
+    assert json.loads(done.stdout)["scheduler"]["policy"] == policy
+
+
 def test_bad_value_of_a_variable_names_the_variable() -> None:
     done = orcinus("gateway", ORCINUS_PORT="eighty")
     assert done.returncode == 2

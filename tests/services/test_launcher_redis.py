@@ -174,3 +174,15 @@ def test_redis_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_default_url_is_read_back_by_the_client_library(tmp_path: Path) -> None:
     server = configure(tmp_path)
     assert client(server.url).connection_pool.connection_kwargs["path"] == os.fspath(server.socket)
+
+
+@pytest.mark.parametrize("name", ["run", "x" * 120])
+def test_a_command_finds_our_server_and_its_password(tmp_path: Path, name: str) -> None:
+    run_dir = tmp_path / name  # the longer one's socket lies elsewhere
+    assert redis_server.local(run_dir) is None
+    run_dir.mkdir()
+    server = configure(run_dir)
+    found = redis_server.local(run_dir)
+    assert found == (server.url, server.password)
+    server.remove()
+    assert redis_server.local(run_dir) is None

@@ -20,7 +20,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.metrics import Metrics
 from services.gateway.tokenizer import ModelText
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.stats import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings
@@ -83,9 +83,9 @@ def test_every_field_of_the_request_record_is_in_the_redis_page() -> None:
     assert not missing
 
 
-def test_the_tables_of_settings_are_those_of_the_code() -> None:
-    page = docs_tables.DOCUMENT.read_text()
-    assert page == docs_tables.with_tables(page), "run `python -m tests.docs_tables`"
+@pytest.mark.parametrize("page", docs_tables.PAGES)
+def test_the_tables_of_a_page_are_those_of_the_code(page: str) -> None:
+    assert text(page) == docs_tables.with_tables(page, text(page)), "run `python -m tests.docs_tables`"
 
 
 @pytest.mark.parametrize("settings", docs_tables.CLASSES.values(), ids=docs_tables.CLASSES)
@@ -117,13 +117,10 @@ def test_every_metric_is_in_the_operations_page() -> None:
     assert not [name for name in names if f"`{name}`" not in page]
 
 
-def test_every_policy_is_in_the_architecture_page() -> None:
-    for name, make in PRESETS.items():
-        policy = make()
-        parts = (policy.order, policy.memory, policy.tokens, policy.batch, policy.relief)
-        row = re.search(rf"^\| `{name}` \|.*$", text("docs/architecture.md"), re.MULTILINE)
-        assert row, name
-        assert all(f"`{type(part).__name__}" in row.group() for part in parts), row.group()
+def test_every_word_of_a_policy_is_in_the_policies_page() -> None:
+    page = text("docs/policies.md")
+    words = [*PRESETS, *WAYS, *(f"+{option}" for option in OPTIONS)]
+    assert not [word for word in words if f"`{word}`" not in page]
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
@@ -203,7 +200,7 @@ def test_every_route_is_in_the_api_page_with_its_method() -> None:
 
 def error_codes() -> set[str]:
     """`code` of every ApiError that the gateway's sources can raise, by their syntax trees."""
-    place = {"ApiError": 99, "invalid": 2, "unavailable": 1}  # which positional argument is the code
+    place = {"ApiError": 99, "invalid": 2, "unavailable": 1, "refuse_late": 3}  # which positional argument is the code
     codes = set()
     for path in (ROOT / "services" / "gateway").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -217,7 +214,13 @@ def error_codes() -> set[str]:
 
 def test_every_error_code_of_the_gateway_is_in_the_api_page() -> None:
     codes = error_codes()
-    assert {"slo_unreachable", "invalid_json", "redis_unavailable", "context_length_exceeded"} <= codes
+    assert {
+        "slo_unreachable",
+        "deadline_unreachable",
+        "invalid_json",
+        "redis_unavailable",
+        "context_length_exceeded",
+    } <= codes
     page = text("docs/api.md")
     assert not [code for code in sorted(codes) if f"`{code}`" not in page]
 

@@ -102,6 +102,8 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     again = stats.snapshot({"queued_tokens": 10}, 3 * SECOND, 78, 4, "orcinus", 1)
     assert (again["tokens_total"], again["tok_s"], again["ttft_ms_p50"]) == (2, 0.0, 40.0)
     assert again["predicted_ttft_ms"] == 5.0  # no prompt ran in that second; the rate stands
+    fitted = stats.snapshot({"queued_tokens": 10}, 4 * SECOND, 79, 4, "orcinus", 1, predicted_ns=7_240_000)
+    assert (fitted["predicted_ttft_ms"], fitted["prefill_tok_s"]) == (7.2, 2000.0)
 
 
 def test_one_class_leaves_room_for_the_others() -> None:

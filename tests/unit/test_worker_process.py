@@ -110,6 +110,9 @@ def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(referen
         (None, 100, 1000, 100),  # as many as the pool has
         (None, 100, 10, 64),  # 5 % of what is free
         (None, 1270, 10, 10),  # what the pool leaves
+        (None, 4096, 1000, 0),  # 256 sequences of 256 tokens fit into the pool
+        (None, 4095, 1000, 4095),
+        (50, 4096, 1000, 50),
         (0, 100, 1000, 0),
         (7, 100, 1000, 7),
         (500, 0, 10, 500),
@@ -119,12 +122,14 @@ def test_the_host_tier_is_as_large_as_asked_or_as_the_pool_within_bounds(
     reference: Reference, wanted: int | None, blocks: int, free_mib: int, expected: int
 ) -> None:
     given = settings(reference.path, host_blocks=wanted)
-    assert plan_host_blocks(given, blocks, SHAPE.block_bytes, free_mib * MIB) == expected
+    assert plan_host_blocks(given, blocks, Lengths(256, 255, 255), SHAPE.block_bytes, free_mib * MIB) == expected
 
 
 def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -> None:
     with pytest.raises(ConfigurationError, match=r"--host-blocks 1200 needs 9 MiB.*leaves 2 MiB"):
-        plan_host_blocks(settings(reference.path, host_blocks=1200), 1000, SHAPE.block_bytes, 10 * MIB)
+        plan_host_blocks(
+            settings(reference.path, host_blocks=1200), 1000, Lengths(256, 255, 255), SHAPE.block_bytes, 10 * MIB
+        )
 
 
 def test_a_device_that_this_build_lacks_is_refused() -> None:
@@ -151,6 +156,19 @@ def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, va
     driver = Driver(engine)
     driver.enter(0, reference.prompts[0][:1], blocks=pack([0]))
     assert len(driver.step({0: 1}).tokens) == 4
+
+
+@pytest.mark.parametrize(("host_blocks", "copied"), [(0, []), (3, [3, 3]), (100, [16, 16])])
+def test_warming_up_copies_as_much_as_the_longest_sequence_has(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, host_blocks: int, copied: list[int]
+) -> None:
+    engine = make_engine(reference.path, host_blocks=host_blocks, block_size=16)
+    seen = []
+    for name in ("copy_out", "copy_in"):
+        copy = getattr(engine._cache, name)
+        monkeypatch.setattr(engine._cache, name, lambda a, b, copy=copy: (seen.append(len(a)), copy(a, b)))
+    engine.warm_up()
+    assert seen == copied
 
 
 def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) -> None:

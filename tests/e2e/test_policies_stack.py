@@ -1,0 +1,160 @@
+"""Policies on the real stack: changed while requests run, refused when there is none of the name, given by parts.
+
+One stack goes through all presets, each asked for in the middle of a load, so that no request may be lost by the switch
+and every token must be the reference's.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from protos import queue_pb2
+from services.cli_policy import switch
+from services.scheduler.core.presets import PRESETS
+from shared.errors import ConfigurationError
+from shared.settings import CommonSettings, LauncherSettings
+from tests.models import Reference, make_llama
+from tests.shared_prefixes import Load, shared_prefixes
+from tests.stack import ROOT, Stack, running_stack
+from tests.waiting import until
+
+PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=least-lost-swap"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    directory = tmp_path_factory.mktemp("policies") / "tiny"
+    return make_llama(directory, requests=1, output_tokens=1, hidden_size=32, seed=7)
+
+
+@pytest.fixture(scope="module")
+def load(reference: Reference) -> Load:
+    return shared_prefixes(reference)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Iterator[Stack]:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 4,
+        "max_seqs": 16,
+        "kv_blocks": 26,
+        "host_blocks": 32,
+        "max_input_tokens": 48,
+        "max_output_tokens": 16,
+        "max_step_tokens": 512,
+        "policy": "static",
+        "prefix_cache": "on",
+        "stats_ms": 100,
+    }
+    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, **settings) as running:
+        yield running
+
+
+def serve(stack: Stack, load: Load, clients: ThreadPoolExecutor) -> list[Any]:
+    return [clients.submit(stack.post, "/v1/completions", body) for body in load.bodies()]
+
+
+def until_it_runs(stack: Stack, answers: list[Any]) -> None:
+    def runs() -> bool:
+        return int(stack.stats().get("running", 0)) > 0 or all(answer.done() for answer in answers)
+
+    until("the load has come", runs)
+
+
+def check(answers: list[Any], load: Load) -> None:
+    for index, (answer, output) in enumerate(zip(answers, load.outputs, strict=True)):
+        response = answer.result()
+        assert response.status_code == 200, response.text
+        assert [choice["token_ids"] for choice in response.json()["choices"]] == [output] * load.choices(index)
+
+
+def common(stack: Stack) -> CommonSettings:
+    return CommonSettings(redis_url=stack.redis.url, model=stack.model)
+
+
+def policy_events(stack: Stack) -> list[dict[str, str]]:
+    rows: Any = stack.redis.client.xrange(stack.keys.events)
+    events = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in rows]
+    return [event for event in events if event["kind"].startswith("policy_")]
+
+
+def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Load) -> None:
+    with ThreadPoolExecutor(len(load.prompts)) as clients:
+        for name in PRESETS:
+            answers = serve(stack, load, clients)
+            until_it_runs(stack, answers)
+            answer = switch(name, common(stack), LauncherSettings(), 60)
+            assert answer.changed, answer.text
+            check(answers, load)
+            until("the stats tell", lambda name=name: stack.stats()["policy"] == name, 10)
+    events = policy_events(stack)
+    assert [(event["kind"], event["policy"]) for event in events] == [("policy_changed", name) for name in PRESETS]
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    assert after["pending"] == [0, 0, 0, 0]
+    stats = stack.stats()
+    for counter in ("preemptions", "recomputed_tokens", "swapped_blocks", "prefix_hit_tokens"):
+        assert int(stats[counter]) > 0, counter
+
+
+def test_an_unknown_policy_is_refused_with_the_names_that_exist(stack: Stack) -> None:
+    before = stack.stats()["policy"]
+    control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name="best"))
+    stack.redis.client.xadd(stack.keys.control("shard-0"), {"c": control.SerializeToString()})
+    refused = until("the answer", lambda: [e for e in policy_events(stack) if e["policy"] == "best"], 10)
+    assert refused[0]["kind"] == "policy_refused"
+    assert all(name in refused[0]["text"] for name in PRESETS)
+    assert stack.stats()["policy"] == before
+    with pytest.raises(ConfigurationError, match="no order 'x'"):
+        switch("orcinus:order=x", common(stack), LauncherSettings(), 60)
+
+
+def test_the_command_says_by_its_exit_code_what_became_of_it(stack: Stack) -> None:
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "services.cli", "policy", *words]
+        return subprocess.run(argv, capture_output=True, text=True, env=stack.environment(), cwd=ROOT, timeout=60)
+
+    done = command("orcinus", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["changed"] is True
+    unled = command("orcinus", "--shard", "shard-9")
+    assert (unled.returncode, unled.stdout) == (1, "")
+    assert "no scheduler leads shard-9" in unled.stderr
+    unknown = command("best")
+    assert unknown.returncode == 2
+    assert "no policy 'best'" in unknown.stderr
+
+
+def test_a_switch_asked_for_again_before_it_took_over_answers_both(stack: Stack) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+    seen = len(policy_events(stack))
+    with ThreadPoolExecutor(2) as clients:
+        running = clients.submit(stack.post, "/v1/completions", body)
+        for name in ("orca", "nothing", "tgi"):
+            control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name=name))
+            stack.redis.client.xadd(stack.keys.control("shard-0"), {"c": control.SerializeToString()})
+        events = until("three answers", lambda: found if len(found := policy_events(stack)[seen:]) >= 3 else None, 20)
+        assert running.result().status_code == 200
+    assert {event["policy"] for event in events} == {"orca", "nothing", "tgi"}
+    assert {event["policy"]: event["kind"] for event in events}["nothing"] == "policy_refused"
+    until("the last one rules", lambda: stack.stats()["policy"] == "tgi", 10)
+
+
+def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, load: Load) -> None:
+    with ThreadPoolExecutor(len(load.prompts)) as clients:
+        answers = serve(stack, load, clients)
+        until_it_runs(stack, answers)
+        assert stack.kill("scheduler", signal.SIGTERM) == 0
+        stack.settings["policy"] = PARTS
+        stack.start("scheduler")
+        check(answers, load)
+        until("the stats tell", lambda: stack.stats()["policy"] == PARTS, 20)

@@ -1,0 +1,57 @@
+"""The `policy` command: each ends in one event, and the change is told when it has happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.core.types import Limits, NewRequest, StepResult
+from services.scheduler.policies import PolicySwitch, make_core
+from shared.settings import SchedulerSettings
+
+STEP_NS = 1_000_000
+
+
+def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_once() -> None:
+    core = make_core(SchedulerSettings(policy="orca", lookahead=0))
+    events: list[tuple[str, str]] = []
+
+    def tell(kind: str, text: str, **ids: Any) -> None:
+        assert text
+        events.append((kind, ids["policy"]))
+
+    switch = PolicySwitch(core, tell)
+    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=3), 0)
+    plan, _ = core.plan(1)
+    core.add(NewRequest("waits", [np.arange(5, dtype=np.int32)], max_tokens=3), 2)
+    switch.ask("sarathi")
+    switch.ask("worst")
+    assert events == [("policy_refused", "worst")]
+    switch.ask("tgi")
+    switch.ask("tgi")
+    assert events[1:] == [("policy_refused", "sarathi")]
+    now = 2
+    while plan is not None and "waits" not in {enter.request.id for enter in plan.enters}:
+        assert (switch.name, core.policy.name) == ("orca", "orca")
+        now += STEP_NS
+        sampled = plan.chunk_slots[plan.samples]
+        core.apply(StepResult(plan.id, 0, sampled, sampled * 0, step_ns=STEP_NS), now)
+        plan, _ = core.plan(now)
+        switch.look()
+    assert plan is not None
+    assert events[2:] == [("policy_changed", "tgi")]
+    assert switch.name == "tgi"
+    switch.look()
+    assert len(events) == 3
+
+
+def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -> None:
+    limits = Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64)
+    found = {}
+    for policy in ("orca", "sglang"):
+        for choice in ("auto", "on", "off"):
+            core = make_core(SchedulerSettings(policy=policy, prefix_cache=choice))
+            found[policy, choice] = core.replicas[core.join(limits)].sharing is not None
+    assert [key for key, kept in found.items() if kept] == [("orca", "on"), ("sglang", "auto"), ("sglang", "on")]
