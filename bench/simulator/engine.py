@@ -27,7 +27,6 @@ TICK_NS = 1_000_000  # how often a core that waits for time to pass is asked aga
 MOST_TICKS = 120_000
 SAMPLES = 1_024
 _NEVER = 1 << 62
-_NEVER_TOKENS = 1 << 30
 Observer = Callable[[int, Core, StepPlan], None]  # now_ns, the core right after planning, the step
 
 
@@ -80,15 +79,14 @@ class Server:
 
     def __init__(self, policy: str | Policy, setup: Setup, workload: Workload, clock: StepClock) -> None:
         policy = named(policy) if isinstance(policy, str) else policy
-        lookahead = getattr(policy, "lookahead", 1) if setup.lookahead is None else setup.lookahead
+        lookahead = policy.lookahead if setup.lookahead is None else setup.lookahead
         self.core = Core(
             policy,
             max_seqs=setup.max_seqs,
             microbatches=setup.microbatches,
             lookahead=lookahead,
             step_tokens=setup.step_tokens,
-            checkpoint_tokens=_NEVER_TOKENS,  # nothing crashes here
-            checkpoint_ns=_NEVER,
+            checkpoint_tokens=0,  # nothing crashes here
         )
         limits = Limits(
             slots=setup.max_seqs,
@@ -97,13 +95,11 @@ class Server:
             max_model_len=workload.longest,
             max_step_tokens=setup.max_step_tokens,
             host_blocks=setup.host_blocks,
+            block_bytes=setup.block_bytes,
         )
-        if hasattr(limits, "block_bytes"):
-            limits.block_bytes = setup.block_bytes
         self.core.join(limits)
         batch = self.core.policy.batch
-        self.padded = bool(getattr(batch, "padded", False))
-        self.at_end = bool(getattr(batch, "at_end", self.padded))
+        self.padded, self.at_end = batch.padded, batch.at_end
         block_ns = setup.block_bytes / setup.swap_bytes_s * 1e9
         self.device = Device(
             setup.max_seqs, clock, workload.output, setup.microbatches, self.padded, self.at_end, block_ns
@@ -124,16 +120,14 @@ class Server:
             ticket.duration_ns,
         )
         answer.swap_out_acks, answer.swap_in_acks = ticket.swap_out, ticket.swap_in
-        if hasattr(answer, "swap_ns"):
-            answer.swap_ns = ticket.swap_ns
+        answer.swap_ns = ticket.swap_ns
         cells = ticket.cells if ticket.id >= self.device.undisturbed else None
         return self.core.apply(answer, now_ns), cells
 
 
 def named(policy: str) -> Policy:
     """A fresh policy, by a preset's name or with parts replaced. Raises ValueError for a name that means none."""
-    found: Policy = getattr(presets, "parse", presets.preset)(policy)
-    return found
+    return presets.parse(policy)
 
 
 def simulate(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.presets import PARTS, PRESETS
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.core_twin import MS, House, answer, request
 
@@ -26,6 +26,26 @@ SWAPS = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost-swap+
 STALLS = "orcinus:order=fair,memory=fits,tokens=ema,batch=shrinking-4,relief=last-started-swap+stalls"
 POLICIES = (*PRESETS, EAGER, SWAPS, STALLS)
 TESTED = ("orca", "sarathi", "orcinus", "sglang", EAGER, SWAPS, STALLS)
+NUMBERS = {
+    "fixed": "-16",
+    "capped": "-4",
+    "skip": "-4",
+    "shrinking": "-8",
+    "slots": "-3",
+    "static": "-2",
+    "request": "-2",
+}
+WAYS = ("recompute", "swap", "cheaper", "groups")
+ANY_PARTS = st.builds(
+    lambda order, memory, tokens, batch, victim, way, options: (
+        f"orcinus:order={order},memory={memory},tokens={tokens}{NUMBERS.get(tokens, '')},"
+        f"batch={batch}{NUMBERS.get(batch, '')},relief={victim}-{way}{''.join(f'+{o}' for o in sorted(options))}"
+    ),
+    *(st.sampled_from(sorted(PARTS[part])) for part in ("order", "memory", "tokens", "batch", "relief")),
+    st.sampled_from(WAYS),
+    st.sets(st.sampled_from(["stalls", "takes", "slo"])),
+)
+ANY_POLICY = st.one_of(st.sampled_from(POLICIES), ANY_PARTS)
 ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 
 
@@ -33,7 +53,7 @@ class CoreTwin(RuleBasedStateMachine):
     """Everything that can happen to a core, in any order, on a replica that is too small for it."""
 
     @initialize(
-        policy=st.sampled_from(POLICIES),
+        policy=ANY_POLICY,
         microbatches=st.integers(1, 3),
         lookahead=st.integers(0, 2),
         slots=st.integers(1, 6),
@@ -179,7 +199,7 @@ class CoreTwin(RuleBasedStateMachine):
     def join(self) -> None:
         assert self.house.join(self.limits) == 0
 
-    @rule(policy=st.sampled_from(POLICIES))
+    @rule(policy=ANY_POLICY)
     def switch(self, policy: str) -> None:
         self.house.core.switch(policy)
 

@@ -5,23 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.simulator import literature_load, literature_static, reference_scheduler
+from bench.simulator import literature, literature_chunks, literature_load, literature_static, reference_scheduler
 from bench.simulator.literature_priorities import classes, core_steps
 from bench.simulator.literature_table import Table, monotone
 from bench.simulator.reference_scheduler import HIGH, Counts, Request
-from services.scheduler.core.presets import PRESETS
-
-needs_presets = pytest.mark.skipif(not {"static", "iteration-level"} <= set(PRESETS), reason="no such presets yet")
-
-
-@pytest.fixture
-def chunks() -> Any:
-    return pytest.importorskip("bench.simulator.literature_chunks", exc_type=ImportError)
 
 
 def test_the_first_steps_of_table_six_are_those_worked_out_by_hand() -> None:
@@ -79,12 +70,10 @@ def test_what_can_never_fit_is_refused() -> None:
         reference_scheduler.run([Request(0, 300, 20)], blocks=10)
 
 
-@needs_presets
 def test_table_six_is_alike_in_every_step() -> None:
     assert [claim for claim, holds, _ in classes().claims if not holds] == []
 
 
-@needs_presets
 @pytest.mark.parametrize("seed", range(20))
 def test_the_core_keeps_to_the_rules_for_any_hundred_at_once(seed: int) -> None:
     """Random lengths, classes and pools. Sums of prompt and output are even, since the core's reservation leaves out
@@ -97,7 +86,6 @@ def test_the_core_keeps_to_the_rules_for_any_hundred_at_once(seed: int) -> None:
     assert ours == reference_scheduler.run(requests, blocks=blocks)
 
 
-@needs_presets
 def test_table_one_is_exact() -> None:
     table = literature_static.slots_in_use()
     assert table.reproduced
@@ -136,19 +124,19 @@ def test_only_required_claims_decide() -> None:
     assert not table.reproduced
 
 
-def test_table_four_follows_from_its_formula(chunks: Any) -> None:
-    assert chunks.gemm_ms(1) == pytest.approx(0.34)
-    assert chunks.iteration_ms(32, 8) == pytest.approx(10.88 + 8 + 2.1)
-    assert chunks.iteration_parts().reproduced
+def test_table_four_follows_from_its_formula() -> None:
+    assert literature_chunks.gemm_ms(1) == pytest.approx(0.34)
+    assert literature_chunks.iteration_ms(32, 8) == pytest.approx(10.88 + 8 + 2.1)
+    assert literature_chunks.iteration_parts().reproduced
 
 
-def test_table_five_has_its_order_and_keeps_the_law_of_time(chunks: Any) -> None:
-    table = chunks.chunk_sizes()
+def test_table_five_has_its_order_and_keeps_the_law_of_time() -> None:
+    table = literature_chunks.chunk_sizes()
     assert table.reproduced
     ours = {row[0].removesuffix(": ours"): row[1:] for row in table.rows if row[0].endswith("ours")}
     for size in (128, 256, 512):
         # the budget is the chunk and all slots, so a step has at least the chunk and at most that
-        assert 45 + 0.078 * size <= ours[f"chunk {size}"][2] <= 45 + 0.078 * (size + chunks.SLOTS)
+        assert 45 + 0.078 * size <= ours[f"chunk {size}"][2] <= 45 + 0.078 * (size + literature_chunks.SLOTS)
     assert ours["orca"][2] == pytest.approx(45 + 0.078 * 4800, rel=0.02)
 
 
@@ -163,7 +151,6 @@ def test_loads_of_table_three_differ_in_time_alone() -> None:
 def test_one_json_object_says_what_is_reproduced_and_the_exit_code_too(
     holds: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    literature = pytest.importorskip("bench.simulator.literature", exc_type=ImportError)
 
     def made() -> Table:
         table = Table("T1", "a title", "exact", ("what", "sheet", "ours"), [["steps", 3, 3.0], ["rest", None, "-"]])

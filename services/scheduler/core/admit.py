@@ -38,6 +38,23 @@ class Candidate:
         return self.sequence.swapped or self.hit.host.size > 0
 
 
+@dataclass(slots=True)
+class Found:
+    """The GPU blocks that were found for candidates, one candidate's after another's."""
+
+    blocks: Int32
+    sizes: Int64  # [n]
+    ends: Int64  # [n]
+
+    @classmethod
+    def of(cls, candidates: list[Candidate]) -> Found:
+        """What was found for these."""
+        sizes: Int64 = np.array([candidate.hit.gpu.size for candidate in candidates], np.int64)
+        ends: Int64 = np.cumsum(sizes)
+        blocks = np.concatenate([candidate.hit.gpu for candidate in candidates]) if ends[-1] else EMPTY
+        return cls(blocks, sizes, ends)
+
+
 class Admission:
     """Fills a draft with chunks of prompts."""
 
@@ -66,7 +83,9 @@ class Admission:
         for slot in replica.transfers.take_arrived():
             sequence: Sequence = table.sequence[slot]
             table.go(slot, replica.limits)
-            draft.enters.append(self._enter(replica, slot, sequence))
+            enter = _enter(slot, sequence, table.blocks[slot, : table.held[slot]].copy(), table.block_size)
+            enter.computed = int(table.planned[slot])
+            draft.enters.append(enter)
 
     def prefill(self, replica: Replica, draft: Draft, now_ns: int) -> None:
         """Further chunks of the prompts that run already, before anybody else enters."""
@@ -214,7 +233,8 @@ class Admission:
     def _judge(self, replica: Replica, draft: Draft, candidates: list[Candidate], now_ns: int, known: Collector) -> int:
         """As many of the first candidates enter as memory and budget allow; the others stand where they stood."""
         shared = self._shared
-        entrants = self._entrants(replica, candidates)
+        found = Found.of(candidates)
+        entrants = self._entrants(replica, candidates, found)
         if candidates[0].sequence.pinned:
             promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
@@ -230,21 +250,26 @@ class Admission:
             shared.placer.push(candidate.sequence, now_ns)
         if entering:
             shared.policy.batch.joined(replica, len(entering))
-            self._enter_all(replica, draft, entering, promised, lengths, now_ns, known)
+            self._enter_all(replica, draft, entering, found, promised, lengths, now_ns, known)
         return len(entering)
 
     @staticmethod
-    def _entrants(replica: Replica, candidates: list[Candidate]) -> Entrants:
-        refs, size = replica.pool.refs, replica.limits.block_size
+    def _entrants(replica: Replica, candidates: list[Candidate], found: Found) -> Entrants:
+        limits, size = replica.limits, replica.limits.block_size
         rows = []
         for candidate in candidates:
             sequence, hit = candidate.sequence, candidate.hit
-            cached = sequence.computed if sequence.swapped else (hit.gpu.size + hit.host.size) * size
-            held = int(np.count_nonzero(refs[hit.gpu])) if hit.gpu.size else 0
-            most = sequence.longest(replica.limits) - 1
-            rows.append((sequence.known, most, cached, held, sequence.priority, sequence.prompt.size))
-        known, limit, cached_, shared, priority, prompt = np.array(rows, np.int64).T
-        return Entrants(known, limit, cached_, shared, priority.astype(np.int32), prompt)
+            cached = sequence.computed if sequence.host.size else (hit.gpu.size + hit.host.size) * size
+            request, prompt = sequence.record.request, sequence.prompt.size
+            rows.append(
+                (prompt + sequence.outputs.size, sequence.longest(limits) - 1, cached, request.priority, prompt)
+            )
+        known, limit, cached_, priority, prompts = np.array(rows, np.int64).T
+        shared = np.zeros(known.size, np.int64)
+        if found.blocks.size:
+            held = np.append(0, np.cumsum(replica.pool.refs.take(found.blocks) > 0))
+            shared = held[found.ends] - held[found.ends - found.sizes]
+        return Entrants(known, limit, cached_, shared, priority.astype(np.int32), prompts)
 
     def _chunks(self, draft: Draft, candidates: list[Candidate], entrants: Entrants) -> tuple[list[Candidate], Int64]:
         """Who may enter with the tokens that are left, and the first chunks of those that need not load."""
@@ -261,28 +286,27 @@ class Admission:
         return candidates, lengths
 
     def _enter_all(
-        self, replica: Replica, draft: Draft, entering: list[Candidate], promised: Int64, lengths: Int64,
-        now_ns: int, known: Collector,
+        self, replica: Replica, draft: Draft, entering: list[Candidate], found: Found, promised: Int64,
+        lengths: Int64, now_ns: int, known: Collector,
     ) -> None:  # fmt: skip
-        table, limits = replica.table, replica.limits
-        for candidate in entering:  # first of all, so that no block found is taken for another
-            if candidate.hit.gpu.size:
-                replica.pool.share(candidate.hit.gpu)
+        shared, table, limits, sizes = self._shared, replica.table, replica.limits, found.sizes[: len(entering)]
+        blocks = found.blocks[: int(sizes.sum())]
         slots = table.enter([c.sequence for c in entering], replica.next_step, draft.microbatch, limits, now_ns)
-        run, size = [], limits.block_size
+        if blocks.size:  # shared before any is taken, so that none that was found is taken for another
+            replica.pool.share(blocks)
+            table.fill(slots, sizes.astype(np.int32), blocks)
+            table.planned[slots] = table.capacity[slots]
+        run = []
         for slot, candidate in zip(slots.tolist(), entering, strict=True):
-            sequence, hit = candidate.sequence, candidate.hit
+            sequence = candidate.sequence
             sequence.replica = replica.number
             if sequence.lost:
-                self._shared.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.hits, 0)
+                shared.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.hits, 0)
                 sequence.lost = 0
-            if hit.gpu.size:
-                table.append(slot, hit.gpu)
-                table.planned[slot] = hit.gpu.size * size
             if candidate.loads:
                 self._load(replica, slot, candidate)
             else:
-                draft.enters.append(self._enter(replica, slot, sequence))
+                draft.enters.append(_enter(slot, sequence, candidate.hit.gpu, limits.block_size))
                 run.append(slot)
             if not sequence.record.started:
                 sequence.record.started = True
@@ -292,14 +316,6 @@ class Admission:
             replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
             self._run(replica, draft, slots if len(run) == slots.size else np.array(run, np.int32), lengths)
-
-    @staticmethod
-    def _enter(replica: Replica, slot: int, sequence: Sequence) -> Enter:
-        table = replica.table
-        computed = int(table.planned[slot])
-        blocks = table.blocks[slot, : table.held[slot]].copy() if computed else EMPTY
-        tokens, prompt = sequence.tokens(), sequence.prompt.size
-        return Enter(slot, sequence.record.request, sequence.choice, tokens, prompt, computed, blocks)
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
@@ -328,12 +344,8 @@ class Admission:
             blocks = replica.pool.take(total)
             owed = np.maximum(table.promised[slots] - held, 0)
             replica.outstanding -= int(np.minimum(owed, more).sum())
-            rows = np.repeat(slots, more)
-            within = np.arange(total) - np.repeat(np.cumsum(more) - more, more)
-            table.blocks[rows, np.repeat(held, more) + within] = blocks
-            table.held[slots] = held + more
-            table.capacity[slots] = (held + more) * size
-            draft.append_slots.append(rows)
+            table.fill(slots, more, blocks)
+            draft.append_slots.append(np.repeat(slots, more))
             draft.append_blocks.append(blocks)
         samples = ends == table.known[slots]
         table.planned[slots] = ends
@@ -349,3 +361,9 @@ class Admission:
         draft.prefill_context += float((lengths * (starts + (lengths + 1) / 2)).sum())
         draft.left -= spent
         draft.seats -= slots.size
+
+
+def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:
+    """How the worker is told of a sequence all of whose `blocks` hold computed KV."""
+    request, prompt = sequence.record.request, sequence.prompt.size
+    return Enter(slot, request, sequence.choice, sequence.tokens(), prompt, blocks.size * block_size, blocks)

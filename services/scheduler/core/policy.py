@@ -104,7 +104,6 @@ class Batch(Protocol):
     """Who shares the iteration?"""
 
     padded: bool  # the engine computes to the longest of the batch (for the simulator)
-    early: bool  # one may enter, with slot and memory, before there are tokens for his first chunk
     at_end: bool  # what a batch produced is delivered when the last of it has ended (for the simulator)
 
     def slots(self, most: int) -> int:

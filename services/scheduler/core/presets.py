@@ -62,7 +62,7 @@ PRESETS: dict[str, Callable[[], Policy]] = {
     "lmdeploy": lambda: Policy("lmdeploy", FirstCome(), Watermark(0.0), Fixed(8192), WholePrefill(128), Newest()),
     "iteration-level": lambda: Policy(
         "iteration-level", ClassThenArrival(0, slack=True), Reserve(), Fixed(2048),
-        Chunked(64, most=256, slots=128, early=True), LeastLost(swap, slo=SLO)),
+        Chunked(64, most=256, slots=128), LeastLost(swap, slo=SLO)),
     "orcinus": lambda: Policy(
         "orcinus", ClassThenSlack(), Expected(), ModelBudget(), Chunked(),
         LeastLost(cheaper, takes=True, slo=SLO), **OVERLAPPED),

@@ -213,6 +213,18 @@ class SlotTable:
         """[applied - prompt] int32, a copy."""
         return self.tokens[s, self.prompt[s] : self.applied[s]].copy()
 
+    def fill(self, slots: Int32, sizes: Int32, blocks: Int32) -> None:
+        """Puts sizes[i] of `blocks` behind those of row slots[i], for all [n] rows in order."""
+        rows = np.repeat(slots, sizes)
+        held = self.held[slots]
+        within = np.arange(blocks.size, dtype=np.int32) - np.repeat(
+            np.cumsum(sizes, dtype=np.int32) - sizes - held, sizes
+        )
+        self.blocks[rows, within] = blocks
+        held += sizes
+        self.held[slots] = held
+        self.capacity[slots] = held * self.block_size
+
     def append(self, s: int, blocks: Int32) -> None:
         """Puts `blocks` at the end of one row's block table."""
         held = int(self.held[s])

@@ -21,7 +21,6 @@ class WholePrefill:
     """
 
     padded = False
-    early = False
     at_end = False
 
     def __init__(self, slots: int = 0) -> None:
@@ -51,7 +50,6 @@ class Static:
     """
 
     at_end = True
-    early = False
 
     def __init__(self, max_bs: int = 32, delay_ns: int = 0, padded: bool = True) -> None:
         self.padded = padded
@@ -86,17 +84,13 @@ class Chunked:
     multiple: a chunk is a multiple of it, unless less than that is left of its prompt. most: tokens of a chunk at most,
     0 for no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else
     the budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's
-    attention reads all that lies before it; 0: never. slots: sequences that run at most. early: memory and seats alone
-    decide who enters (the reference scheduler of papers.md).
+    attention reads all that lies before it; 0: never. slots: sequences that run at most.
     """
 
     padded = False
     at_end = False
 
-    def __init__(
-        self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0, early: bool = False
-    ) -> None:
-        self.early = early
+    def __init__(self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0) -> None:
         self._multiple, self._most, self._least, self._depth, self._slots = multiple, most, least, depth, slots
 
     def slots(self, most: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.parts.memory import available, first_of_none, spared
-from services.scheduler.core.parts.peak import Peak, ahead, free_to_yield, of_entrants, set_aside
+from services.scheduler.core.parts.peak import Peak, ahead, free_to_yield, set_aside
 from services.scheduler.core.policy import Entrants, Pace
 from services.scheduler.core.queues import quarter_octave
 from services.scheduler.core.table import Int64
@@ -87,16 +87,20 @@ class Expected:
     def admit(self, replica: Replica, entrants: Entrants, pace: Pace) -> Int64:
         blocks, count = available(replica, entrants)
         if count:
-            table = replica.table
+            table, size = replica.table, replica.limits.block_size
             rows = free_to_yield(table)
-            known, limit, prompt = (c[rows].astype(np.int64) for c in (table.known, table.limit, table.prompt))
-            end = self._ends(prompt, known, limit - 1, table.number[rows])
-            held, steps = ahead(known, known - table.planned[rows], end, pace)
-            self._peak.run(held, steps, replica.limits.block_size, spared(replica))
-            end = self._ends(entrants.prompt, entrants.known, entrants.limit, np.arange(1, blocks.size + 1))
-            held, steps = of_entrants(entrants, end, pace)
+            known = np.concatenate([table.known[rows], entrants.known])
+            limit = np.concatenate([table.limit[rows] - 1, entrants.limit])
+            prompt = np.concatenate([table.prompt[rows], entrants.prompt])
+            end = self._ends(prompt, known, limit, np.concatenate([table.number[rows], np.arange(1, blocks.size + 1)]))
+            rest = known - np.concatenate([table.planned[rows], entrants.cached])
+            held, steps = ahead(known, rest, end, pace)
             room = int(replica.pool.total * (1.0 - self.spare)) - set_aside(table)
-            count = self._peak.fitting(held[:count], steps[:count], entrants.shared[:count], room)
+            if int((-(-(held + steps) // size)).sum()) > room:  # else they fit even if all were longest at once
+                running = rows.size
+                self._peak.run(held[:running], steps[:running], size, spared(replica))
+                held, steps = held[running : running + count], steps[running : running + count]
+                count = self._peak.fitting(held, steps, entrants.shared[:count], room)
         return blocks[: first_of_none(replica, count)]
 
     def stepped(self, replica: Replica, preempted: int) -> None:

@@ -81,9 +81,12 @@ class PeakEstimate:
             rows = free_to_yield(table)
             known = table.known[rows].astype(np.int64)
             held, steps = ahead(known, known - table.planned[rows], table.limit[rows].astype(np.int64) - 1, pace)
-            self._peak.run(held, steps, replica.limits.block_size, spared(replica))
-            held, steps = of_entrants(entrants, np.maximum(entrants.limit, entrants.known), pace)
-            count = self._peak.fitting(held[:count], steps[:count], entrants.shared[:count], room - set_aside(table))
+            size, room = replica.limits.block_size, room - set_aside(table)
+            new_held, new_steps = of_entrants(entrants, np.maximum(entrants.limit, entrants.known), pace)
+            most = int((-(-(held + steps) // size)).sum() + (-(-(new_held + new_steps) // size)).sum())
+            if most > room:  # else they fit even if all were longest at once
+                self._peak.run(held, steps, size, spared(replica))
+                count = self._peak.fitting(new_held[:count], new_steps[:count], entrants.shared[:count], room)
         return blocks[: first_of_none(replica, count)]
 
     def stepped(self, replica: Replica, preempted: int) -> None:
