@@ -36,6 +36,7 @@ def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixt
         assert line["p99_over_p50"] >= 1
         assert line["goal_p99_over_p50"] == 4
         assert line["gc"]["enabled"]
+        assert line["switches"] >= 0
     assert {"machine", "date", "command", "commit"} <= set(found)
     assert "admission" not in found
     assert "curves" not in found
