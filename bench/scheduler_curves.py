@@ -131,7 +131,8 @@ def draw(curves: dict[str, list[Line]], directory: Path, title: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(5 * len(curves), 4.2), layout="constrained")
     figure.suptitle(title)
-    for axes, (name, lines) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+    panels = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
+    for axes, (name, lines) in zip(panels, curves.items(), strict=True):
         for case in dict.fromkeys(line["case"] for line in lines):
             mine = [line for line in lines if line["case"] == case]
             at = [line[name] for line in mine]
@@ -143,6 +144,7 @@ def draw(curves: dict[str, list[Line]], directory: Path, title: str) -> Path:
         else:
             axes.set_xscale("log", base=2 if name == "running" else 10)
         axes.set_yscale("log")
+        axes.set_ylim(bottom=10)
         axes.set_xlabel(labels[name] if name == "running" else f"{labels[name]}; {lines[0]['running']} running")
         axes.set_ylabel("plan + apply, microseconds")
         axes.grid(alpha=0.3, which="both")
