@@ -1,26 +1,153 @@
-"""The scheduler bench: the JSON that other programs rely on (DESIGN.md, section 7)."""
+"""The scheduler bench: the JSON that other programs rely on (DESIGN.md, section 7), and that every part of it runs."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.scheduler import main
+from bench.scheduler_drive import Drive, Setup, costs, figure
+from services.scheduler.core.types import Limits
+
+COSTS = ("plan_us", "apply_us", "total_us")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["--json", *options]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def hold_figures(line: dict[str, Any], *names: str) -> None:
+    for name in names:
+        assert 0 < line[name]["lowest"] <= line[name]["p50"] <= line[name]["p99"]
+        assert line[name]["lowest_p99"] <= line[name]["p99"]
 
 
 def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "--running", "3,40", "--steps", "6"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert [line["running"] for line in printed["results"]] == [3, 40]
-    for line in printed["results"]:
+    found = printed(capsys, "--parts", "decode", "--running", "3,40", "--steps", "6")
+    assert [line["running"] for line in found["results"]] == [3, 40]
+    for line in found["results"]:
         assert line["steps"] == 6
-        for name in ("plan_us", "apply_us", "total_us", "wire_us"):
-            assert 0 < line[name]["p50"] <= line[name]["p99"]
-    assert {"machine", "date", "command", "commit"} <= set(printed)
+        hold_figures(line, *COSTS, "wire_us")
+        assert line["p99_over_p50"] >= 1
+        assert line["goal_p99_over_p50"] == 4
+        assert line["gc"]["enabled"]
+        assert line["switches"] >= 0
+    assert {"machine", "date", "command", "commit"} <= set(found)
+    assert "admission" not in found
+    assert "curves" not in found
 
 
-@pytest.mark.parametrize("wrong", [["--running", "x"], ["--running", "0"], ["--steps", "0"], ["--policy", "fifo"]])
+def test_goals_stand_beside_the_counts_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "--quick", "--parts", "decode", "--running", "8,256")
+    assert [line.get("goal_us") for line in found["results"]] == [None, 60]
+
+
+def test_admission_is_measured_with_half_of_each_prompt_cached_and_with_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    half, none = printed(capsys, "--quick", "--parts", "admission")["admission"]
+    for line in (half, none):
+        assert (line["entering"], line["prompt_tokens"], line["goal_us"]) == (16, 1000, 400)
+        assert line["iterations"] == 5
+        hold_figures(line, *COSTS)
+    assert half["cached_tokens"] == 500 // 16 * 16  # whole blocks only
+    assert none["cached_tokens"] == 0
+
+
+def test_wire_splits_what_the_scheduler_computes_for_an_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    steady, entering = printed(capsys, "--quick", "--parts", "wire")["wire"]
+    assert (steady["case"], steady["goal_us"]) == ("decode", 300)
+    assert entering["case"] == "admission"
+    for line in (steady, entering):
+        hold_figures(
+            line, "plan_us", "apply_us", "encode_us", "parse_us", "stats_us", "batch_us", "resp_us", "total_us"
+        )
+
+
+def test_curves_are_measured_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = printed(capsys, "--quick", "--parts", "running,waiting,blocks", "--plots", str(tmp_path / "new"))
+    assert found["results"] == []
+    curves = found["curves"]
+    assert [line["running"] for line in curves["running"]] == [8, 16, 32]
+    waiting = {case: [line for line in curves["waiting"] if line["case"] == case] for case in _cases(curves["waiting"])}
+    assert list(waiting) == ["slots full", "head judged", "falling late"]
+    for lines in waiting.values():
+        assert [line["waiting"] for line in lines] == [0, 10, 100]
+        assert lines[-1]["still_waiting"] > 0
+    assert waiting["slots full"][-1]["still_waiting"] == 100
+    assert [(line["blocks"], line["case"]) for line in curves["blocks"]] == [
+        (blocks, case) for blocks in (2_500, 10_000) for case in ("decode", "admission")
+    ]
+    for line in curves["blocks"]:
+        assert line["blocks_cached"] > 20 * line["blocks_free"]
+    for lines in curves.values():
+        for line in lines:
+            hold_figures(line, *COSTS)
+    assert (tmp_path / "new" / "scheduler.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _cases(lines: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(line["case"] for line in lines))
+
+
+def test_tables_name_the_goals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["--quick", "--parts", "decode,admission,wire,running"]) == 0
+    out = capsys.readouterr().out
+    for title in ("Steady decode", "prompts enter", "All that the scheduler computes", "Cost by running"):
+        assert title in out
+    for goal in ("60", "400", "300", "(<= 4)"):
+        assert goal in out
+
+
+def test_figures_are_medians_over_the_rounds_with_the_best_round_beside_them() -> None:
+    rounds = [[1000, 2000, 3000], [5000, 5000, 5000], [2000, 4000, 9000]]
+    taken = [value for each in rounds for value in each]
+    assert figure(taken, 3) == {"p50": 4.0, "p99": 5.0, "lowest": 2.0, "lowest_p99": 3.0}
+    assert figure(taken[:2], 5)["p50"] == 1.5  # no round is empty
+
+
+def test_the_total_is_of_the_plan_and_the_apply_of_the_same_iteration() -> None:
+    line = costs([(1000, 9000), (9000, 1000)], 1)
+    assert line["total_us"]["p50"] == line["total_us"]["p99"] == 10.0
+    assert line["p99_over_p50"] == 1
+
+
+def test_an_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
+    drive = Drive(Limits(2, 64, 16, 256, 256), Setup(lookahead=1))
+    drive.add(drive.prompt(20), 100)
+    assert drive.step() is None
+    first = drive.step()
+    assert first is not None
+    assert len(first.plan.enters) == 1
+    assert first.outcome.tokens.size == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--running", "x"],
+        ["--running", "0"],
+        ["--steps", "0"],
+        ["--rounds", "0"],
+        ["--policy", "fifo"],
+        ["--parts", "decode,none"],
+        ["--parts", ""],
+        ["--parts", "decode", "--plots", "anywhere"],
+        ["--gateways", "0"],
+    ],
+)
 def test_wrong_use_ends_with_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(wrong) == 2
     assert capsys.readouterr().err
+
+
+def test_a_policy_that_runs_fewer_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--parts", "decode", "--policy", "lmdeploy", "--running", "200", "--steps", "1"]) == 1
+    assert "lmdeploy" in capsys.readouterr().err
