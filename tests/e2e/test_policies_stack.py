@@ -66,7 +66,7 @@ def serve(stack: Stack, load: Load, clients: ThreadPoolExecutor) -> list[Any]:
 
 def until_it_runs(stack: Stack, answers: list[Any]) -> None:
     def runs() -> bool:
-        return int(stack.stats().get("running", 0)) > 0 or all(answer.done() for answer in answers)
+        return int(stack.stats().get("running", 0)) > 0 or all_done(answers)
 
     until("the load has come", runs)
 
@@ -182,3 +182,20 @@ def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, loa
         stack.start("scheduler")
         check(answers, load)
         until("the stats tell", lambda: stack.stats()["policy"] == PARTS, 20)
+
+
+def test_a_worker_that_dies_with_kv_in_its_host_tier_loses_no_token(stack: Stack, load: Load) -> None:
+    assert switch("ft-aimd", common(stack), LauncherSettings(), 60).changed
+    with ThreadPoolExecutor(len(load.prompts)) as clients:
+        answers = serve(stack, load, clients)
+        until("some are swapped out", lambda: int(stack.stats()["swapped"]) > 0 or all_done(answers))
+        stack.kill("worker")
+        stack.start("worker")
+        check(answers, load)
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    assert stack.stats()["swapped"] == "0"
+
+
+def all_done(answers: list[Any]) -> bool:
+    return all(answer.done() for answer in answers)
