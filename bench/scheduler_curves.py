@@ -104,17 +104,15 @@ def _scarce(running: int, slots: int, steps: int, setup: Setup) -> Drive:
 def _full(blocks: int, setup: Setup) -> Drive:
     """BLOCKS_RUNNING decode, and all other blocks are cached. A prompt that fills the cache is its own prefix."""
     filler = min(FILLER_TOKENS, blocks // 8 * BLOCK_SIZE)
-    fillers = blocks * BLOCK_SIZE // filler + 1
     ahead = setup.lookahead + 2
-    length = 200 + fillers * ahead + max(setup.samples, _admissions(setup) * (LENGTHS + ahead))
+    length = (
+        200 + (blocks * BLOCK_SIZE // filler + 1) * ahead + max(setup.samples, _admissions(setup) * (LENGTHS + ahead))
+    )
     slots = BLOCKS_RUNNING + ENTERING
-    longest = max(FILLER_TOKENS, BASE_PROMPT + length)
+    longest = max(filler + BLOCK_SIZE, BASE_PROMPT + length)
     drive = Drive(Limits(slots, blocks, BLOCK_SIZE, longest, filler + slots * BASE_PROMPT), setup)
     drive.run([drive.prompt(BASE_PROMPT) for _ in range(BLOCKS_RUNNING)], length)
-    for _ in range(fillers):
-        drive.add(drive.prompt(filler - 1), 1)
-        for _ in drive.steps(ahead):
-            pass
+    drive.fill(filler, 1)
     return drive
 
 

@@ -117,6 +117,15 @@ class Drive:
         if self.running != before + len(prompts):
             raise NotRunningError(f"{self.running} run under this policy where {before + len(prompts)} were to")
 
+    def fill(self, prompt_tokens: int, at_once: int) -> None:
+        """Leaves no block free that nobody runs with: prompts of so many tokens, and one of output, are cached."""
+        cached_at_once = at_once * (prompt_tokens // BLOCK_SIZE)
+        for _ in range(self.core.replicas[0].limits.blocks // cached_at_once + 1):
+            for _ in range(at_once):
+                self.add(self.prompt(prompt_tokens), 1)
+            for _ in self.steps(self.lookahead + 2):
+                pass
+
     def step(self) -> Iteration | None:
         """Plans one iteration and answers the oldest, which is returned; None while none is due an answer."""
         begin = time.perf_counter_ns()

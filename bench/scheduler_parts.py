@@ -77,22 +77,29 @@ def admitting(drive: Drive, entering: int, prompt: int, cached: int, samples: in
                 yield done
 
 
-def _room(running: int, entering: int, setup: Setup) -> Drive:
-    """`running` in steady decode, with slots, blocks and tokens a step for `entering` prompts more, many times."""
-    longest = LONGEST_PROMPT + 500 + (setup.samples + WARM) * (LENGTHS + setup.lookahead + 2)
-    tokens = entering * PROMPT_TOKENS
-    blocks = running * (longest // BLOCK_SIZE + 1) + 4 * tokens // BLOCK_SIZE
-    limits = Limits(running + entering, blocks, BLOCK_SIZE, max(longest, 2 * PROMPT_TOKENS), running + tokens)
+def _room(running: int, setup: Setup, full: bool) -> Drive:
+    """`running` in steady decode, with slots and tokens a step for ENTERING prompts more, many times; and with blocks
+    for all of them, or (`full`) with as many blocks as can be used at once, and those that nobody uses cached."""
+    admissions = setup.samples + WARM
+    longest = LONGEST_PROMPT + 800 + admissions * (LENGTHS + setup.lookahead + 2)
+    share = -(-(PROMPT_TOKENS + LENGTHS) // BLOCK_SIZE)
+    blocks = running * (longest // BLOCK_SIZE + 1) + ENTERING * share * (4 if full else admissions + 4)
+    tokens = running + ENTERING * PROMPT_TOKENS
+    limits = Limits(running + ENTERING, blocks, BLOCK_SIZE, max(longest, 2 * PROMPT_TOKENS), tokens)
     drive = Drive(limits, setup)
     drive.run([drive.prompt(LONGEST_PROMPT) for _ in range(running)], longest)
+    if full:
+        drive.fill(PROMPT_TOKENS, ENTERING)
     return drive
 
 
 def admission(running: int, setup: Setup) -> list[dict[str, Any]]:
-    """An iteration that admits ENTERING prompts of PROMPT_TOKENS with prefix lookup: half of each cached, then none."""
+    """An iteration that admits ENTERING prompts of PROMPT_TOKENS with prefix lookup: half of each cached, or none; and
+    half with a full cache, so that others' blocks are evicted for the rest, which is how a service runs after a while.
+    """
     lines = []
-    for cached in (PROMPT_TOKENS // 2, 0):
-        drive = _room(running, ENTERING, setup)
+    for cached, full in ((PROMPT_TOKENS // 2, False), (0, False), (PROMPT_TOKENS // 2, True)):
+        drive = _room(running, setup, full)
         taken, hits = [], 0
         with Watch() as watch:
             for done in admitting(drive, ENTERING, PROMPT_TOKENS, cached, setup.samples):
@@ -106,6 +113,7 @@ def admission(running: int, setup: Setup) -> list[dict[str, Any]]:
                 "entering": ENTERING,
                 "prompt_tokens": PROMPT_TOKENS,
                 "cached_tokens": round(hits / len(taken) / ENTERING),
+                "evicts": full,
                 **costs(taken, setup.rounds),
                 "goal_us": GOAL_ADMISSION_US,
                 "iterations": len(taken),
@@ -123,7 +131,7 @@ def wire(running: int, setup: Setup) -> list[dict[str, Any]]:
     line = _wire("decode", running, steady(running, setup), None, setup)
     line["goal_us"] = GOAL_WIRE_US
     few = setup.fewer()
-    return [line, _wire("admission", running, _room(running, ENTERING, few), PROMPT_TOKENS // 2, few)]
+    return [line, _wire("admission", running, _room(running, few, False), PROMPT_TOKENS // 2, few)]
 
 
 def _wire(case: str, running: int, drive: Drive, cached: int | None, setup: Setup) -> dict[str, Any]:

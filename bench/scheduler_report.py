@@ -19,7 +19,13 @@ def show(found: Line) -> None:
         columns = [_plain("running"), *_COSTS, _GOAL, _RATIO, ("protobuf", _pair("wire_us"))]
         _table(console, "Steady decode", columns, found["results"])
     if "admission" in found:
-        about = [_plain("running"), _plain("entering"), _plain("prompt_tokens"), _plain("cached_tokens")]
+        about = [
+            _plain("running"),
+            _plain("entering"),
+            _plain("prompt_tokens"),
+            _plain("cached_tokens"),
+            _plain("evicts"),
+        ]
         _table(console, "An iteration in which prompts enter", [*about, *_COSTS, _GOAL], found["admission"])
     if "wire" in found:
         names = ("plan", "apply", "encode", "parse", "stats", "batch", "resp", "total")
@@ -40,7 +46,11 @@ def _table(console: Console, title: str, columns: list[Column], lines: list[Line
 
 
 def _plain(name: str) -> Column:
-    return name.replace("_", " "), lambda line: f"{line[name]:,}" if isinstance(line[name], int) else line[name]
+    return name.replace("_", " "), lambda line: _shown(line[name])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).lower()
 
 
 def _pair(name: str) -> Callable[[Line], str]:

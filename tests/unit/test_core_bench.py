@@ -50,12 +50,13 @@ def test_goals_stand_beside_the_counts_that_have_one(capsys: pytest.CaptureFixtu
 def test_admission_is_measured_with_half_of_each_prompt_cached_and_with_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    half, none = printed(capsys, "--quick", "--parts", "admission")["admission"]
-    for line in (half, none):
+    half, none, full = printed(capsys, "--quick", "--parts", "admission")["admission"]
+    assert [line["evicts"] for line in (half, none, full)] == [False, False, True]
+    for line in (half, none, full):
         assert (line["entering"], line["prompt_tokens"], line["goal_us"]) == (16, 1000, 400)
         assert line["iterations"] == 5
         hold_figures(line, *COSTS)
-    assert half["cached_tokens"] == 500 // 16 * 16  # whole blocks only
+    assert half["cached_tokens"] == full["cached_tokens"] == 500 // 16 * 16  # whole blocks only
     assert none["cached_tokens"] == 0
 
 
@@ -104,6 +105,16 @@ def test_tables_name_the_goals(capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert title in out
     for goal in ("60", "400", "300", "(<= 4)"):
         assert goal in out
+
+
+def test_a_cache_that_was_filled_leaves_hardly_a_block_free() -> None:
+    drive = Drive(Limits(6, 400, 16, 1024, 2048), Setup())
+    drive.run([drive.prompt(20)], 500)
+    assert drive.core.stats()["blocks_free"] > 390
+    drive.fill(320, 4)
+    assert drive.core.stats()["blocks_cached"] > 350
+    assert drive.core.stats()["blocks_free"] < 40
+    assert drive.running == 1
 
 
 def test_figures_are_medians_over_the_rounds_with_the_best_round_beside_them() -> None:
