@@ -36,7 +36,7 @@ from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
-WATCH_S = 0.1
+WATCH_S = 0.05
 STRANDED_S = 10.0
 AVOID_S = 5.0
 """A worker whose link was lost is taken again at once only if there is no other."""

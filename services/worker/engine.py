@@ -258,11 +258,15 @@ class Engine:
     def _write_log(self, result: worker_pb2.Result, chunks: Chunks) -> None:
         if self._step_log is None:
             return
+        one = chunks.lengths == 1
+        starts, lengths = chunks.starts[~one].astype(np.int64), chunks.lengths[~one]
         line = {
             "epoch": result.epoch,
             "step": result.id,
             "sequences": len(chunks.slots),
             "tokens": int(chunks.lengths.sum()),
+            "decode_context": int(chunks.starts[one].sum()),
+            "prefill_context": float((lengths * (starts + (lengths + 1) / 2)).sum()),
             "sampled": len(result.slots) // 4,
             "errors": len(result.errors),
             "queued_us": result.timings.queued_ns // 1000,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -176,7 +177,10 @@ def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) ->
     driver.enter(0, reference.prompts[0])
     driver.run(0, 3)
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
-    assert len(lines) == 3 and f'"tokens":{len(reference.prompts[0])}' in lines[0]
+    prompt = len(reference.prompts[0])
+    assert len(lines) == 3 and f'"tokens":{prompt}' in lines[0]
+    found = [(line["decode_context"], line["prefill_context"]) for line in map(json.loads, lines)]
+    assert found == [(0, prompt * (prompt + 1) / 2), (prompt, 0), (prompt + 1, 0)]
     with pytest.raises(ConfigurationError, match="--step-log"):
         make_engine(reference.path, step_log=tmp_path / "no" / "such" / "place")
 
