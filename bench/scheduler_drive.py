@@ -103,12 +103,15 @@ class Drive:
 
     def run(self, prompts: Sequence[Int32], max_tokens: int) -> None:
         """Until all of these decode and have for a while. Raises NotRunningError when the policy does not let them."""
-        waves, before = min(WAVES, len(prompts)), self.running
+        before, steps = self.running, 0
+        self.add(prompts[0], max_tokens)
+        for _ in range(SETTLED):  # alone, until the policy knows how long steps take
+            self.step()
+        waves = min(WAVES, len(prompts) - 1)
         for wave in range(waves):
-            for prompt in prompts[wave::waves]:
+            for prompt in prompts[1 + wave :: waves]:
                 self.add(prompt, max_tokens)
             self.step()
-        steps = 0
         while steps < PATIENCE and self.core.stats()["queued_tokens"]:
             self.step()
             steps += 1
