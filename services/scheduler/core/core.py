@@ -323,14 +323,15 @@ class Core:
         record.left -= 1
         if record.left:
             return
-        request = record.request
-        self._forget(record)
         finishes = [s.finish for s in record.sequences]
         self._ended[max(finishes)] += 1
-        out.ended.append(FinishedRequest(request, [s.outputs for s in record.sequences], finishes, record.error))
+        outputs = [s.outputs for s in record.sequences]
+        out.ended.append(FinishedRequest(record.request, outputs, finishes, record.error))
+        self._forget(record)
 
     def _forget(self, record: Record) -> None:
         del self._records[record.request.id]
+        record.sequences.clear()  # they refer to the record: the garbage collector alone would free them
         self._names.give(record.gateway)
         self._names.give(record.tenant)
         if len(self._deadlines) > 2 * len(self._records) + 64:
