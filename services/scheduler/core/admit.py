@@ -135,6 +135,7 @@ class Admission:
         room = min(free, draft.seats, joins)
         if free <= 0:
             self._refuse(replica, head, 0)
+        again = replica.refusal is not None
         if room <= 0 or draft.left <= 0 or self._still_refused(replica, head):
             return
         self._budget(replica, draft, now_ns)
@@ -143,7 +144,9 @@ class Admission:
         if draft.beneficiary is not None:
             room = 1
         while room > 0 and draft.left > 0:  # again where some need less than it seemed, or are judged by other rules
-            candidates = self._candidates(replica, draft, room, now_ns)
+            # Where the head was refused before, he alone is asked first: most often he is refused again.
+            candidates = self._candidates(replica, draft, 1 if again else room, now_ns)
+            again = False
             entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
             if not entered or entered < len(candidates):
                 break

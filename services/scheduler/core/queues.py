@@ -20,7 +20,7 @@ from services.scheduler.core.table import Int64
 CLASSES = 4
 LOOKED_AT = 128  # above so many waiting, prefixes are not looked at (SGLang)
 LATE_EVERY = 8  # admissions of which one is of the late
-MOVED = 32  # sequences that one head() moves to the late at most
+MOVED = 32  # sequences that are moved to the late in one moment at most
 EMPTY = 1 << 62  # ns, later than anything
 Float64 = npt.NDArray[np.float64]
 Entry = tuple[int, int, int, Sequence]
@@ -126,6 +126,7 @@ class BySlack:
         self._late_first = late_first
         self._begun, self._timely, self._late = Heap(), Heap(), Heap()
         self._heaps = (self._begun, self._timely, self._late)
+        self._moved_ns, self._may_move = -1, MOVED
 
     def __iter__(self) -> Iterator[Sequence]:
         for heap in self._heaps:
@@ -162,14 +163,18 @@ class BySlack:
                 return
 
     def _move(self, now_ns: int) -> Sequence | None:
-        """The first who is in time, after some who are not have been moved to the late."""
-        for _ in range(MOVED):
+        """The first who is in time, after some who are not have been moved to the late, at most so many a moment."""
+        if now_ns != self._moved_ns:
+            self._moved_ns, self._may_move = now_ns, MOVED
+        while True:
             timely = self._timely.first()
             if timely is None or self._timely.key() >= now_ns:
                 return timely
+            if not self._may_move:
+                return None if self._late else timely
+            self._may_move -= 1
             self._timely.remove(timely)
             self._late.push(timely, arrival(timely))
-        return None
 
 
 class ByClass:
