@@ -71,6 +71,13 @@ protos: $(PROTOS) ## generate the protobuf modules
 bench: install-dev ## time the scheduler; `orcinus bench serve` loads a running stack
 	$(PY) -m services.cli bench scheduler $(ARGS)
 
+policies: install-dev ## make the tables of docs/policies.md again (a quarter of an hour)
+	$(PY) -m bench.policies
+	$(PY) -m bench.policies --literature
+
+policies-quick: install-dev ## the same runs in small, written nowhere
+	$(PY) -m bench.policies --quick
+
 doctor: install ## check this machine
 	@$(PY) -m services.cli doctor $(UP_OPTIONS) $(ARGS)
 
@@ -126,4 +133,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench doctor up down compose-test kernels-check demo-model-check clean
+.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick doctor up down compose-test kernels-check demo-model-check clean
