@@ -89,7 +89,7 @@ def literature() -> dict[str, Any]:
 
     tables: list[dict[str, Any]] = []
     for make in TABLES:
-        print(f"T{len(tables) + 1} of {len(TABLES)} ...", file=sys.stderr, flush=True)
+        print(f"table {len(tables) + 1} of {len(TABLES)} ...", file=sys.stderr, flush=True)
         tables.append(make().to_json())
     return {"tables": tables}
 
