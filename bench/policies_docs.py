@@ -39,6 +39,7 @@ def measured_section(results: Row) -> str:
         _intro(results, main[0]),
         *(_goodput(results, head) for head in main),
         _verdict(results, "goodput"),
+        _price(results, main),
         *(_details(results, head) for head in main),
         "### Against static batching",
         _static(results),
@@ -64,7 +65,10 @@ def readme_table(results: Row) -> str:
         for claim in results["claims"]
         if claim["claim"].startswith("goodput")
     ]
-    return table(("trace", "load", "`orcinus`", "best other preset"), [[TITLES[r[0]], *r[1:]] for r in rows])
+    return table(
+        ("trace", "load", "`orcinus`", "best other preset"),
+        [[TITLES[trace], load.removeprefix("load "), *cells] for trace, load, *cells in rows],
+    )
 
 
 def literature_section(results: Row) -> str:
@@ -147,6 +151,23 @@ def _verdict(results: Row, kind: str) -> str:
         if claim["claim"].startswith(kind)
     ]  # fmt: skip
     return table(("claim", "`orcinus`", "best other", "ratio", "at least", ""), body)
+
+
+def _price(results: Row, heads: Sequence[Row]) -> str:
+    """What the goodput costs those who are late anyway, at the highest load of each trace."""
+    costs = []
+    for head in heads:
+        rows = _rows(results, head, head["loads"][-1])
+        late = {row["policy"]: row["ttft_ms"]["p99"] / 1e3 for row in rows}
+        least = min((name for name in late if name != OURS), key=late.__getitem__)
+        costs.append(
+            f"{late[OURS]:.1f} s on the {TITLES[head['trace']]} where the least of the others (`{least}`) has "
+            f"{late[least]:.1f} s"
+        )
+    return (
+        "Its price under overload: a request that can no longer be in time lets those go first that can, so the last "
+        f"wait longer. At a load of {heads[0]['loads'][-1]:g} the P99 TTFT of `orcinus` is {', and '.join(costs)}."
+    )
 
 
 def _figures(row: Row) -> list[str]:

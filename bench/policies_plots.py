@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from bench.policies_claims import OURS
 from bench.policies_docs import TITLES
@@ -42,15 +43,15 @@ def _look(policy: str, number: int) -> dict[str, Any]:
 def _goodput(results: dict[str, Any], head: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
+    rows = [row for row in results["rows"] if (row["study"], row["trace"]) == ("main", head["trace"])]
     for number, policy in enumerate(head["policies"]):
-        rows = [row for row in results["rows"] if (row["study"], row["trace"]) == ("main", head["trace"])]
         line = [(row["load"], row["goodput_rps"]) for row in rows if row["policy"] == policy]
         axes.plot(*zip(*line, strict=True), label=policy, **_look(policy, number))
     rate = head["saturation_rps"]
     axes.plot(
         head["loads"], [load * rate for load in head["loads"]], color="0.6", linestyle=":", label="all that arrive"
     )
-    axes.set_ylim(bottom=0, top=1.15 * rate)
+    axes.set_ylim(bottom=0, top=1.15 * max(row["goodput_rps"] for row in rows))
     axes.set_title(f"{TITLES[head['trace']]}: requests a second within 2 s and 100 ms")
     axes.set_xlabel(f"load, times {rate:.1f} requests a second")
     _finish(axes, "goodput, requests a second")
@@ -69,6 +70,10 @@ def _static(static: dict[str, Any]) -> Figure:
     axes.axvline(static["limit_ms"], color="0.4", linestyle=":", label="twice the unloaded latency")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter("")
     axes.set_title(f"{TITLES[static['trace']]}: throughput against latency")
     axes.set_xlabel("median normalized latency, ms per output token")
     _finish(axes, "tokens a second, prompts included")
