@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -86,7 +86,9 @@ class IndexTwin(RuleBasedStateMachine):
         self.tables: list[Row] = []
 
     def key(self, salt: bytes, tokens: list[int]) -> int:
-        return int(xxhash.xxh3_64_intdigest(salt + bytes(tokens)) % self.spread)
+        return int(
+            int.from_bytes(hashlib.blake2b(salt + bytes(tokens), digest_size=8).digest(), "little") % self.spread
+        )
 
     def chain(self, salt: bytes, tokens: list[int]) -> list[int]:
         return [self.key(salt, tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]

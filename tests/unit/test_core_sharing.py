@@ -28,10 +28,10 @@ def test_a_prompt_like_one_that_is_being_computed_waits_for_it_and_computes_its_
     h = house("orcinus", block_size=4, step_tokens=16)
     h.add(request("a", 30, 3, seed=1))
     h.add(request("b", 30, 3, seed=1))
-    h.add(request("c", 9, 3, seed=2))
     assert h.step() == {"a": (0, 16)}
-    assert h.step() == {"a": (16, 14)}
-    assert h.step() == {"a": (30, 1), "b": (28, 2), "c": (0, 9)}
+    h.add(request("c", 9, 3, seed=2))
+    assert h.step() == {"a": (16, 14), "c": (0, 2)}
+    assert h.step() == {"a": (30, 1), "b": (28, 2), "c": (2, 7)}
     h.finish()
     assert h.core.stats()["prefix_hit_tokens"] == 28
 

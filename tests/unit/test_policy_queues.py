@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -31,11 +30,18 @@ TOKEN_NS = 50_000
 
 
 class Model:
-    """The waiting in a list, and whatever a brute-force order remembers: who was late once, how many were admitted."""
+    """The waiting in a list, and whatever a brute-force order remembers: who was found late, how many were admitted."""
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
-        self.admitted: Counter[int] = Counter()  # by class
+        self.late: set[Sequence] = set()
+        self.admitted = 0
+
+    def pushed(self, s: Sequence, now: int) -> None:
+        self.waiting.append(s)
+        self.late.discard(s)
+        if start_by(s, 2 * S, TOKEN_NS) < now:
+            self.late.add(s)
 
     def arrivals(self, now: int) -> Sequence:
         return min(self.waiting, key=lambda s: (arrival(s), s.number))
@@ -60,29 +66,31 @@ class Model:
         ratios = {s: (now - arrival(s)) / (s.known * TOKEN_NS) for s in heads.values()}  # less one
         return max((heads[size] for size in sorted(heads)), key=lambda s: ratios[s])
 
-    def slack(self, among: list[Sequence], now: int, late_first: bool, admitted: int) -> Sequence:
+    def slack(self, among: list[Sequence], now: int, weight: int, late_first: bool) -> Sequence:
+        """Late is who stands first of those in time and cannot be in time any more."""
+        fresh = sorted(
+            (s for s in among if not s.outputs.size and s not in self.late),
+            key=lambda s: (start_by(s, 2 * S, -weight * TOKEN_NS), s.number),
+        )
+        while fresh and start_by(fresh[0], 2 * S, TOKEN_NS) < now:
+            self.late.add(fresh.pop(0))
         begun = [s for s in among if s.outputs.size]
-        late = [s for s in among if not s.outputs.size and start_by(s, 2 * S, TOKEN_NS) < now]
-        timely = [s for s in among if s not in begun and s not in late]
+        late = [s for s in among if not s.outputs.size and s in self.late]
         oldest = {"key": lambda s: (arrival(s), s.number)}
         if begun:
             return min(begun, **oldest)
-        if late and (not timely or late_first or admitted % LATE_EVERY == LATE_EVERY - 1):
-            return min(late, **oldest)
-        return min(timely, key=lambda s: (start_by(s, 2 * S, TOKEN_NS), s.number))
+        return min(late, **oldest) if late and (not fresh or late_first) else fresh[0]
 
     def least_slack(self, now: int) -> Sequence:
-        return self.slack(self.waiting, now, True, 0)
+        return self.slack(self.waiting, now, -1, True)
 
     def class_slack(self, now: int) -> Sequence:
-        heads = []
-        for priority in range(4):
-            among = [s for s in self.waiting if s.priority == priority]
-            if among:
-                head = self.slack(among, now, False, self.admitted[priority])
-                late = [s for s in among if not s.outputs.size and start_by(s, 2 * S, TOKEN_NS) < now]
-                oldest = min(late or [head], key=lambda s: (arrival(s), s.number))
-                heads.append(oldest if self.rank(oldest, now)[0] < self.rank(head, now)[0] else head)
+        classes = [[s for s in self.waiting if s.priority == priority] for priority in range(4)]
+        heads = [self.slack(among, now, 4, False) for among in classes if among]
+        held = [s for s in self.waiting if not s.outputs.size and s in self.late]
+        if held and self.admitted % LATE_EVERY == LATE_EVERY - 1:
+            # of one class by number, of the classes the first that has one of that age
+            return min(held, key=lambda s: (arrival(s), s.priority, s.number))
         return min(heads, key=lambda s: self.rank(s, now))
 
     @staticmethod
@@ -126,7 +134,7 @@ def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(
     def push(sequence: Sequence) -> None:
         sequence.state = State.WAITING
         queue.push(sequence, now)
-        model.waiting.append(sequence)
+        model.pushed(sequence, now)
 
     for number, (kind, *values) in enumerate(events):
         at = int(values[0])  # type: ignore[call-overload]
@@ -156,11 +164,11 @@ def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(
             assert sequence is not None
             queue.pop(sequence)
             model.waiting.remove(sequence)
-            model.admitted[sequence.priority] += 1
             if kind == "back":
                 queue.push(sequence, now)
-                model.waiting.append(sequence)
+                model.pushed(sequence, now)
             else:
+                model.admitted += 1
                 sequence.state = State.RUNNING
                 running.append(sequence)
         assert queue.head(now) is (best(model, now) if model.waiting else None)

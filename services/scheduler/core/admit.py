@@ -147,18 +147,21 @@ class Admission:
             # Where the head was refused before, he alone is asked first: most often he is refused again.
             candidates = self._candidates(replica, draft, 1 if again else room, now_ns)
             again = False
+            if candidates is None:
+                break
             entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
-            if not entered or entered < len(candidates):
+            if entered < len(candidates):
                 break
             room -= entered
 
-    def _budget(self, replica: Replica, draft: Draft, now_ns: int) -> None:
-        """`left` becomes what the policy leaves for prompts beside the decodes; asked once a step."""
-        if not draft.budgeted:
+    def _budget(self, replica: Replica, draft: Draft, now_ns: int, depth: int = 0) -> None:
+        """`left` becomes what the policy leaves for prompts beside the decodes; asked once a step, and again for
+        prompts that enter with so many tokens cached."""
+        if depth or not draft.budgeted:
             draft.budgeted = True
             shared = self._shared
-            budget = shared.policy.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens)
-            draft.left = min(draft.left, budget - draft.slots.size)
+            budget = shared.policy.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens, depth)
+            draft.left = min(draft.left, budget - draft.slots.size - draft.prefill)
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
         """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
@@ -175,8 +178,9 @@ class Admission:
         again = self._shared.counters.iteration + LOOK_AGAIN
         replica.refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
 
-    def _candidates(self, replica: Replica, draft: Draft, room: int, now_ns: int) -> list[Candidate]:
-        """The first of the waiting, at most `room` and about as many as the budget takes; they are popped."""
+    def _candidates(self, replica: Replica, draft: Draft, room: int, now_ns: int) -> list[Candidate] | None:
+        """The first of the waiting, at most `room` and about as many as the budget takes; they are popped. None if
+        nobody may be asked, an empty list if all were set aside."""
         placer = self._shared.placer
         taken: list[Sequence] = []
         spent = 0
@@ -193,6 +197,8 @@ class Admission:
             spent += 0 if sequence.swapped else max(sequence.known - sequence.hits, 1)
             if sequence.pinned:
                 break
+        if not taken:
+            return None
         if replica.sharing is None:
             return [Candidate(sequence, NO_HIT) for sequence in taken]
         return self._look_up(replica, replica.sharing, draft, taken, now_ns)
@@ -238,6 +244,8 @@ class Admission:
         shared = self._shared
         found = Found.of(candidates)
         entrants = self._entrants(replica, candidates, found)
+        if depth := int(entrants.cached.max()):  # attention reads what is cached too
+            self._budget(replica, draft, now_ns, depth)
         if candidates[0].sequence.pinned:
             promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:

@@ -93,8 +93,9 @@ class Tokens(Protocol):
     def most(self, replica: Replica, step_tokens: int) -> int:
         """Bound of a step, decodes included, at least 1; `step_tokens` is the operator's setting, 0 for none."""
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
-        """Tokens of a step that runs the decodes of these slots and has prompts to add; at most most().
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+        """Tokens of a step that runs the decodes of these slots and has prompts to add; at most most(). `depth`: most
+        tokens that lie cached before the chunk of a prompt that enters.
 
         May leave nothing for prompts, but a policy must not do so for ever.
         """

@@ -94,7 +94,8 @@ class Keyed:
     def head(self, now_ns: int) -> Sequence | None:
         return self._heap.first()
 
-    def held_back(self) -> Sequence | None:
+    def held_back(self, now_ns: int) -> Sequence | None:
+        """Nobody waits behind later ones."""
         return None
 
     def pop(self, sequence: Sequence) -> None:
@@ -114,15 +115,17 @@ def arrival(sequence: Sequence) -> int:
 
 
 class BySlack:
-    """Least slack first: by start_by(sequence), the last moment at which its prefill may begin, which is a fixed key.
+    """By key(sequence), which is fixed; start_by(sequence) is the last moment at which its prefill may begin.
 
     Those who can no more make it are late: with `late_first` they go before all others; else they are served when
     nobody in time waits. The late stand by arrival, and so do those who have outputs already (preempted ones), before
     everybody: their first token is out.
     """
 
-    def __init__(self, start_by: Callable[[Sequence], int], late_first: bool = False) -> None:
-        self._start_by = start_by
+    def __init__(
+        self, start_by: Callable[[Sequence], int], key: Callable[[Sequence], int], late_first: bool = False
+    ) -> None:
+        self._start_by, self._key = start_by, key
         self._late_first = late_first
         self._begun, self._timely, self._late = Heap(), Heap(), Heap()
         self._heaps = (self._begun, self._timely, self._late)
@@ -135,10 +138,10 @@ class BySlack:
     def push(self, sequence: Sequence, now_ns: int) -> None:
         if sequence.outputs.size:
             self._begun.push(sequence, arrival(sequence))
-        elif (start_by := self._start_by(sequence)) < now_ns:
+        elif self._start_by(sequence) < now_ns:
             self._late.push(sequence, arrival(sequence))
         else:
-            self._timely.push(sequence, start_by)
+            self._timely.push(sequence, self._key(sequence))
 
     def __bool__(self) -> bool:
         return bool(self._timely or self._late or self._begun)
@@ -150,8 +153,9 @@ class BySlack:
             return begun or late
         return begun or timely
 
-    def held_back(self) -> Sequence | None:
+    def held_back(self, now_ns: int) -> Sequence | None:
         """The first of the late, who may have waited longer than the head."""
+        self._move(now_ns)
         return self._late.first()
 
     def pop(self, sequence: Sequence) -> None:
@@ -168,7 +172,7 @@ class BySlack:
             self._moved_ns, self._may_move = now_ns, MOVED
         while True:
             timely = self._timely.first()
-            if timely is None or self._timely.key() >= now_ns:
+            if timely is None or self._start_by(timely) >= now_ns:
                 return timely
             if not self._may_move:
                 return None if self._late else timely
@@ -207,7 +211,7 @@ class ByClass:
             self._now_ns = now_ns
             self._out.clear()
         if self._admitted % LATE_EVERY == LATE_EVERY - 1:
-            held = [late for queue in self._queues if (late := queue.held_back()) is not None]
+            held = [late for queue in self._queues if queue and (late := queue.held_back(now_ns)) is not None]
             if held:
                 return min(held, key=arrival)
         best, rank = None, (CLASSES, 0, 0)

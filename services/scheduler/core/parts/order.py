@@ -16,6 +16,7 @@ from services.scheduler.core.types import Int32
 AGE_NS = 10_000_000_000  # of waiting lift a sequence by one class
 TTFT_NS = 2_000_000_000  # limit of a request that gives none
 TBT_NS = 100_000_000
+WEIGHT = 4  # times its predicted prefill that a prompt stands behind; of 0, 1 and 4 the best on both traces
 USED = 0.85  # of a TTFT limit; under overload all start when they just can, and the rest is for what was forecast wrong
 TOKEN_NS = 50_000  # of prefill predicted for a token: 20,000 tokens a second
 
@@ -66,8 +67,8 @@ class ClassThenArrival:
 
 
 class ClassThenSlack:
-    """By class with ageing, then least slack: time left to the TTFT limit less the predicted prefill, for the running
-    that decode time left to the TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack)."""
+    """By class with ageing, then by TTFT limit, long prompts behind those whose limits come a little later; the running
+    that decode by TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack)."""
 
     swapped_first = False
     counts = False
@@ -77,19 +78,23 @@ class ClassThenSlack:
         self._age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
 
     def queue(self) -> Queue:
-        return ByClass(lambda: BySlack(self._start_by), self._age_ns)
+        return ByClass(lambda: BySlack(self._start_by, self._key), self._age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         lifted = _lifted(table, slots, now_ns, self._age_ns)
-        due = _due(table, slots, self._ttft_ns, TBT_NS, self._token_ns)
-        late = (due < now_ns) & (table.applied[slots] <= table.prompt[slots])
-        return slots[np.lexsort((table.number[slots], np.where(late, table.arrived[slots], due), late, lifted))]
+        start_by = _due(table, slots, self._ttft_ns, TBT_NS, self._token_ns)
+        key = _due(table, slots, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
+        late = (start_by < now_ns) & (table.applied[slots] <= table.prompt[slots])
+        return slots[np.lexsort((table.number[slots], np.where(late, table.arrived[slots], key), late, lifted))]
 
     def served(self, tenants: Int32, tokens: Int32) -> None:
         pass
 
     def _start_by(self, sequence: Sequence) -> int:
         return start_by(sequence, self._ttft_ns, self._token_ns)
+
+    def _key(self, sequence: Sequence) -> int:
+        return start_by(sequence, self._ttft_ns, -WEIGHT * self._token_ns)
 
 
 class LeastSlack:
@@ -104,7 +109,10 @@ class LeastSlack:
         self._ttft_ns, self._token_ns = ttft_ns, token_ns
 
     def queue(self) -> Queue:
-        return BySlack(lambda sequence: start_by(sequence, self._ttft_ns, self._token_ns), late_first=True)
+        def slack(sequence: Sequence) -> int:
+            return start_by(sequence, self._ttft_ns, self._token_ns)
+
+        return BySlack(slack, slack, late_first=True)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         slack = np.maximum(_due(table, slots, self._ttft_ns, TBT_NS, self._token_ns) - now_ns, 1)

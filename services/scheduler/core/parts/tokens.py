@@ -21,7 +21,7 @@ class Unlimited:
     def most(self, replica: Replica, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         return at_most(replica, step_tokens)
 
 
@@ -34,7 +34,7 @@ class Fixed:
     def most(self, replica: Replica, step_tokens: int) -> int:
         return at_most(replica, step_tokens or self._tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         return at_most(replica, step_tokens or self._tokens)
 
 
@@ -49,7 +49,7 @@ class EmaBudget:
     def most(self, replica: Replica, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         most, count = at_most(replica, step_tokens), decodes.size
         if not count:
             return most
@@ -70,7 +70,7 @@ class ModelBudget:
     def most(self, replica: Replica, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int) -> int:
+    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
         if not count:
             return most
@@ -80,15 +80,16 @@ class ModelBudget:
         limits = table.tbt_slo_ns[rows]
         context = int(table.planned[rows].sum())
         target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min())
-        prompts = self._fits(replica, target_ns, count, context)
+        depth = max(depth, deepest(replica))
+        prompts = self._fits(replica, target_ns, count, context, depth)
         if prompts < ALIGN:
             strict_ns = tightest(replica, decodes)
-            prompts = min(self._fits(replica, strict_ns, count, context), ALIGN) if strict_ns else ALIGN
+            prompts = min(self._fits(replica, strict_ns, count, context, depth), ALIGN) if strict_ns else ALIGN
         return min(count + self._starved.feed(prompts), most)
 
-    def _fits(self, replica: Replica, limit_ns: int, decodes: int, context: int) -> int:
+    def _fits(self, replica: Replica, limit_ns: int, decodes: int, context: int, depth: int) -> int:
         """Tokens of prompts beside the decodes."""
-        largest = replica.model.largest(limit_ns * self._safety, decodes, context, deepest(replica))
+        largest = replica.model.largest(limit_ns * self._safety, decodes, context, depth)
         return max(largest - decodes, 0)
 
 

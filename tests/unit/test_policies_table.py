@@ -1,0 +1,122 @@
+"""The measured tables: the page says what the committed results say, and their claims follow from their rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import policies, policies_static
+from bench.policies_claims import claims
+from bench.policies_docs import literature_section, measured_section, readme_table, replaced
+from bench.policies_runs import LOADS, Study, replica, run_studies, studies
+from bench.simulator import literature_chunks
+from bench.simulator.arrivals import CHAT, TRACES, Spec, build
+from bench.simulator.jobs import Finished, Job, run_job
+from services.scheduler.core.presets import PRESETS
+
+MEASURED = json.loads(policies.RESULT.read_text())
+LITERATURE = json.loads(policies.LITERATURE.read_text())
+
+
+def test_the_page_and_the_readme_say_what_the_committed_results_say() -> None:
+    page, readme = policies.PAGE.read_text(), policies.README.read_text()
+    remedy = "run `python -m bench.policies --docs`"
+    assert replaced(page, "measured", measured_section(MEASURED)) == page, remedy
+    assert replaced(page, "literature", literature_section(LITERATURE)) == page, remedy
+    assert replaced(readme, "measured", readme_table(MEASURED)) == readme, remedy
+
+
+def test_the_committed_claims_follow_from_the_committed_rows() -> None:
+    assert claims(MEASURED) == MEASURED["claims"]
+    assert len(MEASURED["claims"]) == 2 * len(LOADS) + 2
+
+
+def test_every_preset_was_run_over_both_traces_at_every_load() -> None:
+    """And every request of every run finished."""
+    runs = {(row["trace"], row["load"], row["policy"]) for row in MEASURED["rows"] if row["study"] == "main"}
+    traces = [path.stem for path in TRACES.glob("*.csv")]
+    assert runs == {(trace, load, policy) for trace in traces for load in LOADS for policy in PRESETS}
+    assert all(row["finished"] == row["requests"] >= 1_000 for row in MEASURED["rows"])
+
+
+def test_a_claim_is_missed_from_two_percent_below_the_best() -> None:
+    changed = copy.deepcopy(MEASURED)
+    rows = [
+        row for row in changed["rows"] if (row["study"], row["trace"], row["load"]) == ("main", CHAT.stem, LOADS[0])
+    ]
+    for row in rows:
+        row["goodput_rps"] = {"orcinus": 9.8, "tgi": 10.0}.get(row["policy"], 1.0)
+    claim = claims(changed)[0]
+    assert (claim["who"], claim["ratio"], claim["holds"]) == ("tgi", 0.98, True)
+    next(row for row in rows if row["policy"] == "tgi")["goodput_rps"] = 10.01
+    assert not claims(changed)[0]["holds"]
+
+
+def test_static_counts_with_its_best_batch_size_in_each_claim() -> None:
+    changed = copy.deepcopy(MEASURED)
+    for number, one in enumerate(changed["static"]["policies"]):
+        one["saturation"]["throughput_tok_s"] = [19.0, 8.0, 10.0][min(number, 2)]
+        one["crossing"] = {"throughput_tok_s": [50.0, 5.0][number]} if number < 2 else None
+    latency, saturation = claims(changed)[-2:]
+    assert (latency["ratio"], latency["holds"]) == (10.0, True)
+    assert (saturation["ratio"], saturation["holds"]) == (1.9, False)
+
+
+def test_the_rate_at_the_limit_is_found_between_two_points_of_the_curve() -> None:
+    """Latency = 10 / (1 - rate / 8): 20 ms at a rate of 4, and never over 20 at a capacity of 100."""
+    capacity = {"small": 8.0, "large": 100.0, "none": 0.5}
+
+    def point(name: str, rate: float) -> dict[str, Any]:
+        free = 1 - rate / capacity[name]
+        return {"offered_rps": rate, "normalized_ms": 10 / free if free > 0 else 1e9, "throughput_tok_s": rate}
+
+    curves = [[point(name, rate) for rate in (1.0, 3.0, 7.0)] for name in capacity]
+    found = policies_static._crossings(
+        list(capacity), curves, 20.0, 1.01, lambda tries: [point(name, rate) for name, rate in tries]
+    )
+    assert found[0] is not None and 4 / 1.01 <= found[0]["offered_rps"] <= 4
+    assert found[1] is not None and found[1]["offered_rps"] == 7.0
+    assert found[2] is None
+
+
+def test_a_load_is_a_multiple_of_what_orca_reaches_with_the_same_requests() -> None:
+    study = Study("main", Spec(trace=CHAT, requests=60), replica(), (0.5, 2.0), ("orca", "orcinus"))
+    jobs: list[Job] = []
+
+    def run(wanted: list[Job]) -> list[Finished]:
+        jobs.extend(wanted)
+        return [run_job(job) for job in wanted]
+
+    (head,), rows = run_studies([study], run)
+    at_once = run_job(Job("orca", replace(study.spec, at_once=True), study.setup, jobs[0].clock)).result
+    assert head["saturation_rps"] == at_once["request_rps"]
+    assert [(row["load"], row["policy"]) for row in rows] == [
+        (load, policy) for load in (0.5, 2.0) for policy in ("orca", "orcinus")
+    ]
+    for job, row in zip(jobs[1:], rows, strict=True):
+        arrived = build(job.spec).arrived_ns / 1e9
+        assert 59 / (arrived[-1] - arrived[0]) == pytest.approx(row["load"] * head["saturation_rps"], rel=1e-6)
+
+
+def test_the_quick_form_runs_the_same_studies() -> None:
+    assert [(one.name, one.trace, one.policies) for one in studies(True)] == [
+        (one.name, one.trace, one.policies) for one in studies(False)
+    ]
+
+
+def test_a_page_without_the_section_is_an_error() -> None:
+    with pytest.raises(ValueError, match="0 sections"):
+        replaced("no markers", "measured", "text")
+
+
+def test_the_second_table_five_has_the_lengths_of_the_chat_trace() -> None:
+    work = literature_chunks.chat_workload()
+    count = literature_chunks.USERS * literature_chunks.EACH
+    wanted = np.loadtxt(CHAT, delimiter=",", skiprows=1, max_rows=count, usecols=(1, 2), dtype=np.int64)
+    assert np.array_equal(np.stack([work.prompt, work.output], axis=1), wanted)
+    assert np.array_equal(work.max_tokens, work.output)
