@@ -17,7 +17,7 @@ from services.scheduler.core.policy import Entrants, Pace
 from services.scheduler.core.queues import LOOKED_AT
 from services.scheduler.core.replica import Refusal, Replica
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.sharing import Hit, Sharing
+from services.scheduler.core.sharing import MOST_ASIDE, Hit, Sharing
 from services.scheduler.core.table import Int64
 from services.scheduler.core.types import EMPTY, Enter, Int32
 
@@ -147,7 +147,7 @@ class Admission:
             # Where the head was refused before, he alone is asked first: most often he is refused again.
             candidates = self._candidates(replica, draft, 1 if again else room, now_ns)
             again = False
-            if candidates is None:
+            if candidates is None or draft.aside > MOST_ASIDE:
                 break
             entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
             if entered < len(candidates):
@@ -209,7 +209,7 @@ class Admission:
         """What is cached for each; those whose next blocks somebody computes now are set aside until they are there."""
         hits = sharing.find(taken)
         candidates: list[Candidate] = []
-        starting: dict[int, int] = {}  # key of the first block to compute -> number of who starts it in this step
+        starting: set[int] = set()  # keys of the first blocks to compute of those who start in this step
         for sequence, hit in zip(taken, hits, strict=True):
             if sequence.swapped:
                 candidates.append(Candidate(sequence, Hit(EMPTY, EMPTY, sharing.root(sequence))))
@@ -217,17 +217,19 @@ class Admission:
             blocks = hit.gpu.size + hit.host.size
             owner = sharing.owner_of(sequence, blocks)
             if owner >= 0:
+                draft.aside += 1
                 until = now_ns + self._prefill_ns(replica, draft, owner)
                 sharing.wait(sequence, owner, until)
                 self._shared.placer.aside(sequence)
                 continue
             key = sharing.next_key(sequence, blocks)
-            if key and key in starting:  # looks again when the first has its slot
+            if key in starting:  # looks again when the first has its slot
+                draft.aside += 1
                 sharing.ready.append(sequence)
                 self._shared.placer.aside(sequence)
                 continue
             if key:
-                starting[key] = sequence.number
+                starting.add(key)
             candidates.append(Candidate(sequence, hit))
         return candidates
 

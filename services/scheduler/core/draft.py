@@ -37,6 +37,7 @@ class Draft:
     prefill_context: float = 0.0
     prompts: bool = False  # some that run have more than one token to go
     budgeted: bool = False  # `left` is what the policy leaves for prompts
+    aside: int = 0  # who were set aside for a prefix that others compute
     preempted: int = 0
     beneficiary: Sequence | None = None  # for whom was preempted; nobody else enters then
 

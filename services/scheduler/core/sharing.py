@@ -18,6 +18,7 @@ from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32
 
 LEAST_SHARED_BLOCKS = 2  # for fewer nobody waits
+MOST_ASIDE = 256  # that wait for one owner; they all come back at once
 
 
 @dataclass(slots=True)
@@ -103,11 +104,11 @@ class Sharing:
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
-        follow; -1 if there is none, or if it is of a lower class and so may take long."""
+        follow; -1 if there is none, it is of a lower class and so may take long, or enough wait for it already."""
         if sequence.keys.size - blocks < LEAST_SHARED_BLOCKS:
             return -1
         owner = self._computing.get(int(sequence.keys[blocks]))
-        if owner is None or self._table.priority[owner.slot] > sequence.priority:
+        if owner is None or self._table.priority[owner.slot] > sequence.priority or len(owner.waiting) >= MOST_ASIDE:
             return -1
         theirs = self._table.sequence[owner.slot].keys
         end = blocks + LEAST_SHARED_BLOCKS
