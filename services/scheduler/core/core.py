@@ -113,10 +113,11 @@ class Core:
             sequence.unanswered, sequence.lost = 0, lost_tokens
             self._pending.checkpoint(sequence)
             self._placer.push(sequence, now_ns)
-        for sequence in self._placer:
+        for sequence in [s for record in self._records.values() for s in record.sequences]:
             if sequence.swapped and sequence.replica == replica:
                 sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
-                self._placer.unswapped()
+                if sequence.state is State.WAITING:
+                    self._placer.unswapped()
         if lost.sharing is not None:
             for sequence in lost.sharing.ready:
                 self._placer.back(sequence, now_ns)

@@ -69,7 +69,7 @@ class Results:
                 if slot in replica.departed:
                     replica.settle(slot, step.id)
         if step.ends.size and replica.sharing is not None:
-            self._filled(replica, step)
+            self._filled(replica, step, [e[0] for e in result.errors])
         columns = self._tokens(replica, step, slots, tokens, logprobs, now_ns, out) if slots.size else None
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
@@ -86,11 +86,11 @@ class Results:
             replica.swap_time.observe(result.swap_out_acks.size + result.swap_in_acks.size, result.swap_ns)
 
     @staticmethod
-    def _filled(replica: Replica, step: InFlight) -> None:
+    def _filled(replica: Replica, step: InFlight, failed: list[int]) -> None:
         """The KV of the step's prompt chunks is there: others may share its blocks."""
         table = replica.table
         chunks = step.slots[step.decodes :]
-        live = table.since[chunks] <= step.id
+        live = (table.since[chunks] <= step.id) & ~np.isin(chunks, failed)
         slots, ends = chunks[live], step.ends[live]
         table.filled[slots] = ends
         if slots.size and replica.sharing is not None:
@@ -201,12 +201,13 @@ class Results:
     ) -> None:
         """A token for a sequence that has lost its slot: applied and published if it was preempted, else dropped."""
         sequence = replica.owner(slot, step.id)
-        if sequence is None or sequence.state is not State.WAITING:
+        if sequence is None or sequence.state not in (State.WAITING, State.PARKED):
             return
         sequence.outputs = np.append(sequence.outputs, np.int32(token))
         wait_ns = now_ns - (sequence.last_token_ns or sequence.record.arrived_ns)
         sequence.last_token_ns = now_ns
-        self._placer.grew(1)
+        if sequence.state is State.WAITING:
+            self._placer.grew(1)
         self.tokens_total += 1
         finish = sequence.verdict(sequence.longest(replica.limits))
         if finish is not Finish.RUNNING:
