@@ -147,7 +147,7 @@ def test_orcinus_serves_classes_in_order_and_arrival_within_a_class() -> None:
 
 
 def test_a_low_request_is_served_under_an_endless_stream_of_higher_ones() -> None:
-    """It is late after 2 s, and every eighth admission is of the longest waiting of the late."""
+    """It is late after 2 s, and every 32nd admission is of the longest waiting of the late, whoever else waits."""
     h = house("orcinus", slots=1)
     h.add(request("low", 2, 1, seed=1, priority=3))
     served = []
@@ -157,7 +157,7 @@ def test_a_low_request_is_served_under_an_endless_stream_of_higher_ones() -> Non
         h.now += 990 * MS
         if "low" in served:
             break
-    assert served[-1] == "low" and len(served) == 8
+    assert served[-1] == "low" and 30 <= len(served) <= 32
 
 
 def test_first_come_ignores_classes() -> None:

@@ -88,7 +88,8 @@ class Model:
         classes = [[s for s in self.waiting if s.priority == priority] for priority in range(4)]
         heads = [self.slack(among, now, 4, False) for among in classes if among]
         held = [s for s in self.waiting if not s.outputs.size and s in self.late]
-        if held and self.admitted % LATE_EVERY == LATE_EVERY - 1:
+        urgent = any(s.priority <= 1 for s in self.waiting)
+        if held and self.admitted % (4 * LATE_EVERY if urgent else LATE_EVERY) == (4 if urgent else 1) * LATE_EVERY - 1:
             # of one class by number, of the classes the first that has one of that age
             return min(held, key=lambda s: (arrival(s), s.priority, s.number))
         return min(heads, key=lambda s: self.rank(s, now))
@@ -196,18 +197,18 @@ def test_who_has_outputs_already_goes_before_all_who_wait_for_their_first_token(
     assert queue.head(100 * S).number == 2
 
 
-def test_every_eighth_admission_is_of_the_longest_waiting_of_the_late_of_any_class() -> None:
+def test_every_32nd_admission_is_of_the_longest_waiting_of_the_late_while_urgent_ones_wait() -> None:
     queue = ClassThenSlack().queue()
     queue.push(waiting(0, 0, priority=3), 0)
     served = []
-    for second in range(16):
+    for second in range(64):
         now = second * S
         queue.push(waiting(100 + second, now, priority=3), now)
         queue.push(waiting(200 + second, now, priority=1), now)
         served.append(queue.head(now))
         queue.pop(served[-1])
-    assert [i for i, sequence in enumerate(served) if sequence.priority == 3] == [7, 15]
-    assert [served[7].number, served[15].number] == [0, 100]
+    assert [i for i, sequence in enumerate(served) if sequence.priority == 3] == [31, 63]
+    assert [served[31].number, served[63].number] == [0, 100]
 
 
 def test_above_128_waiting_prefixes_are_not_looked_at() -> None:

@@ -1,4 +1,4 @@
-"""The prefill pass (further chunks of prompts that run) and the admission pass (the waiting enter).
+"""The admission pass: the waiting enter.
 
 Called by passes.py after the decodes. Candidates are looked up, judged and entered together: a few vector operations
 for all of them, and Python only per sequence that enters or is put aside.
@@ -14,13 +14,15 @@ from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import HIGH, Guard
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.policy import Entrants, Pace
+from services.scheduler.core.prompts import LOWEST, Prompts
 from services.scheduler.core.queues import LOOKED_AT
 from services.scheduler.core.replica import Refusal, Replica
-from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.sharing import MOST_ASIDE, Hit, Sharing
 from services.scheduler.core.table import Int64
 from services.scheduler.core.types import EMPTY, Enter, Int32
 
+LOOK_PAST = 16  # waiting sequences at most that belong to other replicas
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = Hit(EMPTY, EMPTY, 0)
 
@@ -56,23 +58,26 @@ class Found:
 
 
 class Admission:
-    """Fills a draft with chunks of prompts."""
+    """Fills a draft with sequences that enter."""
 
-    def __init__(self, shared: Shared, guard: Guard) -> None:
+    def __init__(self, shared: Shared, guard: Guard, prompts: Prompts) -> None:
         self._shared = shared
         self._guard = guard
+        self._prompts = prompts
 
     def make_room(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
-        """Before anything is planned: running sequences yield to an urgent head that was refused in the last step."""
-        refusal = replica.refusal
-        if refusal is None or not self._shared.policy.relief.takes:
+        """Before anything is planned: running sequences yield to an urgent head that was refused."""
+        refusal, shared, sharing = replica.refusal, self._shared, replica.sharing
+        if refusal is None or shared.closed or not shared.policy.relief.takes:
             return
-        head = self._shared.placer.head(now_ns)
-        if head is None or head.number != refusal.number or head.priority > HIGH or head.unanswered:
+        head = shared.placer.head(now_ns)
+        if head is None or head.number != refusal.number or head.priority > HIGH or not may_enter(replica, head):
             return
+        if sharing is not None and sharing.owner_of(head, sharing.find([head])[0].size) >= 0:
+            return  # it would be set aside with the slot
         if draft.left > replica.table.count:  # else it could not have a chunk
             self._guard.take(replica, draft, head, refusal.cost, now_ns, known)
-            if draft.beneficiary is not None:
+            if replica.beneficiary is not None:
                 replica.refusal = None
 
     def enter_loaded(self, replica: Replica, draft: Draft) -> None:
@@ -87,25 +92,14 @@ class Admission:
             enter.computed = int(table.planned[slot])
             draft.enters.append(enter)
 
-    def prefill(self, replica: Replica, draft: Draft, now_ns: int) -> None:
-        """Further chunks of the prompts that run already, before anybody else enters."""
-        if not draft.prompts or draft.seats <= 0 or draft.left <= 0:
-            return
-        table, high = replica.table, replica.table.high
-        more = table.known[:high] - table.planned[:high] > 1
-        more &= self._shared.wants(replica, draft.microbatch)
-        slots = np.flatnonzero(more).astype(np.int32)
-        if not slots.size:
-            return
-        self._budget(replica, draft, now_ns)
-        if draft.left <= 0:
-            return
-        slots = self._shared.policy.order.sort(table, slots, now_ns)[: draft.seats]
-        before = table.planned[slots].astype(np.int64)
-        rest = table.known[slots] - before
-        lengths = self._shared.policy.batch.chunks(rest, before, draft.left, not draft.prefill, draft.empty)
-        if lengths.size:
-            self._run(replica, draft, slots[: lengths.size], lengths)
+    def urgent(self, replica: Replica, now_ns: int) -> int:
+        """The class of a waiting sequence of class <= high that may enter: its prompt goes before running ones of lower
+        classes; the lowest class where there is none."""
+        shared = self._shared
+        if not (shared.placer.urgent and shared.policy.relief.takes) or shared.closed:
+            return LOWEST
+        head = replica.beneficiary or shared.placer.head(now_ns)
+        return head.priority if head is not None and head.priority <= HIGH else LOWEST
 
     def admit(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """The waiting enter in order, until the first for whom there is no slot, budget or memory.
@@ -118,50 +112,44 @@ class Admission:
             for sequence in sharing.ready:
                 placer.back(sequence, now_ns)
             sharing.ready.clear()
-        if not len(placer) or shared.closed or (draft.preempted and draft.beneficiary is None):
+        beneficiary = replica.beneficiary
+        if beneficiary is not None and (beneficiary.state is not State.WAITING or not may_enter(replica, beneficiary)):
+            beneficiary = replica.beneficiary = None
+        if not len(placer) or shared.closed or (draft.preempted and beneficiary is None):
             return
         most = shared.most(replica)
         if replica.table.count >= most and not (placer.urgent and shared.policy.relief.takes):
             return
         if sharing is not None and shared.policy.order.prefixes and len(placer) <= LOOKED_AT:
             sharing.find([sequence for sequence in placer if not sequence.swapped])
-        head = placer.head(now_ns)
-        if head is None or (draft.beneficiary not in (None, head)):
+        head = beneficiary or placer.head(now_ns)
+        if head is None:
             return
         running, waiting = replica.table.count, len(placer)
         draft.seats += shared.seats(replica, running + waiting) - shared.seats(replica, running)
         free = most - running
         joins = shared.policy.batch.joins(replica, waiting, most, head.record.arrived_ns, now_ns)
         room = min(free, draft.seats, joins)
-        if free <= 0:
+        if free <= 0 and may_enter(replica, head):
             self._refuse(replica, head, 0)
         again = replica.refusal is not None
         if room <= 0 or draft.left <= 0 or self._still_refused(replica, head):
             return
-        self._budget(replica, draft, now_ns)
+        self._prompts.budget(replica, draft, now_ns)
         if draft.left <= 0:
             return
-        if draft.beneficiary is not None:
-            room = 1
+        if beneficiary is not None:
+            room, replica.beneficiary = 1, None
         while room > 0 and draft.left > 0:  # again where some need less than it seemed, or are judged by other rules
             # Where the head was refused before, he alone is asked first: most often he is refused again.
-            candidates = self._candidates(replica, draft, 1 if again else room, now_ns)
+            candidates = self._candidates(replica, draft, 1 if again else room, beneficiary, now_ns)
             again = False
             if candidates is None or draft.aside > MOST_ASIDE:
                 break
             entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
-            if entered < len(candidates):
+            if entered < len(candidates) or beneficiary is not None:
                 break
             room -= entered
-
-    def _budget(self, replica: Replica, draft: Draft, now_ns: int, depth: int = 0) -> None:
-        """`left` becomes what the policy leaves for prompts beside the decodes; asked once a step, and again for
-        prompts that enter with so many tokens cached."""
-        if depth or not draft.budgeted:
-            draft.budgeted = True
-            shared = self._shared
-            budget = shared.policy.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens, depth)
-            draft.left = min(draft.left, budget - draft.slots.size - draft.prefill)
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
         """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
@@ -178,25 +166,29 @@ class Admission:
         again = self._shared.counters.iteration + LOOK_AGAIN
         replica.refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
 
-    def _candidates(self, replica: Replica, draft: Draft, room: int, now_ns: int) -> list[Candidate] | None:
-        """The first of the waiting, at most `room` and about as many as the budget takes; they are popped. None if
-        nobody may be asked, an empty list if all were set aside."""
+    def _candidates(
+        self, replica: Replica, draft: Draft, room: int, beneficiary: Sequence | None, now_ns: int
+    ) -> list[Candidate] | None:
+        """The first of the waiting, at most `room` and about as many as the budget takes, or the one for whom others
+        yielded; they are popped. None if nobody may be asked, an empty list if all were set aside."""
         placer = self._shared.placer
         taken: list[Sequence] = []
+        elsewhere: list[Sequence] = []  # who can run on other replicas alone
         spent = 0
-        while len(taken) < room and spent < draft.left:
-            sequence = placer.head(now_ns)
-            if sequence is None or sequence.unanswered or sequence.misfit(replica.limits):
-                break
-            if sequence.swapped and sequence.replica != replica.number:
-                break
-            if sequence.pinned and taken:  # judged by other rules, so alone
+        while len(taken) < room and spent < draft.left and len(elsewhere) < LOOK_PAST:
+            sequence = beneficiary or placer.head(now_ns)
+            if sequence is None or sequence.unanswered or (sequence.pinned and taken):  # pinned: judged alone
                 break
             placer.pop(sequence)
+            if not may_enter(replica, sequence):
+                elsewhere.append(sequence)
+                continue
             taken.append(sequence)
             spent += 0 if sequence.swapped else max(sequence.known - sequence.hits, 1)
             if sequence.pinned:
                 break
+        for sequence in elsewhere:
+            placer.push(sequence, now_ns)
         if not taken:
             return None
         if replica.sharing is None:
@@ -247,12 +239,14 @@ class Admission:
         found = Found.of(candidates)
         entrants = self._entrants(replica, candidates, found)
         if depth := int(entrants.cached.max()):  # attention reads what is cached too
-            self._budget(replica, draft, now_ns, depth)
+            self._prompts.budget(replica, draft, now_ns, depth)
         if candidates[0].sequence.pinned:
             promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
             most = shared.policy.tokens.most(replica, shared.step_tokens)
             promised = shared.policy.memory.admit(replica, entrants, Pace(max(draft.left, 1), shared.lookahead, most))
+        if not promised.size and self._guard.could_take(replica, candidates[0].sequence):
+            promised = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
         costs = promised - entrants.shared[: promised.size]
         count = int(np.searchsorted(np.cumsum(costs), replica.available, side="right"))
         if not count:
@@ -328,7 +322,7 @@ class Admission:
         if replica.sharing is not None:
             replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
-            self._run(replica, draft, slots if len(run) == slots.size else np.array(run, np.int32), lengths)
+            self._prompts.run(replica, draft, slots if len(run) == slots.size else np.array(run, np.int32), lengths)
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
@@ -345,38 +339,15 @@ class Admission:
         table.hold(slot, sequence)
         sequence.host, sequence.computed = EMPTY, 0
 
-    def _run(self, replica: Replica, draft: Draft, slots: Int32, lengths: Int64) -> None:
-        """Chunks of `lengths` tokens for the rows `slots`, with their blocks, which are promised and so are there."""
-        table, size = replica.table, replica.limits.block_size
-        starts = table.planned[slots]
-        ends = (starts + lengths).astype(np.int32)
-        held = table.held[slots]
-        more = np.maximum(-(-ends // size) - held, 0)
-        total = int(more.sum())
-        if total:
-            blocks = replica.pool.take(total)
-            owed = np.maximum(table.promised[slots] - held, 0)
-            replica.outstanding -= int(np.minimum(owed, more).sum())
-            table.fill(slots, more, blocks)
-            draft.append_slots.append(np.repeat(slots, more))
-            draft.append_blocks.append(blocks)
-        samples = ends == table.known[slots]
-        table.planned[slots] = ends
-        table.known[slots] += samples
-        table.unanswered[slots] += 1
-        table.microbatch[slots] = draft.microbatch
-        draft.chunk_slots.append(slots)
-        draft.chunk_starts.append(starts)
-        draft.chunk_lengths.append(lengths.astype(np.int32))
-        draft.chunk_samples.append(samples)
-        spent = int(lengths.sum())
-        draft.prefill += spent
-        draft.prefill_context += float((lengths * (starts + (lengths + 1) / 2)).sum())
-        draft.left -= spent
-        draft.seats -= slots.size
-
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:
     """How the worker is told of a sequence all of whose `blocks` hold computed KV."""
     request, prompt = sequence.record.request, sequence.prompt.size
     return Enter(slot, request, sequence.choice, sequence.tokens(), prompt, blocks.size * block_size, blocks)
+
+
+def may_enter(replica: Replica, sequence: Sequence) -> bool:
+    """Could this replica ever run the waiting `sequence`, and does it owe no step?"""
+    if sequence.unanswered or sequence.misfit(replica.limits):
+        return False
+    return not sequence.swapped or sequence.replica == replica.number

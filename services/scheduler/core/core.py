@@ -372,7 +372,7 @@ class Core:
         self._next_policy, self._shared.closed = None, False
         self._placer.rebuild(policy.order, now_ns)
         for replica in self.replicas:
-            replica.refusal = None
+            replica.refusal = replica.beneficiary = None
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: Collector) -> None:
         """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""

@@ -11,7 +11,6 @@ from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
 from services.scheduler.core.policy import How, Policy
 from services.scheduler.core.replica import Replica
-from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Bool
 from services.scheduler.core.types import EMPTY, Enter, Int32
 
@@ -39,7 +38,6 @@ class Draft:
     budgeted: bool = False  # `left` is what the policy leaves for prompts
     aside: int = 0  # who were set aside for a prefix that others compute
     preempted: int = 0
-    beneficiary: Sequence | None = None  # for whom was preempted; nobody else enters then
 
     @property
     def empty(self) -> bool:

@@ -17,6 +17,7 @@ from services.scheduler.core.types import Int32
 
 HIGH = 1  # classes up to this one may make others yield
 NORMAL = 2  # classes from this one on yield
+MOST_VICTIMS = 64  # that one waiting sequence may make yield at once
 
 
 class Guard:
@@ -54,14 +55,13 @@ class Guard:
         table = replica.table
         victims = self._victims(replica, NORMAL)
         victims = victims[decodes[victims]]
-        planned = table.planned[victims]
-        after = np.arange(1, victims.size + 1)
-        contexts = context - np.cumsum(planned)
-        for gone, rest in zip(after.tolist(), contexts.tolist(), strict=True):
-            if slack - replica.model.predict(running - gone, rest) > slo.safe_ns:
-                for victim in victims[:gone].tolist():
-                    self._shared.preempt(replica, draft, victim, now_ns, known)
-                return
+        base, per_token, per_context, _ = replica.model.coefficients
+        after = running - np.arange(1, victims.size + 1)
+        contexts = context - np.cumsum(table.planned[victims])
+        safe = slack - (base + per_token * after + per_context * contexts) > slo.safe_ns
+        if safe.any():
+            for victim in victims[: int(safe.argmax()) + 1].tolist():
+                self._shared.preempt(replica, draft, victim, now_ns, known)
 
     def take(
         self, replica: Replica, draft: Draft, sequence: Sequence, cost: int, now_ns: int, known: Collector
@@ -69,7 +69,7 @@ class Guard:
         """`sequence`, of class <= high and first of the waiting, lacks a slot or `cost` blocks: running ones of lower
         classes yield both, if that is enough. Its blocks have to be there at once, so they yield by recompute."""
         table = replica.table
-        victims = self._victims(replica, max(sequence.priority + 1, NORMAL))
+        victims = self._victims(replica, max(sequence.priority + 1, NORMAL))[:MOST_VICTIMS]
         lacking = cost - replica.available
         slots = 1 if table.count >= self._shared.most(replica) else 0
         freed = np.cumsum(self._frees(replica, victims))
@@ -79,7 +79,7 @@ class Guard:
         how = How.RECOMPUTE if lacking > 0 else None
         for victim in victims[:enough].tolist():
             self._shared.preempt(replica, draft, victim, now_ns, known, how)
-        draft.beneficiary = sequence
+        replica.beneficiary = sequence
 
     @staticmethod
     def _frees(replica: Replica, victims: Int32) -> Int64:
@@ -89,6 +89,11 @@ class Guard:
         alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held[s]]] == 1)) for s in victims.tolist()]
         frees: Int64 = promised + np.array(alone, np.int64)
         return frees
+
+    def could_take(self, replica: Replica, sequence: Sequence) -> bool:
+        """Does anybody run who would yield to `sequence`, of class <= high, if memory became short?"""
+        takes = self._shared.policy.relief.takes and sequence.priority <= HIGH
+        return takes and self._victims(replica, max(sequence.priority + 1, NORMAL)).size > 0
 
     @staticmethod
     def _victims(replica: Replica, lowest: int) -> Int32:

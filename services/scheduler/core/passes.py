@@ -1,6 +1,7 @@
 """One iteration in its passes: guard service levels, run what is running (decodes first), then admit; then the step.
 
-Called by Core.plan. (Retiring the finished is apply()'s part.) The passes are in guard.py, decode.py and admit.py.
+Called by Core.plan. (Retiring the finished is apply()'s part.) The passes are in guard.py, decode.py, prompts.py and
+admit.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from services.scheduler.core.decode import Decoding
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import Guard
 from services.scheduler.core.outcome import Collector
+from services.scheduler.core.prompts import LOWEST, Prompts
 from services.scheduler.core.replica import InFlight, Last, Replica
 from services.scheduler.core.table import Bool
 from services.scheduler.core.types import EMPTY, Int32, StepPlan
@@ -27,7 +29,8 @@ class Passes:
         self._shared = shared
         self._guard = Guard(shared)
         self._decoding = Decoding(shared)
-        self._admission = Admission(shared, self._guard)
+        self._prompts = Prompts(shared)
+        self._admission = Admission(shared, self._guard, self._prompts)
         self._ones: Int32 = np.ones(0, np.int32)
         self._true: Bool = np.ones(0, np.bool_)
 
@@ -44,8 +47,11 @@ class Passes:
                     self._admission.make_room(replica, draft, now_ns, known)
                 self._admission.enter_loaded(replica, draft)
                 self._decoding.plan(replica, draft, now_ns, known)
-                self._admission.prefill(replica, draft, now_ns)
+                urgent = self._admission.urgent(replica, now_ns)
+                self._prompts.prefill(replica, draft, now_ns, 0, urgent)
                 self._admission.admit(replica, draft, now_ns, known)
+                if urgent < LOWEST:
+                    self._prompts.prefill(replica, draft, now_ns, urgent + 1, LOWEST)
                 if not draft.empty or draft.enters or replica.transfers.pending:
                     return self._seal(replica, draft, now_ns)
                 if not draft.preempted:  # else: all who were to run have yielded; those who kept memory run now

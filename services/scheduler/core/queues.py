@@ -88,6 +88,9 @@ class Keyed:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._heap)
 
+    def __bool__(self) -> bool:
+        return len(self._heap) > 0
+
     def push(self, sequence: Sequence, now_ns: int) -> None:
         self._heap.push(sequence, self._key(sequence))
 
@@ -186,7 +189,8 @@ class ByClass:
     than realtime. Of equal classes the first come. Only the heads of the four are compared.
 
     Whom his class holds back as late waits for those in time however long that lasts, or an overload would make all
-    of them late; so that he does not starve every eighth admission is of the longest waiting of them, of any class.
+    of them late; so that he does not starve every eighth admission is of the longest waiting of them, of any class;
+    every 32nd while realtime or high ones wait.
     """
 
     def __init__(self, inner: Callable[[], Keyed | BySlack], age_ns: int) -> None:
@@ -210,7 +214,8 @@ class ByClass:
         if now_ns != self._now_ns:
             self._now_ns = now_ns
             self._out.clear()
-        if self._admitted % LATE_EVERY == LATE_EVERY - 1:
+        urgent = self._queues[0] or self._queues[1]
+        if self._admitted % LATE_EVERY == LATE_EVERY - 1 and (not urgent or self._admitted // LATE_EVERY % 4 == 3):
             held = [late for queue in self._queues if queue and (late := queue.held_back(now_ns)) is not None]
             if held:
                 return min(held, key=arrival)

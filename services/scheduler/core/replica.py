@@ -97,6 +97,7 @@ class Replica:
         self.outstanding = 0
         self.calm = NOT_CALM
         self.refusal: Refusal | None = None  # why the head of the waiting did not enter
+        self.beneficiary: Sequence | None = None  # for whom others yielded; nobody enters before it is asked
         self.alive = True
         self.last = Last()
 

@@ -60,6 +60,7 @@ class Sequence:
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
     keys: UInt64 = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
+    waited_for: int = 0  # key of a block that it has waited for long enough while another one computed it
     hits: int = 0  # tokens that the prefix cache held when it was last asked
     host: Int32 = field(default_factory=lambda: EMPTY)  # its KV in the host tier of `replica`, while it is swapped out
     computed: int = 0  # tokens whose KV lies there

@@ -29,6 +29,11 @@ class Hit:
     host: Int32
     parent: int  # content id of the last block found
 
+    @property
+    def size(self) -> int:
+        """Blocks found."""
+        return self.gpu.size + self.host.size
+
 
 @dataclass(slots=True)
 class Owner:
@@ -104,10 +109,12 @@ class Sharing:
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
-        follow; -1 if there is none, it is of a lower class and so may take long, or enough wait for it already."""
+        follow; -1 if there is none, it is of a lower class and so may take long, or enough wait for it already, or
+        the sequence has waited for that block before."""
         if sequence.keys.size - blocks < LEAST_SHARED_BLOCKS:
             return -1
-        owner = self._computing.get(int(sequence.keys[blocks]))
+        key = int(sequence.keys[blocks])
+        owner = self._computing.get(key) if key != sequence.waited_for else None
         if owner is None or self._table.priority[owner.slot] > sequence.priority or len(owner.waiting) >= MOST_ASIDE:
             return -1
         theirs = self._table.sequence[owner.slot].keys
@@ -122,7 +129,10 @@ class Sharing:
         """Those who have waited long enough are ready."""
         for owner in self._owners.values():
             if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
-                self._release([s for s, until in owner.waiting if until <= now_ns])
+                late = [s for s, until in owner.waiting if until <= now_ns]
+                for sequence in late:
+                    sequence.waited_for = owner.key
+                self._release(late)
                 owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
 
     def filled(self, slots: list[int], ends: list[int]) -> None:
