@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.policies_runs import QUICK, Row, Runner, clock, replica
+from bench.policies_runs import DEVICE, QUICK, SHAPE, Row, Runner, clock, replica
 from bench.simulator.arrivals import CHAT, Spec, build
 from bench.simulator.jobs import Job
+from bench.simulator.roofline import Roofline
+from bench.simulator.workload import Workload
 
 BATCHES, QUICK_BATCHES = (8, 16, 32, 64, 128, 256), (32,)
-REQUESTS = 1_000
+REQUESTS, SATURATING = 1_000, 3_000
 UNLOADED = 0.01  # of orcinus's saturation rate: hardly two requests meet
 TIMES = 2.0  # the unloaded median normalized latency
 PRECISION, COARSE = 1.03, 1.25  # the rate that is over the limit is at most so many times the one that is within
@@ -25,13 +27,14 @@ GOALS = {"latency": 10.0, "saturation": 2.0}
 def compare(quick: bool, run: Runner) -> Row:
     """Everything the page says of `static`: `policies` has one entry each, with its saturation, crossing and curve."""
     spec = Spec(trace=CHAT, requests=QUICK if quick else REQUESTS)
+    all_of_it = replace(spec, requests=QUICK if quick else SATURATING)
     arrivals = build(spec).arrived_ns
     trace_rps = (len(arrivals) - 1) / (int(arrivals[-1] - arrivals[0]) / 1e9)
     names = ["orcinus", *(f"static:batch=static-{n}" for n in (QUICK_BATCHES if quick else BATCHES))]
 
     def job(policy: str, rps: float) -> Job:
         """At so many requests a second; all at once for 0."""
-        given = replace(spec, rate_scale=rps / trace_rps) if rps else replace(spec, at_once=True)
+        given = replace(spec, rate_scale=rps / trace_rps) if rps else replace(all_of_it, at_once=True)
         return Job(policy, given, replica(), clock())
 
     def measured(jobs: Sequence[Job]) -> list[Row]:
@@ -54,10 +57,24 @@ def compare(quick: bool, run: Runner) -> Row:
     return {
         "trace": CHAT.stem,
         "requests": len(arrivals),
+        "saturating": all_of_it.requests,
         "unloaded_ms": {"orcinus": alone[0]["normalized_ms"], "static": alone[1]["normalized_ms"]},
         "limit_ms": round(limit, 4),
+        "bound_tok_s": round(bound_tok_s(build(all_of_it)), 1),
         "policies": policies,
     }
+
+
+def bound_tok_s(work: Workload) -> float:
+    """Tokens a second that no policy can exceed: as if one step computed everything and read the weights once.
+
+    What is left is the arithmetic of every token and the KV that each of them reads, by the roofline's formula.
+    """
+    prompt, fed = work.prompt.astype(float), (work.output - 1).astype(float)  # the last output is never fed
+    context = fed * prompt + fed * (fed - 1) / 2
+    pairs = prompt * (prompt + 1) / 2
+    all_ns = Roofline(SHAPE, DEVICE).step_ns(int((prompt + fed).sum()), float(context.sum()), float(pairs.sum()))
+    return float((work.prompt + work.output).sum()) / (all_ns / 1e9)
 
 
 def _point(result: dict[str, Any], offered_rps: float | None) -> Row:

@@ -17,6 +17,8 @@ from bench.policies_runs import LOADS, Study, replica, run_studies, studies
 from bench.simulator import literature_chunks
 from bench.simulator.arrivals import CHAT, TRACES, Spec, build
 from bench.simulator.jobs import Finished, Job, run_job
+from bench.simulator.roofline import Roofline
+from bench.simulator.workload import all_at_once
 from services.scheduler.core.presets import PRESETS
 
 MEASURED = json.loads(policies.RESULT.read_text())
@@ -82,6 +84,16 @@ def test_the_rate_at_the_limit_is_found_between_two_points_of_the_curve() -> Non
     assert found[0] is not None and 4 / 1.01 <= found[0]["offered_rps"] <= 4
     assert found[1] is not None and found[1]["offered_rps"] == 7.0
     assert found[2] is None
+
+
+def test_no_policy_is_faster_than_the_bound_and_its_sums_are_those_of_the_tokens() -> None:
+    work = all_at_once([3, 5], [4, 1])
+    context = (3) + (3 + 1) + (3 + 2)  # read by the three outputs that are fed again
+    pairs = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)
+    all_ns = Roofline("llama-8b", "h100").step_ns(3 + 3 + 5, context, pairs)
+    assert policies_static.bound_tok_s(work) == pytest.approx(13 / all_ns * 1e9)
+    static = MEASURED["static"]
+    assert all(one["saturation"]["throughput_tok_s"] < static["bound_tok_s"] for one in static["policies"])
 
 
 def test_a_load_is_a_multiple_of_what_orca_reaches_with_the_same_requests() -> None:
