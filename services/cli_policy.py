@@ -79,5 +79,7 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) ->
     stats = client.hmget(keys.stats(shard), "policy", "running")
     policy, running = (value.decode() if value else "?" for value in stats)
     return Answer(
-        False, f"{policy} is still in force after {timeout_s:g} s: {running} sequences run to their ends first"
+        False,
+        f"{policy} is still in force after {timeout_s:g} s: {running} sequences run to their ends first. The change to "
+        f"{name} stays pending and nobody enters until then; `orcinus policy {policy}` undoes it",
     )

@@ -1,7 +1,8 @@
 """The core's policy: at the start from the settings, later by the `policy` command, with what `events` tell of it.
 
 The core changes when nothing runs any more, which may be long after the command; the service calls `look` after every
-plan. Each command gets one event in the end: policy_changed or policy_refused.
+plan. Each command gets one event in the end: policy_changed or policy_refused. The policy in force may be asked for
+too: nothing changes then, and what was asked for before is undone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PolicySwitch:
         return self._in_force.name
 
     def ask(self, name: str) -> None:
-        """`name` takes over when nothing runs any more; the last one asked for does."""
+        """`name` takes over when nothing runs any more; the last one asked for does, that in force at once."""
         try:
             self._core.switch(name)
         except ValueError as error:
@@ -50,7 +51,11 @@ class PolicySwitch:
             return
         if self._asked and self._asked != name:
             self._refuse(self._asked, f"{name} was asked for before it could take over")
-        self._asked = name
+        self._asked = name if name != self.name else ""
+        if not self._asked:
+            log.info("policy %s stays in force", name)
+            self._event("policy_changed", f"{name} is in force; no change is pending", policy=name)
+            return
         log.info("policy %s takes over from %s when nothing runs any more", name, self.name)
 
     def look(self) -> None:

@@ -13,7 +13,7 @@ from services.scheduler.core.parts.fair import Fair
 from services.scheduler.core.parts.order import FirstCome
 from services.scheduler.core.parts.relief import SLO, LastStarted, Newest, swap
 from services.scheduler.core.policy import How
-from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES, parse, preset
+from services.scheduler.core.presets import MOST, NEEDS, PARTS, PRESETS, TAKES, parse, preset
 from services.scheduler.core.types import Limits
 from tests.unit.core_named import Named, house
 from tests.unit.core_twin import MS, request
@@ -282,12 +282,30 @@ def test_every_choice_of_every_part_can_be_named(part: str) -> None:
         ("orca:order=lifo", "no order 'lifo'; there are fcfs, .*fair"),
         ("orca:order=fcfs,order=fair", "gives order twice"),
         ("orca:tokens=fixed", "no tokens 'fixed'; there are unlimited, fixed-N"),
-        ("orca:tokens=fixed-0", "no tokens 'fixed-0'"),
+        ("orca:tokens=fixed-0", "number of 1 to 2147483647, not 0"),
+        ("orca:tokens=fixed-064", "number of 1 to 2147483647, not 064"),
+        ("sarathi:batch=chunked-2147483648", "batch chunked takes a number of 1 to 2147483647, not 2147483648"),
+        ("sarathi:batch=chunked-99999999999999999999999", "1 to 2147483647, not 99999999999999999999999"),
+        (f"orca:tokens=fixed-{5000 * '7'}", r"1 to 2147483647, not 7{40}\.\.\. \(5000 digits\)"),
+        ("orca:tokens=fixed-\u0663", "no tokens 'fixed-\u0663'"),
         ("orca:tokens=ema-5", "no tokens 'ema-5'"),
         ("orca:relief=newest-swop", "no relief 'newest-swop'.*-recompute -swap -cheaper -groups"),
         ("orca:relief=newest+never", "no relief 'newest\\+never'.*\\+stalls"),
+        ("orca:relief=newest-swap+slo+takes+slo", r"relief 'newest-swap\+slo\+takes\+slo' gives \+slo twice"),
     ],
 )
 def test_a_wrong_word_is_named_with_those_there_are(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+@pytest.mark.parametrize("number", [1, MOST])
+@pytest.mark.parametrize("name", sorted(NEEDS | TAKES))
+@pytest.mark.parametrize("policy", ["sarathi", "orcinus"])
+def test_the_least_and_the_greatest_number_of_each_part_serve(policy: str, name: str, number: int) -> None:
+    part = next(part for part, table in PARTS.items() if name in table)
+    h = house(f"{policy}:{part}={name}-{number}")
+    add(h, *[(letter, 30, 4) for letter in "abcde"])
+    h.now += 50 * MS
+    h.finish()
+    assert h.core.idle

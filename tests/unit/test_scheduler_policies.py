@@ -47,6 +47,33 @@ def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_onc
     assert len(events) == 3
 
 
+def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_once() -> None:
+    core = make_core(SchedulerSettings(policy="orca:tokens=fixed-9", lookahead=0))
+    events: list[tuple[str, str, str]] = []
+    switch = PolicySwitch(core, lambda kind, text, **ids: events.append((kind, ids["policy"], text)))
+    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=30), 0)
+    plan, _ = core.plan(1)
+    assert plan is not None
+    switch.ask("tgi")
+    core.add(NewRequest("waits", [np.arange(3, dtype=np.int32)], max_tokens=3), 2)
+    core.apply(StepResult(plan.id, 0, plan.chunk_slots, plan.chunk_slots * 0, step_ns=STEP_NS), STEP_NS)
+    plan, _ = core.plan(STEP_NS)
+    assert plan is not None and not plan.enters, "nobody enters while a change is pending"
+    in_force = core.policy
+    switch.ask("orca:tokens=fixed-9")
+    assert [event[:2] for event in events] == [("policy_refused", "tgi"), ("policy_changed", "orca:tokens=fixed-9")]
+    assert "no change is pending" in events[1][2]
+    core.apply(StepResult(plan.id, 0, plan.chunk_slots, plan.chunk_slots * 0, step_ns=STEP_NS), 2 * STEP_NS)
+    plan, _ = core.plan(2 * STEP_NS)
+    switch.look()
+    assert plan is not None and [enter.request.id for enter in plan.enters] == ["waits"]
+    assert core.policy is in_force and len(events) == 2
+    switch.ask("tgi")
+    switch.ask("tgi:order=fair")
+    assert events[2:] == [("policy_refused", "tgi", "tgi:order=fair was asked for before it could take over")]
+
+
 def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -> None:
     limits = Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64)
     found = {}

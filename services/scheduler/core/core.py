@@ -251,10 +251,10 @@ class Core:
     def switch(self, policy: str) -> None:
         """Another policy, from when nothing runs any more: what runs goes to its end, what waits goes on waiting.
 
-        Whether prefixes are cached stays as it is. Raises ValueError for a policy that does not exist.
+        The name of that in force undoes what was asked for before. Prefix caching stays. Raises ValueError: no policy.
         """
-        self._next_policy = parse(policy)
-        self._shared.closed = True
+        self._next_policy = None if (asked := parse(policy)).name == self.policy.name else asked
+        self._shared.closed = self._next_policy is not None
 
     # -- what the core knows
 
@@ -277,9 +277,9 @@ class Core:
     def held_ids(self) -> list[str]:
         return list(self._records)
 
-    def predicted_ttft_ns(self) -> int:
-        """Predicted time to first token of a request that comes now, behind all that wait; 0 while nothing is known."""
-        return ttft_ns(self._shared, [r for r in self.replicas if r.alive])
+    def predicted_ttft_ns(self, priority: int = len(CLASSES) - 1) -> int:
+        """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
+        return ttft_ns(self._shared, [r for r in self.replicas if r.alive], priority)
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""

@@ -6,14 +6,16 @@ Called by Core about once a second. Sources: PROTOCOL.md, section 5; DESIGN.md, 
 from __future__ import annotations
 
 from services.scheduler.core.draft import Shared
+from services.scheduler.core.guard import HIGH, NORMAL
 from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.replica import Replica
+
+LOW = len(CLASSES) - 1
 
 
 def figures(shared: Shared, alive: list[Replica], parked: int) -> dict[str, float | int]:
     """The fields that follow from the waiting and the replicas."""
     counters, placer = shared.counters, shared.placer
-    rest = sum(int((r.table.known - r.table.planned - 1).clip(min=0).sum()) for r in alive)
     return {
         "iteration": counters.iteration,
         "running": sum(r.table.count for r in alive),
@@ -34,22 +36,61 @@ def figures(shared: Shared, alive: list[Replica], parked: int) -> dict[str, floa
         "preemptions": counters.preemptions,
         "recomputed_tokens": counters.recomputed_tokens,
         "swapped_blocks": sum(r.transfers.swapped_blocks for r in alive),
-        "queued_tokens": placer.tokens + rest,
+        "queued_tokens": placer.tokens + sum(under_way(shared, r, LOW) for r in alive),
+        **{
+            f"queued_tokens_{name}": before(shared, placer.class_tokens, i)
+            + sum(under_way(shared, r, i) for r in alive)
+            for i, name in enumerate(CLASSES)
+        },
+        **{f"behind_{name}": behind(shared, alive, i) for i, name in enumerate(CLASSES)},
         "workers": len(alive),
     }
 
 
-def ttft_ns(shared: Shared, replicas: list[Replica]) -> int:
-    """ns until all prompt tokens that wait or are under way have run, at the pace of the present steps, and one step
-    more; 0 while no replica has answered a step."""
-    rate, step_ns, rest = 0.0, 0.0, float(shared.placer.tokens)
+def before(shared: Shared, by_class: list[int], priority: int) -> int:
+    """Of figures of the waiting [4], the sum of those that go before a request of that class that comes now; classes
+    that waiting has lifted are not looked at."""
+    return sum(by_class[: priority + 1] if shared.policy.order.by_class else by_class)
+
+
+def under_way(shared: Shared, replica: Replica, priority: int) -> int:
+    """Tokens of running prompts, all but the last of each, that go before those of such a request: where the urgent may
+    take slots (Relief.takes) their prompts go before running ones of lower classes."""
+    table = replica.table
+    first = priority if urgent(shared, priority) else LOW
+    owed = (table.known - table.planned - 1).clip(min=0)
+    return int(owed[table.priority <= first].sum())
+
+
+def urgent(shared: Shared, priority: int) -> bool:
+    """May a request of that class take slots from running ones of lower classes?"""
+    return shared.policy.relief.takes and priority <= HIGH
+
+
+def behind(shared: Shared, replicas: list[Replica], priority: int) -> int:
+    """How many of the waiting need a slot that somebody gives up by himself before such a request can have one.
+
+    For the urgent those of running sequences of lower classes are as good as free.
+    """
+    waiting = before(shared, shared.placer.counts, priority)
+    if urgent(shared, priority):
+        for table in [replica.table for replica in replicas]:
+            waiting -= int((table.active & ~table.pinned & (table.priority >= NORMAL)).sum())
+    return max(waiting, 0)
+
+
+def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
+    """ns until all prompt tokens that wait before a request of that class, or are under way, have run, at the pace of
+    the present steps, and one step more; 0 while no replica has answered a step."""
+    rate, step_ns, rest = 0.0, 0.0, float(before(shared, shared.placer.class_tokens, priority))
     for replica in replicas:
         if not replica.model.observed:
             continue
         table, high = replica.table, replica.table.high
         owed = table.known[:high] - table.planned[:high]
         decodes = owed == 1
-        rest += float((owed[~decodes]).clip(min=0).sum())
+        first = priority if urgent(shared, priority) else LOW
+        rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())
         tokens = max(shared.policy.tokens.most(replica, shared.step_tokens), running + 1)
         context = int(table.planned[:high][decodes].sum())

@@ -15,14 +15,14 @@ CLASSES = ("realtime", "high", "normal", "low")
 
 
 class Placer:
-    """The waiting. `counts` by class, `tokens` (known tokens of the waiting) and `swapped` are exact at any moment."""
+    """The waiting. `counts` and `class_tokens` (known tokens) by class and `swapped` are exact at any moment."""
 
     def __init__(self, order: Order) -> None:
         self._queue = order.queue()
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * len(CLASSES)
         self._waiting = 0
-        self.tokens = 0
+        self.class_tokens = [0] * len(CLASSES)
         self.swapped = 0
 
     def __len__(self) -> int:
@@ -32,6 +32,11 @@ class Placer:
     def urgent(self) -> bool:
         """Does any of class <= high wait?"""
         return bool(self.counts[0] or self.counts[1])
+
+    @property
+    def tokens(self) -> int:
+        """Known tokens of all that wait."""
+        return sum(self.class_tokens)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._queue
@@ -69,9 +74,9 @@ class Placer:
         if self._aside.pop(sequence.number, None) is None:
             self._queue.drop(sequence)
 
-    def grew(self, tokens: int) -> None:
-        """A waiting sequence got tokens of steps that were sent before it was preempted."""
-        self.tokens += tokens
+    def grew(self, sequence: Sequence) -> None:
+        """A waiting sequence got a token of a step that was sent before it was preempted."""
+        self.class_tokens[sequence.priority] += 1
 
     def unswapped(self) -> None:
         """A waiting sequence lost its KV in the host tier."""
@@ -89,13 +94,14 @@ class Placer:
         """Raises RuntimeError when the counts are not those of the queue."""
         waiting = list(self)
         counts = [sum(s.priority == c for s in waiting) for c in range(len(CLASSES))]
-        if counts != self.counts or sum(s.known for s in waiting) != self.tokens:
-            raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted")
+        tokens = [sum(s.known for s in waiting if s.priority == c) for c in range(len(CLASSES))]
+        if counts != self.counts or tokens != self.class_tokens:
+            raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted; {tokens}, {self.class_tokens}")
         if sum(s.swapped for s in waiting) != self.swapped or len({s.number for s in waiting}) != len(waiting):
             raise RuntimeError("the swapped are counted wrongly, or a sequence waits twice")
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self.counts[sequence.priority] += sign
         self._waiting += sign
-        self.tokens += sign * sequence.known
+        self.class_tokens[sequence.priority] += sign * sequence.known
         self.swapped += sign * sequence.swapped

@@ -52,6 +52,7 @@ class Order(Protocol):
     def served(self, tenants: Int32, tokens: Int32) -> None:
         """Interned tenants [n] were given so many tokens [n] in this step (fairness counts them)."""
 
+    by_class: bool  # does a waiting sequence of a better class stand before all of worse ones (but for ageing)?
     counts: bool  # does served() want to be called?
     prefixes: bool  # does it go by `hits`? Then those of all the waiting are looked up while they are few (LOOKED_AT)
 
@@ -165,7 +166,6 @@ class Relief(Protocol):
 class Pace:
     """What a memory estimate has to know of the running iteration."""
 
-    budget: int  # tokens that this step leaves for prompts
     lookahead: int
     most: int  # tokens of a step at most
 

@@ -39,6 +39,7 @@ from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, 
 from services.scheduler.core.policy import Policy
 
 DELAY_NS = 50_000_000  # longest queue delay of request-level batching
+MOST = 2**31 - 1  # of a number in a name: columns are int32
 CACHED: dict[str, Any] = {"prefix_cache": True}
 OVERLAPPED: dict[str, Any] = {"prefix_cache": True, "lookahead": 1}
 
@@ -121,14 +122,17 @@ def parse(text: str) -> Policy:
 
 
 def _part(part: str, choice: str) -> Any:
-    """One part by its name, with its number if it says one."""
+    """One part by its name, with its number if it says one; the number is at most MOST."""
     table = PARTS[part]
-    match = re.fullmatch(r"(.+?)(?:-([1-9]\d*))?", choice)
+    match = re.fullmatch(r"(.+?)(?:-([0-9]+))?", choice)
     word, number = match.groups() if match else (choice, None)
     if word in table:
         if number is None and word not in NEEDS:
             return table[word]()
         if number is not None and word in NEEDS | TAKES:
+            if number[0] == "0" or len(number) > len(str(MOST)) or int(number) > MOST:
+                shown = number if len(number) <= 40 else f"{number[:40]}... ({len(number)} digits)"
+                raise ValueError(f"{part} {word} takes a number of 1 to {MOST}, not {shown}")
             return table[word](int(number))
     raise ValueError(f"no {part} {choice!r}; there are {_list(table)}")
 
@@ -136,6 +140,8 @@ def _part(part: str, choice: str) -> Any:
 def _relief(choice: str) -> Any:
     """victim, victim-way, and either with +option."""
     base, *options = choice.split("+")
+    if twice := {option for option in options if options.count(option) > 1}:
+        raise ValueError(f"relief {choice!r} gives +{' +'.join(sorted(twice))} twice")
     victims = PARTS["relief"]
     for name, build in victims.items():
         for way, how in {"": recompute, **{f"-{way}": how for way, how in WAYS.items()}}.items():

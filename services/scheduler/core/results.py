@@ -207,7 +207,7 @@ class Results:
         wait_ns = now_ns - (sequence.last_token_ns or sequence.record.arrived_ns)
         sequence.last_token_ns = now_ns
         if sequence.state is State.WAITING:
-            self._placer.grew(1)
+            self._placer.grew(sequence)
         self.tokens_total += 1
         finish = sequence.verdict(sequence.longest(replica.limits))
         if finish is not Finish.RUNNING:

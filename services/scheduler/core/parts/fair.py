@@ -28,6 +28,7 @@ class Fair:
 
     swapped_first = False
     counts = True
+    by_class = False
     prefixes = False
 
     def __init__(self) -> None:

@@ -25,6 +25,7 @@ class FirstCome:
     """By arrival, whatever the class (Orca, Algorithm 1; Sarathi). vLLM's swapped stand before all that wait."""
 
     counts = False
+    by_class = False
     prefixes = False
 
     def __init__(self, swapped_first: bool = False) -> None:
@@ -48,6 +49,7 @@ class ClassThenArrival:
 
     swapped_first = False
     counts = False
+    by_class = True
     prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, slack: bool = False) -> None:
@@ -72,6 +74,7 @@ class ClassThenSlack:
 
     swapped_first = False
     counts = False
+    by_class = True
     prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
@@ -103,6 +106,7 @@ class LeastSlack:
 
     swapped_first = False
     counts = False
+    by_class = False
     prefixes = False
 
     def __init__(self, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
@@ -136,6 +140,7 @@ class ShortestPrompt:
 
     swapped_first = False
     counts = False
+    by_class = False
     prefixes = False
 
     def queue(self) -> Queue:
@@ -154,6 +159,7 @@ class ResponseRatio:
 
     swapped_first = False
     counts = False
+    by_class = False
     prefixes = False
 
     def __init__(self, token_ns: int = TOKEN_NS) -> None:
