@@ -9,7 +9,9 @@ import pytest
 from bench.simulator.clock import Linear
 from bench.simulator.engine import Setup, simulate
 from bench.simulator.workload import Workload
+from services.scheduler.core.core import Core
 from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.types import StepPlan
 
 CLOCK = Linear(5e6, 50e3)  # 5 ms a step and 50 us a token
 SECOND = 1_000_000_000
@@ -21,27 +23,45 @@ def load(requests: int, rate: float, prompt: tuple[int, int], output: tuple[int,
     return Workload(arrived, rng.integers(*prompt, requests), rng.integers(*output, requests))
 
 
-def test_blocks_four_and_a_half_percent_short_do_not_collapse_the_time_to_first_token() -> None:
-    """64 sequences of 500 tokens at their end need 2,048 blocks of 16; with 4.5 % less the P99 TTFT grows by less
-    than a half, and nobody is preempted more than three times."""
+class Preempted:
+    """Watches a run: the most preemptions of any one sequence."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def __call__(self, now_ns: int, core: Core, plan: StepPlan) -> None:
+        running = core.replicas[0].table.sequence
+        self.most = max([self.most, *(sequence.preemptions for sequence in running if sequence is not None)])
+
+
+@pytest.mark.parametrize("policy", ["orcinus", "vllm", "trt-max-utilization"])
+def test_blocks_four_and_a_half_percent_short_do_not_collapse_the_time_to_first_token(policy: str) -> None:
+    """1,400 blocks are what 64 such sequences hold together, with a few preemptions; 4.5 % fewer make more of them, and
+    the P99 TTFT grows by less than a fifth."""
     workload = load(800, 40, (200, 300), (150, 250))
-    found = {}
-    for blocks in (2048, int(2048 * 0.955)):
+    found = []
+    for blocks in (1400, int(1400 * 0.955)):
+        watch = Preempted()
         setup = Setup(blocks=blocks, max_seqs=64, lookahead=1)
-        found[blocks] = simulate("orcinus", workload, setup, CLOCK).result
-        assert found[blocks]["finished"] == 800
-        assert found[blocks]["preemptions"] <= 3 * 800
-    ample, short = found.values()
-    assert short["ttft_ms"]["p99"] < 1.5 * ample["ttft_ms"]["p99"]
+        found.append(simulate(policy, workload, setup, CLOCK, observer=watch).result)
+        assert found[-1]["finished"] == 800
+        assert 0 < watch.most <= 3
+    ample, short = found
+    assert short["preemptions"] > ample["preemptions"] > 0
+    assert short["ttft_ms"]["p99"] < 1.2 * ample["ttft_ms"]["p99"]
     assert short["throughput_tok_s"] > 0.9 * ample["throughput_tok_s"]
 
 
 @pytest.mark.parametrize("policy", sorted(PRESETS))
-def test_everybody_finishes_under_twice_the_load_that_can_be_served(policy: str) -> None:
+def test_everybody_finishes_under_twice_the_load_and_with_a_third_of_the_memory(policy: str) -> None:
     workload = load(400, 60, (20, 700), (1, 200), seed=1)
-    run = simulate(policy, workload, Setup(blocks=1500, host_blocks=1500, block_bytes=1 << 17, max_seqs=48), CLOCK)
+    watch = Preempted()
+    setup = Setup(blocks=500, host_blocks=500, block_bytes=1 << 17, max_seqs=48)
+    run = simulate(policy, workload, setup, CLOCK, observer=watch)
     assert run.result["finished"] == run.result["requests"] == 400
-    assert run.result["preemptions"] <= 3 * 400
+    assert watch.most <= 3
+    if policy in ("sarathi", "vllm", "fastgen", "lmdeploy", "trt-max-utilization"):
+        assert run.result["preemptions"] > 40, "memory is not short"
 
 
 def test_the_late_are_served_one_in_eight_admissions_however_many_come_in_time() -> None:

@@ -15,7 +15,7 @@ from services.scheduler.core.queues import quarter_octave
 from tests.unit.policy_rows import Rows, entrants
 
 MS, S = 1_000_000, 1_000_000_000
-PACE = Pace(10_000, 0, 10_000)
+PACE = Pace(0, 10_000)
 
 
 def column(*values: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_the_peak_estimate_lengthens_lives_by_chunks_and_lookahead() -> None:
     replica = Rows(blocks=8)
     replica.add(known=16, limit=20)
     assert PeakEstimate().admit(replica, entrants((8, 21)), PACE).tolist() == [2]
-    assert PeakEstimate().admit(replica, entrants((8, 21)), Pace(10_000, 2, 10_000)).tolist() == []
+    assert PeakEstimate().admit(replica, entrants((8, 21)), Pace(2, 10_000)).tolist() == []
 
 
 def test_an_empty_replica_takes_the_first_whatever_an_estimate_says() -> None:

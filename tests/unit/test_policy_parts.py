@@ -31,7 +31,7 @@ from services.scheduler.core.types import NewRequest
 from tests.unit.policy_rows import Rows
 
 MS, S = 1_000_000, 1_000_000_000
-PACE = Pace(10_000, 0, 10_000)
+PACE = Pace(0, 10_000)
 
 
 def column(*values: int) -> np.ndarray:

@@ -244,7 +244,7 @@ class Admission:
             promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
             most = shared.policy.tokens.most(replica, shared.step_tokens)
-            promised = shared.policy.memory.admit(replica, entrants, Pace(max(draft.left, 1), shared.lookahead, most))
+            promised = shared.policy.memory.admit(replica, entrants, Pace(shared.lookahead, most))
         if not promised.size and self._guard.could_take(replica, candidates[0].sequence):
             promised = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
         costs = promised - entrants.shared[: promised.size]

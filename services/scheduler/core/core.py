@@ -62,6 +62,7 @@ class Core:
         self._next_policy: Policy | None = None
         self.replicas: list[Replica] = []
         self._records: dict[str, Record] = {}
+        self._parked: dict[str, Record] = {}  # of which something was set aside by park()
         self._names = Names()
         self._placer = Placer(self.policy.order)
         self._shared = Shared(self.policy, self._placer, max_seqs, microbatches, lookahead, step_tokens)
@@ -72,8 +73,6 @@ class Core:
         self._sequences = 0
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
-
-    # -- replicas
 
     def join(self, limits: Limits) -> int:
         """A replica (again), with empty slots and blocks; returns its number, that of a lost one if there is one.
@@ -123,17 +122,17 @@ class Core:
                 self._placer.back(sequence, now_ns)
         lost.freed.clear()
 
-    # -- requests
-
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Takes a request in, with the outputs it has already after a restart. One that can never run ends at once.
 
-        Raises ValueError for an id that is held already, a class outside 0..3 or too many stop ids.
+        Raises ValueError for an id that is held already, no prompt, a class outside 0..3 or too many stop ids.
         """
         if request.id in self._records:
             raise ValueError(f"request {request.id} is held already")
         if not 0 <= request.priority < len(CLASSES):
             raise ValueError(f"priority {request.priority} is not 0..{len(CLASSES) - 1}")
+        if not request.prompts or request.n < 1:
+            raise ValueError(f"{len(request.prompts)} prompts, n = {request.n}; both must be at least 1")
         if request.stop_ids.size > MAX_STOP_IDS:
             raise ValueError(f"{request.stop_ids.size} stop ids; at most {MAX_STOP_IDS}")
         record = Record(
@@ -200,6 +199,7 @@ class Core:
     def park(self, request_id: str) -> None:
         """Sets what waits of a request aside: no step until resume(). What runs goes on."""
         if record := self._records.get(request_id):
+            self._parked[request_id] = record
             for sequence in record.sequences:
                 if sequence.state is State.WAITING:
                     sequence.state = State.PARKED
@@ -207,7 +207,7 @@ class Core:
 
     def resume(self, request_id: str, now_ns: int) -> None:
         """What was parked of a request waits again, in its old place."""
-        if record := self._records.get(request_id):
+        if record := self._parked.pop(request_id, None):
             for sequence in list(record.sequences):
                 if sequence.state is State.PARKED:
                     self._take_in(sequence, now_ns, self._pending)
@@ -223,8 +223,6 @@ class Core:
                     table = self.replicas[sequence.replica].table
                     table.gateway[sequence.slot] = record.gateway
                     table.roster += 1
-
-    # -- iterations
 
     def plan(self, now_ns: int, replica: int = 0) -> tuple[StepPlan | None, Outcome | None]:
         """The next step of `replica`, None when nothing can run or as much is in flight as may be; and what became
@@ -283,7 +281,7 @@ class Core:
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
-        parked = sum(s.state is State.PARKED for record in self._records.values() for s in record.sequences)
+        parked = sum(s.state is State.PARKED for record in self._parked.values() for s in record.sequences)
         fields = figures(self._shared, [r for r in self.replicas if r.alive], parked)
         fields["swapped_blocks"] += self._moved
         fields["prefix_hit_tokens"] += self._hit
@@ -332,6 +330,7 @@ class Core:
 
     def _forget(self, record: Record) -> None:
         del self._records[record.request.id]
+        self._parked.pop(record.request.id, None)
         record.sequences.clear()  # they refer to the record: the garbage collector alone would free them
         self._names.give(record.gateway)
         self._names.give(record.tenant)

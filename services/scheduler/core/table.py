@@ -119,10 +119,6 @@ class SlotTable:
         self._free = list(range(slots))
         self._audiences: dict[int, Audience] = {}
 
-    @property
-    def free(self) -> int:
-        return self.slots - self.count
-
     def first_rows(self, count: int) -> Int32:
         """[count] int32: 0..count-1. The same object as long as `count` stays the same."""
         if self._first.size != count:

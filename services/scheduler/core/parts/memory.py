@@ -62,7 +62,8 @@ class Watermark:
 class PeakEstimate:
     """The blocks of the known tokens, if the predicted peak of all that run and those who enter fits (LightLLM).
 
-    Everybody is taken to run to his limit, so the estimate is never too low while all of them run at each step.
+    Everybody is taken to run to his limit, so the estimate is never too low while all of them run at each step; what
+    several hold together is an estimate (Peak).
     """
 
     learns = False

@@ -125,5 +125,6 @@ def set_aside(table: SlotTable) -> int:
 
 
 def of_entrants(entrants: Entrants, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
-    """As ahead(), for [n] who may enter."""
-    return ahead(entrants.known, entrants.known - entrants.cached, end, pace)
+    """As ahead(), for [n] who may enter. In their first step the running have had their tokens already, so that they
+    count with one more."""
+    return ahead(entrants.known + 1, entrants.known - entrants.cached, end, pace)
