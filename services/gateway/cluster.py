@@ -56,11 +56,20 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a request that comes now has to wait for at the best shard."""
+    """What a request that comes now has to wait for at the best shard, by its class."""
 
     ttft_ms: float
     queued_tokens: int  # that have to run first
     prefill_tok_s: float
+    behind: int = 0  # sequences that wait for slots or memory before it, where that is what takes longest
+    starts_s: float = 0.0
+
+    @property
+    def why(self) -> str:
+        """What explains it."""
+        if self.behind:
+            return f"{self.behind} sequences wait for slots or memory before it, {self.starts_s:.3g} start a second"
+        return f"{self.queued_tokens} prompt tokens are before it, at {self.prefill_tok_s:.0f} a second"
 
 
 class Cluster:
@@ -154,19 +163,22 @@ class Cluster:
         rate = self.snapshot.total("prefill_tok_s") if self.snapshot else 0.0
         return min(RETRY_MOST_S, max(1.0, waiting_tokens / rate)) if rate > 0 else 1.0
 
-    def forecast(self) -> Forecast | None:
-        """The least that a leading shard predicts; None when one of them has nothing to run first, has not measured
-        its prefill rate, or has been silent: then nobody is refused for it."""
+    def forecast(self, priority: str) -> Forecast | None:
+        """The least that a leading shard predicts for a request of that class; None when one of them has nothing to
+        run before it, has not measured its prefill rate, or has been silent: then nobody is refused for it."""
         now, seen = time.monotonic(), self.snapshot
         if seen is None or now - seen.at > STALE_S:
             return None
         found = []
         for shard in seen.leases & seen.stats.keys():
             stats = seen.stats[shard]
-            queued, rate = int(_number(stats.get("queued_tokens"))), _number(stats.get("prefill_tok_s"))
+            queued = int(_number(stats.get(f"queued_tokens_{priority}")))
+            rate = _number(stats.get("prefill_tok_s"))
             if not queued or not rate or now - seen.renewed.get(shard, 0.0) > STALE_S:
                 return None
-            found.append(Forecast(_number(stats.get("predicted_ttft_ms")), queued, rate))
+            predicted_ms = _number(stats.get(f"predicted_ttft_ms_{priority}"))
+            behind, starts_s = int(_number(stats.get(f"behind_{priority}"))), _number(stats.get("starts_s"))
+            found.append(Forecast(predicted_ms, queued, rate, behind, starts_s))
         return min(found, key=lambda each: each.ttft_ms, default=None)
 
     def _led(self) -> list[dict[str, str]]:

@@ -132,7 +132,7 @@ class Gateway:
             raise unavailable(f"Redis uses {share} of its memory; the rest is for running requests", "redis_memory", 5)
         if not cluster.snapshot.leases:
             raise unavailable("no scheduler is alive", "no_scheduler", 2)
-        forecast = cluster.forecast()
+        forecast = cluster.forecast(spec.priority)
         if forecast is not None:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
             refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
@@ -161,8 +161,7 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None
         return
     raise ApiError(
         429,
-        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: "
-        f"{forecast.queued_tokens} prompt tokens are before it, at {forecast.prefill_tok_s:.0f} a second",
+        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: {forecast.why}",
         param=name,
         code=code,
         retry_after_s=min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000)),

@@ -392,7 +392,7 @@ class Service:
             self._lease.epoch,
             self._policy.name,
             1 if self._link else 0,
-            self._core.predicted_ttft_ns(),
+            [self._core.predicted_ttft_ns(number) for number in range(len(CLASSES))],
         )
         if self._link:
             fields |= self._link.facts()

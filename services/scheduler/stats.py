@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ WINDOW_SAMPLES = 1 << 15
 
 CROWD_S = 30.0
 """How far back the rate of first tokens reaches while sequences wait."""
-CROWD_STARTS = 2
+CROWD_STARTS = 2  # and at least as many as run: all slots or all memory have changed hands once
 
 
 class Window:
@@ -47,6 +48,48 @@ class Window:
         return [float(value) for value in np.percentile(recent, points)] if recent.size else [0.0] * len(points)
 
 
+class Crowd:
+    """How fast sequences start while others wait for slots or memory.
+
+    Starts come in bursts, as those who began together end together, so time is counted from start to start and never
+    up to the moment of a report, which may lie just before a burst or just behind it.
+    """
+
+    def __init__(self, now_ns: int) -> None:
+        self._looked_ns = self._last_ns = now_ns
+        self._since_ns = -1  # nobody waited then; -1: nobody waits
+        self._starts = self._seconds = 0.0  # both fade with CROWD_S
+        self._seen = 0
+
+    def started(self, starts: int, now_ns: int) -> None:
+        """So many got their first tokens."""
+        if not starts:
+            return
+        if self._since_ns >= 0:
+            seconds = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
+            keep = math.exp(-seconds / CROWD_S)
+            self._starts = keep * self._starts + starts
+            self._seconds = keep * self._seconds + seconds
+            self._seen += starts
+        self._last_ns = now_ns
+
+    def look(self, waiting: int, now_ns: int) -> None:
+        """So many wait now; with nobody all is forgotten."""
+        if not waiting:
+            self._since_ns, self._starts, self._seconds, self._seen = -1, 0.0, 0.0, 0
+        elif self._since_ns < 0:
+            self._since_ns = self._looked_ns
+        self._looked_ns = now_ns
+
+    def rate(self, running: int, now_ns: int) -> float:
+        """Starts a second where `running` sequences run; 0 while too few were seen to tell. When none has come for
+        long it falls, as if those who run were the next burst."""
+        if self._seen < max(running, CROWD_STARTS) or not self._seconds:
+            return 0.0
+        silent = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
+        return min(self._starts / self._seconds, (self._starts + running) / (self._seconds + silent))
+
+
 class Stats:
     """Collects what iterations show."""
 
@@ -58,9 +101,7 @@ class Stats:
         self._tokens = self._prefill = self._prefill_ns = 0
         self._rate = 0.0
         self._tokens_total = 0
-        self._starts = 0
-        self._crowd_starts = self._crowd_s = 0.0
-        self._crowded = False
+        self._crowd = Crowd(started_ns)
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
 
@@ -74,7 +115,7 @@ class Stats:
         self._tbt_ms.add(outcome.waits_ns[has & ~starts] / 1e6, now_ns)
         produced = int(outcome.counts.sum())
         self._tokens += produced
-        self._starts += int(np.count_nonzero(starts))
+        self._crowd.started(int(np.count_nonzero(starts)), now_ns)
         self._tokens_total += produced
         for row in np.flatnonzero(starts):  # once in a request's life
             request = outcome.requests[row]
@@ -106,16 +147,15 @@ class Stats:
         epoch: int,
         policy: str,
         workers: int,
-        predicted_ns: int = 0,
+        predicted_ns: Sequence[int] = (0, 0, 0, 0),
     ) -> dict[str, float | int | str]:
         """Every field of `stats:{shard}`; starts the next second.
 
-        `predicted_ns`: the core's prediction of a time to first token; 0 while it knows no step's time.
+        `predicted_ns`: the core's prediction of a time to first token by class; 0 while it knows no step's time.
         """
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
         self._learn_rate()
-        predicted_ms = self._predicted_ms(core, predicted_ns, seconds)
         ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
         tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
         fields: dict[str, float | int | str] = {
@@ -138,7 +178,7 @@ class Stats:
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
-            "predicted_ttft_ms": round(predicted_ms, 1),
+            **self._predicted(core, predicted_ns, now_ns),
             **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
         }
         self._since_ns = now_ns
@@ -146,25 +186,22 @@ class Stats:
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         return fields
 
-    def _predicted_ms(self, core: dict[str, Any], predicted_ns: int, seconds: float) -> float:
-        """When a request that comes now gets its first token. Prompts may wait for time (the core's prediction; tokens
-        at the measured rate while it has none) or for slots and memory: those who wait, at the rate of first tokens in
-        the last `CROWD_S` in which there were always some waiting. The longer one counts."""
-        waiting = int(core.get("waiting", 0))
-        if self._crowded and waiting:
-            keep = math.exp(-seconds / CROWD_S)
-            self._crowd_starts = keep * self._crowd_starts + self._starts
-            self._crowd_s = keep * self._crowd_s + seconds
-        else:
-            self._crowd_starts = self._crowd_s = 0.0
-        self._crowded = waiting > 0
-        self._starts = 0
-        computing_ms = predicted_ns / 1e6
-        if not predicted_ns and self._rate:
-            computing_ms = 1e3 * int(core.get("queued_tokens", 0)) / self._rate
-        if self._crowd_starts < CROWD_STARTS:
-            return computing_ms
-        return max(computing_ms, 1e3 * waiting * self._crowd_s / self._crowd_starts)
+    def _predicted(self, core: dict[str, Any], predicted_ns: Sequence[int], now_ns: int) -> dict[str, float | int]:
+        """When a request that comes now gets its first token, by class. Prompts may wait for time (the core's
+        prediction; tokens at the measured rate while it has none) or for slots and memory (those who are before it, at
+        the rate of starts). The longer one counts."""
+        self._crowd.look(int(core.get("waiting", 0)), now_ns)
+        starts_s = self._crowd.rate(int(core.get("running", 0)), now_ns)
+        fields: dict[str, float | int] = {"starts_s": round(starts_s, 3)}
+        for name, core_ns in zip(CLASSES, predicted_ns, strict=True):
+            computing_ms = core_ns / 1e6
+            if not core_ns and self._rate:
+                computing_ms = 1e3 * int(core.get(f"queued_tokens_{name}", 0)) / self._rate
+            behind = int(core.get(f"behind_{name}", 0))
+            crowd_ms = 1e3 * behind / starts_s if starts_s else 0.0
+            fields[f"behind_{name}"] = behind if crowd_ms > computing_ms else 0
+            fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, crowd_ms), 1)
+        return fields | {"predicted_ttft_ms": fields[f"predicted_ttft_ms_{CLASSES[-1]}"]}
 
     def _learn_rate(self) -> None:
         """Prompt tokens per second of steps that ran some: what a queue of prompts is worth, also when none came

@@ -60,11 +60,13 @@ def test_a_first_token_that_would_come_too_late_is_429_with_the_figures(
     code: str,
     retry_after: str,
 ) -> None:
-    scheduler.stats(queued_tokens=480, predicted_ttft_ms=predicted_ms, prefill_tok_s=100)
+    scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=predicted_ms, prefill_tok_s=100)
     known = str(predicted_ms)
-    until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("predicted_ttft_ms") == known)
+    until(
+        "the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("predicted_ttft_ms_normal") == known
+    )
     answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", field: limit_ms})
-    scheduler.stats(predicted_ttft_ms=0)
+    scheduler.stats(predicted_ttft_ms_normal=0)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, field)
@@ -72,14 +74,32 @@ def test_a_first_token_that_would_come_too_late_is_429_with_the_figures(
         assert figure in error["message"]
 
 
+def test_the_prediction_is_that_of_the_requests_class_and_says_what_explains_it(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
+) -> None:
+    waits = {"queued_tokens_low": 480, "behind_low": 32, "predicted_ttft_ms_low": 17175, "starts_s": 1.863}
+    urgent = {"queued_tokens_realtime": 3, "behind_realtime": 0, "predicted_ttft_ms_realtime": 20}
+    scheduler.stats(**waits, **urgent, predicted_ttft_ms=17175, queued_tokens=480, prefill_tok_s=103)
+    until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "103")
+    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 500}
+    served = post(gateway, "/v1/completions", {**body, "priority": "realtime"})
+    refused = post(gateway, "/v1/completions", {**body, "priority": "low"})
+    scheduler.stats(predicted_ttft_ms_low=0)
+    assert served.status_code == 200
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "17")
+    message = refused.json()["error"]["message"]
+    assert message.endswith("32 sequences wait for slots or memory before it, 1.86 start a second")
+    assert "prompt tokens" not in message
+
+
 def test_a_limit_that_is_kept_or_has_nothing_before_it_is_not_refused(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
 ) -> None:
     body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000, "deadline_ms": 60_000}
-    scheduler.stats(queued_tokens=480, predicted_ttft_ms=1000, prefill_tok_s=101)
+    scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=1000, prefill_tok_s=101)
     until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "101")
     assert post(gateway, "/v1/completions", body).status_code == 200
-    scheduler.stats(queued_tokens=0, predicted_ttft_ms=5000, prefill_tok_s=102)
+    scheduler.stats(queued_tokens_normal=0, predicted_ttft_ms_normal=5000, prefill_tok_s=102)
     until("nothing waits", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "102")
     assert post(gateway, "/v1/completions", body).status_code == 200
 
@@ -87,13 +107,13 @@ def test_a_limit_that_is_kept_or_has_nothing_before_it_is_not_refused(
 def test_a_prefill_rate_that_nobody_measured_refuses_no_ttft_and_asks_for_a_second(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
 ) -> None:
-    scheduler.stats(waiting=4, queued_tokens=400, predicted_ttft_ms=5000, prefill_tok_s=0)
+    scheduler.stats(waiting=4, queued_tokens_normal=400, predicted_ttft_ms_normal=5000, prefill_tok_s=0)
     until("the waiting are known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "4")
     body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000}
     assert post(gateway, "/v1/completions", body).status_code == 200
     scheduler.client.hset(gateway.keys.queue, "tokens", 1000)
     full = post(gateway, "/v1/completions", body)
-    scheduler.stats(predicted_ttft_ms=0)
+    scheduler.stats(predicted_ttft_ms_normal=0)
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
 
 

@@ -11,7 +11,12 @@ from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, _rene
 from services.gateway.validate import Limits
 from shared.settings import DEMO_MODEL, GatewaySettings
 
-BUSY = {"queued_tokens": "800", "predicted_ttft_ms": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
+BUSY = {
+    "queued_tokens_normal": "800",
+    "predicted_ttft_ms_normal": "4000.5",
+    "prefill_tok_s": "200.0",
+    "time_ms": "7",
+}
 
 
 def cluster(
@@ -27,22 +32,35 @@ def cluster(
 
 
 def test_the_least_prediction_of_the_leading_shards_counts() -> None:
-    better = BUSY | {"predicted_ttft_ms": "30", "queued_tokens": "6"}
-    assert cluster({"a": BUSY, "b": better}).forecast() == Forecast(30.0, 6, 200.0)
-    assert cluster({"a": BUSY, "b": better}, leases=["a"]).forecast() == Forecast(4000.5, 800, 200.0)
-    assert cluster({"a": BUSY}, leases=[]).forecast() is None
-    assert cluster({}).forecast() is None
+    better = BUSY | {"predicted_ttft_ms_normal": "30", "queued_tokens_normal": "6"}
+    assert cluster({"a": BUSY, "b": better}).forecast("normal") == Forecast(30.0, 6, 200.0)
+    assert cluster({"a": BUSY, "b": better}, leases=["a"]).forecast("normal") == Forecast(4000.5, 800, 200.0)
+    assert cluster({"a": BUSY}, leases=[]).forecast("normal") is None
+    assert cluster({}).forecast("normal") is None
 
 
-@pytest.mark.parametrize("change", [{"queued_tokens": "0"}, {"prefill_tok_s": "0"}, {"queued_tokens": "nan"}])
+@pytest.mark.parametrize(
+    "change", [{"queued_tokens_normal": "0"}, {"prefill_tok_s": "0"}, {"queued_tokens_normal": "nan"}]
+)
 def test_a_shard_with_nothing_before_a_request_or_no_measured_rate_refuses_nobody(change: dict[str, str]) -> None:
-    assert cluster({"a": BUSY, "b": BUSY | change}).forecast() is None
+    assert cluster({"a": BUSY, "b": BUSY | change}).forecast("normal") is None
+
+
+def test_a_request_is_told_what_its_own_class_waits_for() -> None:
+    urgent = {"queued_tokens_realtime": "5", "predicted_ttft_ms_realtime": "30.0", "behind_realtime": "0"}
+    crowded = BUSY | urgent | {"behind_normal": "12", "starts_s": "2.9996"}
+    assert cluster({"a": crowded}).forecast("realtime") == Forecast(30.0, 5, 200.0, 0, 2.9996)
+    normal = cluster({"a": crowded}).forecast("normal")
+    assert normal == Forecast(4000.5, 800, 200.0, 12, 2.9996)
+    assert normal.why == "12 sequences wait for slots or memory before it, 3 start a second"
+    assert cluster({"a": BUSY}).forecast("normal").why == "800 prompt tokens are before it, at 200 a second"
+    assert cluster({"a": crowded}).forecast("low") is None, "nothing is said of that class"
 
 
 def test_statistics_that_stopped_changing_or_were_read_long_ago_say_nothing() -> None:
-    assert cluster({"a": BUSY}, silent_s=STALE_S - 1).forecast() is not None
-    assert cluster({"a": BUSY}, silent_s=STALE_S + 1).forecast() is None
-    assert cluster({"a": BUSY}, age_s=STALE_S + 1).forecast() is None
+    assert cluster({"a": BUSY}, silent_s=STALE_S - 1).forecast("normal") is not None
+    assert cluster({"a": BUSY}, silent_s=STALE_S + 1).forecast("normal") is None
+    assert cluster({"a": BUSY}, age_s=STALE_S + 1).forecast("normal") is None
 
 
 def test_statistics_are_renewed_when_their_time_changes_whatever_clock_that_is() -> None:

@@ -94,38 +94,77 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     stats.outcome(seen, SECOND)
     stats.step(decode=2, prefill=5)
     stats.result(step_ns=3_000_000, idle_ns=1_000_000, prefill=6)
-    fields = stats.snapshot({"queued_tokens": 10}, 2 * SECOND, 77, 4, "orcinus", 1)
+    fields = stats.snapshot({"queued_tokens_low": 10}, 2 * SECOND, 77, 4, "orcinus", 1)
     assert (fields["ttft_ms_p50"], fields["tbt_ms_p50"]) == (40.0, 2.0)
     assert fields["slo_violations_normal"] == 1
     assert (fields["tokens_total"], fields["tok_s"]) == (2, 1.0)
     assert (fields["step_ms"], fields["device_idle_pct"]) == (3.0, 25.0)
     assert (fields["prefill_tok_s"], fields["predicted_ttft_ms"]) == (2000.0, 5.0)
-    again = stats.snapshot({"queued_tokens": 10}, 3 * SECOND, 78, 4, "orcinus", 1)
+    again = stats.snapshot({"queued_tokens_low": 10}, 3 * SECOND, 78, 4, "orcinus", 1)
     assert (again["tokens_total"], again["tok_s"], again["ttft_ms_p50"]) == (2, 0.0, 40.0)
     assert again["predicted_ttft_ms"] == 5.0  # no prompt ran in that second; the rate stands
-    fitted = stats.snapshot({"queued_tokens": 10}, 4 * SECOND, 79, 4, "orcinus", 1, predicted_ns=7_240_000)
+    fitted = stats.snapshot(
+        {"queued_tokens_low": 10}, 4 * SECOND, 79, 4, "orcinus", 1, predicted_ns=[1_000_000, 2, 3, 7_240_000]
+    )
     assert (fitted["predicted_ttft_ms"], fitted["prefill_tok_s"]) == (7.2, 2000.0)
+    assert (fitted["predicted_ttft_ms_realtime"], fitted["predicted_ttft_ms_low"]) == (1.0, 7.2)
 
 
-def test_the_predicted_ttft_grows_with_those_who_wait_for_slots_and_memory() -> None:
+def crowd(stats: Stats, now_s: float, waiting: int, running: int, **behind: int) -> dict[str, float | int | str]:
+    core = {"waiting": waiting, "running": running, **{f"behind_{name}": count for name, count in behind.items()}}
+    return stats.snapshot(core, int(now_s * SECOND), 0, 4, "orcinus", 1, predicted_ns=[500_000_000] * 4)
+
+
+def start(stats: Stats, now_s: float, starts: int) -> None:
+    for _ in range(starts):
+        stats.outcome(outcome(), int(now_s * SECOND))  # one first token each
+
+
+def test_the_rate_of_starts_is_that_of_whole_bursts_wherever_the_reports_lie() -> None:
+    """Eight slots, all of which change hands every 1.1 s."""
+    for shift in np.arange(0.0, 1.1, 0.1):
+        stats = Stats(0)
+        found = []
+        for tick in range(1, 101):
+            now = tick / 10
+            if (tick - 1) % 11 == 0:
+                start(stats, now, 8)
+            if abs((now - shift) % 1 - 0.05) < 0.051:  # every second
+                found.append(crowd(stats, now + 0.01, waiting=60 - 5 * tick // 10, running=8)["starts_s"])
+        known = [rate for rate in found if rate]
+        assert len(known) >= 6
+        assert known == pytest.approx([8 / 1.1] * len(known), rel=0.001), shift
+
+
+def test_the_predicted_ttft_is_that_of_those_before_a_request_once_all_slots_changed_hands() -> None:
     stats = Stats(0)
+    start(stats, 0.5, 4)
+    assert crowd(stats, 1, 0, 4)["predicted_ttft_ms"] == 500  # nobody waits: the rate is that of the demand
+    start(stats, 1.5, 1)
+    assert crowd(stats, 2, 40, 4, low=40)["predicted_ttft_ms"] == 500
+    start(stats, 2.5, 3)
+    few = crowd(stats, 3, 40, 4, low=40)
+    assert (few["predicted_ttft_ms"], few["starts_s"], few["behind_low"]) == (500, 0, 0)
+    start(stats, 3.5, 3)
+    now = crowd(stats, 4, 40, 4, low=40, normal=10, high=1, realtime=0)
+    assert now["starts_s"] == pytest.approx(3, rel=0.01)
+    assert now["predicted_ttft_ms"] == now["predicted_ttft_ms_low"] == pytest.approx(40_000 / 3, rel=0.01)
+    assert now["predicted_ttft_ms_normal"] == pytest.approx(10_000 / 3, rel=0.01)
+    assert (now["predicted_ttft_ms_high"], now["predicted_ttft_ms_realtime"]) == (500, 500)
+    assert [now[f"behind_{name}"] for name in ("realtime", "high", "normal", "low")] == [0, 0, 10, 40]
+    assert crowd(stats, 5, 0, 4)["predicted_ttft_ms"] == 500
+    start(stats, 5.5, 1)
+    assert crowd(stats, 6, 40, 4, low=40)["predicted_ttft_ms"] == 500  # forgotten
 
-    def second(now: int, waiting: int, starts: int) -> float:
-        for _ in range(starts):
-            stats.outcome(outcome(), now * SECOND)  # one first token each
-        core = {"waiting": waiting, "queued_tokens": 100}
-        return float(
-            stats.snapshot(core, now * SECOND, 0, 4, "orcinus", 1, predicted_ns=500_000_000)["predicted_ttft_ms"]
-        )
 
-    assert second(1, waiting=0, starts=1) == 500  # nobody waits: the rate is that of the demand
-    assert second(2, waiting=40, starts=1) == 500  # not all the time
-    assert second(3, waiting=40, starts=1) == 500  # too few to tell
-    assert second(4, waiting=40, starts=3) == pytest.approx(1000 * 40 * 2 / 4, rel=0.05)
-    assert second(5, waiting=80, starts=2) == pytest.approx(1000 * 80 * 3 / 6, rel=0.05)
-    assert second(6, waiting=1, starts=2) == 500
-    assert second(7, waiting=0, starts=1) == 500
-    assert second(8, waiting=40, starts=1) == 500  # forgotten
+def test_the_rate_of_starts_falls_when_none_comes() -> None:
+    stats = Stats(0)
+    for second in range(1, 11):
+        start(stats, second, 4)
+        rate = crowd(stats, second + 0.01, 40, 4, low=40)["starts_s"]
+    assert rate == pytest.approx(4, rel=0.01)
+    assert crowd(stats, 10.9, 40, 4)["starts_s"] == pytest.approx(4, rel=0.01), "before the next burst is due"
+    assert float(crowd(stats, 20, 40, 4)["starts_s"]) < 2.2
 
 
 def test_one_class_leaves_room_for_the_others() -> None:
