@@ -6,11 +6,15 @@ Pure given a seed: the same arguments give the same schedule. Called by `bench/l
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+MOST_TOKENS = 1_000_000  # of a prompt, of an output
+LATEST_S = 1e9  # beyond it, times in ns come near the end of int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +41,65 @@ def read_trace(path: Path) -> Trace:
     Raises ValueError that names the file and the line or column that is wrong.
     """
     rows: list[tuple[float, int, int]] = []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # a byte order mark is no part of the first name
         reader = csv.DictReader(file)
-        names = reader.fieldnames or []
-        missing = [name for name in ("num_prefill_tokens", "num_decode_tokens") if name not in names]
-        if missing:
-            raise ValueError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(names) or 'none'}")
-        timed = "arrived_at" in names
-        for row in reader:
-            try:
-                at = float(row["arrived_at"]) if timed else 0.0
-                rows.append((at, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
-            if rows[-1][1] < 1 or rows[-1][2] < 1:
-                raise ValueError(f"{path}, line {reader.line_num}: token counts must be at least 1")
+        try:
+            names = list(reader.fieldnames or [])
+            _check_names(path, names)
+            timed = "arrived_at" in names
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                at = _second(row, where) if timed else 0.0
+                rows.append((at, _tokens(row, "num_prefill_tokens", where), _tokens(row, "num_decode_tokens", where)))
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no request")
     if timed:
         rows.sort(key=lambda row: row[0])
     columns = np.asarray(rows)
     return Trace(columns[:, 0] if timed else None, columns[:, 1].astype(np.int64), columns[:, 2].astype(np.int64))
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    shown = ", ".join(names)[:200] or "none"
+    for name in ("num_prefill_tokens", "num_decode_tokens"):
+        if name not in names:
+            raise ValueError(f"{path} has no column {name!r}; its columns are {shown}")
+    for name in ("arrived_at", "num_prefill_tokens", "num_decode_tokens"):
+        if names.count(name) > 1:
+            raise ValueError(f"{path} has two columns {name!r}: drop one; its columns are {shown}")
+
+
+def _value(row: dict[str, str], name: str, where: str) -> str:
+    """A cell; a short line lacks its last ones."""
+    if row[name] is None or not row[name].strip():
+        raise ValueError(f"{where} has no {name}")
+    return row[name].strip()
+
+
+def _second(row: dict[str, str], where: str) -> float:
+    text = _value(row, "arrived_at", where)
+    try:
+        at = float(text)
+    except ValueError:
+        at = math.nan
+    if not 0 <= at <= LATEST_S:
+        raise ValueError(f"{where}: arrived_at is {text[:40]!r}; it must be a number of seconds from 0 to {LATEST_S:g}")
+    return at
+
+
+def _tokens(row: dict[str, str], name: str, where: str) -> int:
+    text = _value(row, name, where)
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if not 1 <= count <= MOST_TOKENS:
+        raise ValueError(
+            f"{where}: {name} is {text[:40]!r}; it must be a whole number, at least 1, at most {MOST_TOKENS:,}"
+        )
+    return count
 
 
 def gamma_times(count: int, rate_rps: float, burstiness: float, seed: int) -> npt.NDArray[np.float64]:

@@ -11,18 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.load_arrivals import Trace, gamma_times, read_trace
+from bench.load_arrivals import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
 from bench.simulator.workload import Int64, Workload
 from services.scheduler.core.placer import CLASSES
 
 TRACES = Path(__file__).resolve().parents[2] / "assets" / "traces"
-SLOWEST = 1e-6  # of a rate and of a rate scale: beyond, times in ns overflow
+SLOWEST, MOST_RATE = 1e-6, 1e6  # of a rate and of a rate scale
+MOST_REQUESTS = 1_000_000
 CHAT = TRACES / "azure_conv_2023.csv"
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """`64`, `16:128` (uniform, both included) or `lognormal:MEAN:SIGMA` (SIGMA of the logarithm), in tokens."""
+    """`64`, `16:128` (uniform, both included) or `lognormal:MEAN:SIGMA` (SIGMA of the logarithm), in tokens.
+
+    What a lognormal draws beyond MOST_TOKENS becomes MOST_TOKENS.
+    """
 
     kind: str
     low: float
@@ -35,22 +39,25 @@ class Lengths:
         try:
             if kind == "lognormal":
                 mean, sigma = (float(part) for part in rest)
-                if mean >= 1 and 0 <= sigma <= 4:
+                if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= 4:
                     return cls(kind, mean, sigma)
             elif len(rest) <= 1:
                 low, high = int(kind), int(rest[0] if rest else kind)
-                if 1 <= low <= high:
+                if 1 <= low <= high <= MOST_TOKENS:
                     return cls("uniform", low, high)
         except ValueError:
             pass
-        raise ValueError(f"{text!r} is no length: give N, LOW:HIGH with 1 <= LOW <= HIGH, or lognormal:MEAN:SIGMA")
+        raise ValueError(
+            f"{text[:40]!r} is no length: give N, LOW:HIGH with 1 <= LOW <= HIGH <= {MOST_TOKENS:,}, or "
+            "lognormal:MEAN:SIGMA with SIGMA from 0 to 4"
+        )
 
     def draw(self, count: int, seed: int, stream: int) -> Int64:
         rng = np.random.default_rng([seed, 10 + stream])
         if self.kind == "uniform":
             return rng.integers(int(self.low), int(self.high) + 1, count)
         mu = math.log(self.low) - self.high**2 / 2  # so that the mean is `low`
-        return np.maximum(np.rint(rng.lognormal(mu, self.high, count)), 1).astype(np.int64)
+        return np.clip(np.rint(rng.lognormal(mu, self.high, count)), 1, MOST_TOKENS).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +86,13 @@ def build(spec: Spec) -> Workload:
     trace = _read(spec.trace) if spec.trace is not None else None
     if trace is None and (spec.prompt is None or spec.output is None):
         raise ValueError("without a trace both lengths are needed: --prompt-tokens and --output-tokens")
-    if not SLOWEST <= spec.rate_scale <= 1 / SLOWEST or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
+    if not SLOWEST <= spec.rate_scale <= MOST_RATE or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
         raise ValueError(
-            f"rate {spec.rate_rps:g} x {spec.rate_scale:g} is out of range: stay within {SLOWEST:g} and 1e6"
+            f"rate {spec.rate_rps:g} x {spec.rate_scale:g} is out of range: stay within {SLOWEST:g} and {MOST_RATE:g}"
         )
     count = spec.requests or (len(trace.prompt_tokens) if trace is not None else 1000)
+    if count > MOST_REQUESTS:
+        raise ValueError(f"{spec.trace} has {count:,} requests: give --requests N, at most {MOST_REQUESTS:,}")
     prompt = spec.prompt.draw(count, spec.seed, 0) if spec.prompt else _cycle(trace, "prompt_tokens", count)
     output = spec.output.draw(count, spec.seed, 1) if spec.output else _cycle(trace, "output_tokens", count)
     priority = _classes(spec, count)
@@ -91,8 +100,14 @@ def build(spec: Spec) -> Workload:
     if spec.prefix_groups:
         group = np.random.default_rng([spec.seed, 5]).integers(0, spec.prefix_groups, count)
         prompt = prompt + spec.prefix_tokens
+    times = _times(spec, trace, count)
+    if not times[-1] <= LATEST_S:
+        raise ValueError(
+            f"the last of {count:,} requests arrives after {times[-1]:.3g} s, over {LATEST_S:g}: raise --rate or "
+            "--rate-scale, or take fewer --requests"
+        )
     return Workload(
-        arrived_ns=np.rint(_times(spec, trace, count) * 1e9).astype(np.int64),
+        arrived_ns=np.rint(times * 1e9).astype(np.int64),
         prompt=prompt,
         output=output,
         max_tokens=np.maximum(output, spec.max_tokens),

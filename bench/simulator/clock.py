@@ -6,7 +6,6 @@ Called by device.py once a step, so an answer costs a few hundred nanoseconds; n
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -17,6 +16,8 @@ from services.scheduler.core.types import StepPlan
 
 MIN_STEP_NS = 1_000  # no step is free, whatever a fit says
 COEFFICIENTS = ("c0", "c1", "c2", "c3")
+MOST_NS = 1e12  # of a coefficient
+_MOST = 1e15  # of any figure in a step's log
 
 
 class Features(NamedTuple):
@@ -77,8 +78,10 @@ def read_coefficients(path: Path) -> Linear:
     if not isinstance(given, dict) or not set(given) <= set(COEFFICIENTS) or "c0" not in given:
         raise ValueError(f'{path} must hold {{"c0": ns, "c1": ns, "c2": ns, "c3": ns}}, c0 at least; not {given!r:.80}')
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{path}: {name} is {value!r}; it must be a number of ns, 0 or more")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_NS:
+            raise ValueError(
+                f"{path}: {name} is {str(value)[:40]}; it must be a number of ns, 0 or more, to {MOST_NS:g}"
+            )
     return Linear(**{name: float(value) for name, value in given.items()})
 
 
@@ -97,8 +100,11 @@ def fit_step_log(path: Path) -> Linear:
                 line = json.loads(text)
                 time_ns = 1000.0 * (float(line["forward_us"]) + float(line["sample_us"]))
                 context = float(line.get("decode_context", 0)), float(line.get("prefill_context", 0))
-                rows.append((time_ns, float(line["tokens"]), *context))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                row = time_ns, float(line["tokens"]), *context
+                if not all(0 <= value <= _MOST for value in row):
+                    raise ValueError(f"a figure is not within 0 and {_MOST:g}")
+                rows.append(row)
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(f"{path}, line {number} is not one of a worker's --step-log: {error!r}") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error

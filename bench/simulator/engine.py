@@ -199,7 +199,7 @@ class _Loop:
         self._next_sample = START_NS
 
     def run(self) -> None:
-        """Until everything has ended."""
+        """Until everything has ended. Raises OverflowError when times leave 64 bits."""
         workload, servers, events, seen = self._workload, self.servers, self._events, self.seen
         arrivals = (workload.arrived_ns + START_NS).tolist()
         arrivals.append(_NEVER)
@@ -209,6 +209,8 @@ class _Loop:
             now = events[0][0] if events else _NEVER
             if due <= now:
                 if due == _NEVER:
+                    if events:
+                        raise OverflowError(f"a step ends after {_NEVER / 1e9:.1e} s of simulated time")
                     return
                 now = due
                 touched = set()

@@ -40,13 +40,26 @@ def reproduce(json: bool) -> int:
         tables.append(make())
     missed = [table.name for table in tables if not table.reproduced]
     if json:
-        print(json_module.dumps({"tables": [table.to_json() for table in tables]}, indent=1))
+        print(
+            json_module.dumps({"tables": [table.to_json() for table in tables], "verdict": verdict(tables)}, indent=1)
+        )
     else:
         console = Console(width=max(Console().width, WIDTH))
         for table in tables:
             show(table, console)
-    print(f"not reproduced: {', '.join(missed)}" if missed else "all are reproduced", file=sys.stderr)
+    print(verdict(tables), file=sys.stderr)
     return 1 if missed else 0
+
+
+def verdict(tables: list[Table]) -> str:
+    """One line: what is not reproduced in its sense, and what else the tables miss that have a sense."""
+    missed = [table.name for table in tables if not table.reproduced]
+    parts = [f"not in their sense: {', '.join(missed)}" if missed else "all in their sense"]
+    for table in tables:
+        beside = [holds for _, holds, required in table.claims if not required]
+        if len(beside) < len(table.claims) and not all(beside):
+            parts.append(f"{table.name}: {beside.count(False)} of {len(beside)} ratios missed")
+    return "; ".join(parts)
 
 
 def show(table: Table, console: Console) -> None:

@@ -1,12 +1,14 @@
 """`orcinus simulate`: runs what the options say, and prints a table or one JSON object.
 
-Exit codes: 0 fine; 1 a request did not finish, or what was searched for was not found; 2 wrong use.
+Exit codes: 0 fine; 1 a request did not finish, or what was searched for was not found; 2 wrong use, or more than this
+machine can do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,10 +21,11 @@ from rich.table import Table
 
 from bench.simulator.engine import Stuck
 from bench.simulator.jobs import Finished, Job, run_all
-from bench.simulator.options import WrongUse, clock_of, parser, setup_of, spec_of
+from bench.simulator.options import WrongUse, clock_of, notes_of, options_of, setup_of, spec_of
 from bench.simulator.search import capacity, knee
 from bench.simulator.search import show as show_search
-from bench.simulator.speed import RUNNING, measure
+from bench.simulator.speed import measure_all
+from bench.simulator.speed import show as show_speed
 
 WIDTH = 165  # columns the table needs
 COLUMNS = (
@@ -33,13 +36,17 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-        return run(options)
+        return run(options_of(given))
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except (WrongUse, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, OverflowError) as error:
+        asked = shlex.join(given)[:300] or "the defaults"
+        print(f"error: too large for this machine: {asked} ({error or 'out of memory'}); give less", file=sys.stderr)
         return 2
     except Stuck as error:
         print(f"error: {error}", file=sys.stderr)
@@ -54,17 +61,16 @@ def run(options: argparse.Namespace) -> int:
 
         return reproduce(options.json)
     if options.speed:
-        return _speed(options, console)
+        return show_speed(measure_all(options.policy), options.json, console)
     base = Job(options.policy[0], spec_of(options), setup_of(options), clock_of(options))
+    notes = notes_of(options, base.setup, base.clock)
 
     def run_jobs(jobs: list[Job]) -> list[Finished]:
         return run_all(jobs, options.jobs)
 
     if options.find:
-        if options.plots is not None or len(options.rate_scale) > 1:
-            raise WrongUse("--find makes its own runs: drop --plots, and give one --rate-scale")
         search = knee if options.find == "knee" else capacity
-        return show_search(options.find, search(options.policy, base, run_jobs), options.json, console)
+        return show_search(options.find, search(options.policy, base, run_jobs), notes, options.json, console)
     draw = _drawing(options) if options.plots is not None else None
     finished = run_jobs(
         [
@@ -75,9 +81,11 @@ def run(options: argparse.Namespace) -> int:
     )
     results = [one.result for one in finished]
     if options.json:
-        print(json.dumps({"results": results}, indent=1))
+        print(json.dumps({"results": results, "notes": notes}, indent=1))
     else:
         show(results, console)
+        for note in notes:
+            console.print(f"({note})", markup=False, highlight=False)
     if draw is not None:
         source = base.spec.trace.stem if base.spec.trace else "drawn lengths"
         written = draw(finished, options.plots, f"{source}: {_replica(options)}")
@@ -103,23 +111,6 @@ def _replica(options: argparse.Namespace) -> str:
     if options.step_time or options.fit:
         return f"step times of {options.step_time or options.fit}"
     return f"{options.model_shape} on {options.replicas} x {options.device}"
-
-
-def _speed(options: argparse.Namespace, console: Console) -> int:
-    results = [measure(policy, running) for policy in options.policy for running in RUNNING]
-    if options.json:
-        print(json.dumps({"results": results}, indent=1))
-        return 0
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("policy", "running", "us an iteration", "iterations a minute", "goal"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for r in results:
-        goal = f"{r['goal']:,}" if r["goal"] else ""
-        table.add_row(
-            r["policy"], str(r["running"]), f"{r['us_per_iteration']:.1f}", f"{r['iterations_per_minute']:,}", goal
-        )
-    console.print(table)
-    return 0
 
 
 def told(results: list[dict[str, Any]]) -> int:

@@ -61,12 +61,27 @@ def test_a_trace_without_times_gets_poisson_arrivals_by_rate_and_refuses_without
         ("num_prefill_tokens,num_decode_tokens\n", "no request"),
         ("num_prefill_tokens,num_decode_tokens\n5,x\n", "line 2"),
         ("num_prefill_tokens,num_decode_tokens\n5,0\n", "at least 1"),
-        ("num_prefill_tokens,num_decode_tokens\n5\n", "line 2"),
+        ("num_prefill_tokens,num_decode_tokens\n5\n", "line 2 has no num_decode_tokens"),
+        ("num_prefill_tokens,num_decode_tokens,arrived_at\n5,5,0\n5,5\n", "line 3 has no arrived_at"),
+        ("num_prefill_tokens,num_decode_tokens,arrived_at\n5,5,\n", "line 2 has no arrived_at"),
+        ("num_prefill_tokens,num_decode_tokens,arrived_at\n5,5,nan\n", "line 2: arrived_at is 'nan'"),
+        ("num_prefill_tokens,num_decode_tokens,arrived_at\n5,5,soon\n", "line 2: arrived_at is 'soon'"),
+        ("num_prefill_tokens,num_decode_tokens\n5,99999999999\n", "line 2: num_decode_tokens is '99999999999'"),
+        ("num_prefill_tokens,num_decode_tokens\n5,5\n99999999999999999999,5\n", "line 3: num_prefill_tokens"),
+        ("num_prefill_tokens,num_decode_tokens,num_decode_tokens\n5,5,5\n", "two columns 'num_decode_tokens'"),
+        ("num_prefill_tokens,num_decode_tokens\n5," + "9" * 200_000 + "\n", "line 2"),
     ],
 )
 def test_a_bad_trace_is_refused_with_its_line_or_column(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         read_trace(trace_file(tmp_path, text))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path) -> None:
+    path = trace_file(tmp_path, "")
+    path.write_bytes(b"\xef\xbb\xbfarrived_at,num_prefill_tokens,num_decode_tokens\n2,10,1\n")
+    trace = read_trace(path)
+    assert trace.arrived_at is not None and trace.arrived_at.tolist() == [2.0]
 
 
 def test_clipping_cuts_only_what_does_not_fit_and_counts_it() -> None:

@@ -124,6 +124,18 @@ def test_only_required_claims_decide() -> None:
     assert not table.reproduced
 
 
+def test_the_verdict_counts_the_ratios_missed_beside_what_is_required() -> None:
+    table, informs = Table("T5", "", "", ()), Table("T5, chat trace", "", "informs", ())
+    assert literature.verdict([table]) == "all in their sense"
+    table.claim("order", True)
+    for holds in (True, False, False):
+        table.claim("a ratio", holds, required=False)
+        informs.claim("a ratio", holds, required=False)
+    assert literature.verdict([table, informs]) == "all in their sense; T5: 2 of 3 ratios missed"
+    table.claim("another order", False)
+    assert literature.verdict([table]) == "not in their sense: T5; T5: 2 of 3 ratios missed"
+
+
 def test_table_four_follows_from_its_formula() -> None:
     assert literature_chunks.gemm_ms(1) == pytest.approx(0.34)
     assert literature_chunks.iteration_ms(32, 8) == pytest.approx(10.88 + 8 + 2.1)

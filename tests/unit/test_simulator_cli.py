@@ -105,7 +105,7 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--routing", "nearest"], "least-tokens"),
         (["--step-time", "nowhere.json"], "nowhere.json"),
         (["--trace", str(ROOT / "assets/demo-model/model.safetensors")], "not text"),
-        (["--rate-scale", "1e-300"], "out of range"),
+        (["--rate-scale", "1e-300"], "1e-300 is too small"),
         (["--ttft-slo-ms", "high:"], "high:NUMBER"),
         (["--plots", str(ROOT / "README.md")], "README.md"),
         (["--bogus"], "--bogus"),
@@ -119,7 +119,125 @@ def test_wrong_use_ends_with_2_and_says_what_to_do(
     assert printed.err.startswith("error: ") and says in printed.err and not printed.out
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"c1": 3}', '{"c0": -1}', '{"c0": "fast"}', '{"c0": 1, "c9": 2}', "{"])
+HUGE = "99999999999999999999"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("--max-tokens", HUGE, "1 to 1,000,000"),
+        ("--max-tokens", "9999999999", "1 to 1,000,000"),
+        ("--prompt-tokens", "9999999999", "<= 1,000,000"),
+        ("--prompt-tokens", HUGE, "<= 1,000,000"),
+        ("--output-tokens", "lognormal:1e300:1", "1,000,000"),
+        ("--prefix-tokens", HUGE, "1 to 1,000,000"),
+        ("--prefix-groups", HUGE, "0 to 1,000,000"),
+        ("--block-size", "99999999999", "1 to 256"),
+        ("--kv-blocks", "99999999999", "0 to 10,000,000"),
+        ("--host-blocks", "99999999999", "0 to 10,000,000"),
+        ("--max-seqs", "99999999", "1 to 8,192"),
+        ("--requests", "9999999999", "0 to 1,000,000"),
+        ("--step-tokens", HUGE, "0 to 1,000,000"),
+        ("--max-step-tokens", HUGE, "1 to 1,000,000"),
+        ("--replicas", "100000", "1 to 1,000"),
+        ("--microbatches", "1000", "1 to 16"),
+        ("--lookahead", HUGE, "0 to 4"),
+        ("--seed", HUGE, "4,294,967,295"),
+        ("--jobs", HUGE, "1 to 64"),
+        ("--rate", "1e300", "1e+06"),
+        ("--rate-scale", "1,1e300", "1e+06"),
+        ("--cv", "1e300", "100"),
+        ("--ttft-slo-ms", "1e300", "1e+09"),
+        ("--tbt-slo-ms", "high:1e300", "1e+09"),
+        ("--ttft-slo-ms", "1e-300", "0.001"),
+        ("--host-us", "1e30", "1e+08"),
+        ("--host-us", "nan", "1e+08"),
+        ("--classes", "high:1e300", "1e+06"),
+        ("--requests", "9" * 5000, "1,000,000"),
+    ],
+)
+def test_every_number_has_bounds_that_the_message_names(
+    option: str, value: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([option, value]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    given = value.rpartition(",")[2].rpartition(":")[2] if "lognormal" not in value else value
+    assert option in line and given[:40] in line and remedy in line and len(line) < 300 and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--reproduce", "--find", "knee"], "--reproduce has runs of its own and ignores --find"),
+        (["--speed", "--find", "capacity", "--plots", "x"], "ignores --find, --plots"),
+        (["--speed", "--seed=0"], "ignores --seed"),
+        (["--reproduce", "--speed"], "--speed"),
+        (["--rate-scale", "1,2", "--at-once"], "--rate-scale"),
+        (["--prefix-tokens", "64"], "--prefix-groups N"),
+        (["--routing", "random"], "--replicas 2"),
+        (["--find", "knee", "--step-tokens", "64"], "--step-tokens"),
+        (["--find", "capacity", "--at-once"], "--at-once"),
+        (["--step-time", "a", "--fit", "b"], "exclude"),
+        (
+            ["--trace", "x", "--prompt-tokens", "4", "--output-tokens", "4", "--rate", "1", "--requests", "4"],
+            "drop it",
+        ),
+        (["--classes", "realtime:1,realtime:2"], "gives realtime twice"),
+        (["--ttft-slo-ms", "realtime:1,realtime:2"], "gives realtime twice"),
+        (["--classes", "realtime:0"], "add up"),
+        (["--rate-scale", "1,1"], "twice"),
+        (["--policy", "orca,orca"], "orca is given twice"),
+        (["--model-shape", "demo", "--device", "h100x4", "--block-size", "1"], "--kv-blocks"),
+        (["--replicas", "1000", "--kv-blocks", "9999999"], "smaller --kv-blocks"),
+        (["--replicas", "1000", "--max-seqs", "8000"], "smaller --max-seqs"),
+        (["--rate", "1e-6", "--requests", "5000"], "raise --rate"),
+    ],
+)
+def test_what_would_be_ignored_or_cannot_be_together_is_refused(
+    wrong: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrong) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ") and says in line and not printed.out
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), OverflowError("Python int too large to convert to C long")])
+def test_what_the_machine_cannot_do_ends_with_2_and_names_what_was_asked(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("bench.simulator.jobs.simulate", fail)
+    monkeypatch.setattr("bench.simulator.main.run_all", fail)
+    assert main(["--requests", "5", "--max-seqs", "7"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--requests 5 --max-seqs 7" in line
+
+
+def test_times_beyond_64_bits_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    file.write_text('{"c0": 1e12, "c1": 1e12, "c2": 1e12, "c3": 1e12}')
+    assert main(["--requests", "50", "--step-time", str(file), "--jobs", "1"]) == 2
+    assert "too large" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "1e300", "-1"])
+def test_a_trace_whose_times_are_none_is_refused_with_its_line(
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"arrived_at,num_prefill_tokens,num_decode_tokens\n0,4,4\n{bad},4,4\n")
+    assert main(["--trace", str(trace)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "line 3" in line and bad in line and "arrived_at" in line
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", '{"c1": 3}', '{"c0": -1}', '{"c0": "fast"}', '{"c0": 1, "c9": 2}', "{", '{"c0": 1e300}']
+)
 def test_coefficients_that_make_no_sense_are_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,9 +272,25 @@ def test_a_step_log_without_contexts_gives_a_base_and_a_price_per_token(tmp_path
     log.write_text("\n".join(f'{{"tokens": {n}, "forward_us": {500 + 3 * n}, "sample_us": 0}}' for n in range(1, 40)))
     fit = fit_step_log(log)
     assert [fit.c0, fit.c1, fit.c2, fit.c3] == pytest.approx([500e3, 3e3, 0, 0])
+    log.write_text('{"tokens": 3, "forward_us": 1e300, "sample_us": 0}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        fit_step_log(log)
     log.write_text('{"tokens": 3}\n')
     with pytest.raises(ValueError, match="line 1"):
         fit_step_log(log)
+
+
+def test_a_fit_says_which_figures_are_not_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "steps.jsonl"
+    log.write_text("\n".join(f'{{"tokens": {n}, "forward_us": {500 + 3 * n}, "sample_us": 0}}' for n in range(1, 40)))
+    command = ["--fit", str(log), "--requests", "5", "--jobs", "1"]
+    assert main([*command, "--json"]) == 0
+    fitted, kept = json.loads(capsys.readouterr().out)["notes"]
+    assert "c0 500000, c1 3000, c2 0, c3 0" in fitted
+    assert "llama-8b on h100" in kept and "KV blocks" in kept and "--model-shape" in kept
+    assert main([*command, "--kv-blocks", "700"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "bytes a block" in printed and "KV blocks," not in printed
 
 
 def test_drawn_columns_have_the_asked_mean_and_do_not_depend_on_one_another() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -33,13 +34,31 @@ def test_capacity_is_the_rate_from_which_the_device_falls_behind(
     assert highest / 1.02 <= found["arrival_rps"] <= highest * 1.0001
     assert found["rate_scale"] == pytest.approx(found["arrival_rps"] / 10, rel=1e-3)
     scales = [run["rate_scale"] for run in found["runs"]]
-    assert scales == sorted(scales)
+    assert scales == sorted(scales) and found["bounded_by"] == "limits"
+
+
+@pytest.mark.parametrize(("requests", "bounded"), [(8, "requests"), (400, "limits")])
+def test_a_burst_that_fits_into_the_limit_is_no_capacity(
+    requests: int, bounded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10 ms a request and a limit of 100 ms: eight at any rate are within it. They are served at 100 a second, so the
+    rate that a run keeps up with to a tenth is 110, from the first of eight arrivals to the last."""
+    work = ["--prompt-tokens", "10", "--output-tokens", "1", "--rate", "10", "--cv", "0.001"]
+    command = ["--find", "capacity", "--policy", "orca", "--step-time", step_file(tmp_path, c0=1, c1=1e6), *work]
+    limits = ["--ttft-slo-ms", "100", "--host-us", "0", "--max-step-tokens", "10", "--lookahead", "0", "--jobs", "1"]
+    assert main([*command, *limits, "--requests", str(requests), "--json"]) == (1 if bounded == "requests" else 0)
+    printed = capsys.readouterr()
+    (found,) = json.loads(printed.out)["results"]
+    assert found["bounded_by"] == bounded and found["arrival_rps"] < 110
+    assert ("give more --requests" in printed.err) is (bounded == "requests")
+    assert main([*command, *limits, "--requests", str(requests)]) == (1 if bounded == "requests" else 0)
+    assert "99 % within their limits up to" in capsys.readouterr().out
 
 
 def test_capacity_that_no_load_keeps_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--find", "capacity", "--requests", "5", "--step-time", step_file(tmp_path, c0=3e9), "--jobs", "1"]
     assert main(command) == 1
-    assert "none keeps the SLOs" in capsys.readouterr().out
+    assert "no rate keeps 99 % within their limits" in capsys.readouterr().out
 
 
 def test_the_knee_is_the_smallest_budget_that_keeps_up_within_the_slos(
@@ -79,3 +98,21 @@ def test_speed_counts_iterations_with_all_slots_taken() -> None:
     line = measure("orca", 4, requests=8)
     assert line["iterations"] >= 128
     assert line["iterations_per_minute"] == pytest.approx(60e6 / line["us_per_iteration"], rel=0.05)
+    assert line["iterations_per_cpu_minute"] == pytest.approx(60e6 / line["cpu_us_per_iteration"], rel=0.05)
+
+
+def test_speed_measures_orca_and_orcinus_and_says_whether_the_goal_is_met(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = functools.partial(measure, requests=4)
+    monkeypatch.setattr("bench.simulator.speed.measure", small)
+    monkeypatch.setattr("bench.simulator.speed.GOALS", {32: 1, 64: 10**12, 256: 1})
+    assert main(["--speed", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [(r["policy"], r["running"]) for r in printed["results"]] == [
+        (policy, running) for policy in ("orca", "orcinus") for running in (32, 64, 256)
+    ]
+    assert [r["met"] for r in printed["results"]] == [True, False, True] * 2
+    assert all("missed at 64 running" in verdict for verdict in printed["verdicts"])
+    assert main(["--speed", "--policy", "orca"]) == 0
+    assert "orca: goal missed at 64 running" in capsys.readouterr().out
