@@ -69,6 +69,7 @@ class Device:
         self._going = 0  # rows with a stop to come
         self._cell: Int64 = np.full(slots, -1, np.int64)  # where the waits of the row's request are kept; -1: stopped
         self._ghosts = 0  # rows that have stopped and are not freed yet: a step may still run them
+        self._stopped_by = [0] * slots  # the step in which a ghost's stop was sampled
         self._same: Int32 | None = None  # rows of the last step if it was all decodes and nobody came, went or stopped
         self._context = 0  # of these
         self._cells: Int64 = self._cell[:0]  # of these
@@ -102,7 +103,7 @@ class Device:
             tokens += self._idle_rows(plan)
             self.padding += tokens - decodes - plan.prefill_tokens
         self.tokens += tokens
-        cells, answer = self._cells, self._sample(sampled)
+        cells, answer = self._cells, self._sample(sampled, plan.id)
         duration = 0
         if slots.size:
             features = Features(tokens, self._context, prefill_context, prefill)
@@ -136,6 +137,8 @@ class Device:
         for slot in plan.free_slots.tolist():
             if self._cell[slot] < 0:
                 self._ghosts -= 1
+                if self.queue and self._stopped_by[slot] >= self.queue[0].id:  # preempted before its stop was known
+                    self.undisturbed = plan.id
             else:
                 self.undisturbed = plan.id
                 self._going -= 1
@@ -150,8 +153,8 @@ class Device:
         pairs = [n * (start + (n + 1) / 2) for n, start in zip(lengths, starts, strict=True)]
         return sum(lengths), sum(pairs)
 
-    def _sample(self, slots: Int32) -> Int32:
-        """One token for each of `slots`."""
+    def _sample(self, slots: Int32, step: int) -> Int32:
+        """One token for each of `slots`, in the step of this id."""
         due, turn = self._due, self._turn + 1
         self._turn = turn
         if self._cells.size < self._going:
@@ -166,14 +169,15 @@ class Device:
             slot = heapq.heappop(stops)[1]
             real = int(due[slot])
             if real == turn:
-                self._stop(slot)
+                self._stop(slot, step)
                 tokens[slots == slot] = STOP_ID
             elif real < _NEVER:  # put off meanwhile
                 heapq.heappush(stops, (real, slot))
         return tokens
 
-    def _stop(self, slot: int) -> None:
+    def _stop(self, slot: int, step: int) -> None:
         self._same = None
+        self._stopped_by[slot] = step
         self._due[slot], self._cell[slot] = _NEVER, -1
         self._going -= 1
         self._ghosts += 1
