@@ -80,9 +80,13 @@ def behind(shared: Shared, replicas: list[Replica], priority: int) -> int:
 
 
 def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
-    """ns until all prompt tokens that wait before a request of that class, or are under way, have run, at the pace of
-    the present steps, and one step more; 0 while no replica has answered a step."""
-    rate, step_ns, rest = 0.0, 0.0, float(before(shared, shared.placer.class_tokens, priority))
+    """ns until all prompt tokens that wait before a request of that class, or are under way, have run beside the
+    present decodes, and one step more; 0 while no replica has answered a step.
+
+    Full steps are asked of the model only where there is work for them: it has seen none where prompts are short.
+    """
+    rest = float(before(shared, shared.placer.class_tokens, priority))
+    steps = []  # of each replica: prompt tokens of a full step, its decodes, their context
     for replica in replicas:
         if not replica.model.observed:
             continue
@@ -92,10 +96,17 @@ def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
         first = priority if urgent(shared, priority) else LOW
         rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())
-        tokens = max(shared.policy.tokens.most(replica, shared.step_tokens), running + 1)
-        context = int(table.planned[:high][decodes].sum())
-        chunk = tokens - running
-        took = replica.model.predict(tokens, context, chunk * chunk / 2)
+        most = max(shared.policy.tokens.most(replica, shared.step_tokens), running + 1)
+        steps.append((replica.model, most - running, running, int(table.planned[:high][decodes].sum())))
+    room = sum(chunk for _, chunk, _, _ in steps)
+    if not room:
+        return 0
+    part = min(1.0, rest / room)
+    rate, step_ns, more_ns = 0.0, 0.0, 0.0
+    for model, chunk, running, context in steps:
+        chunk = max(1, round(chunk * part))
+        took = model.predict(chunk + running, context, chunk * chunk / 2)
         rate += chunk / max(took, 1.0)
         step_ns = max(step_ns, took)
-    return int(rest / rate + step_ns) if rate else 0
+        more_ns = max(more_ns, model.predict(running + 1, context))
+    return int((rest / rate if part == 1.0 else step_ns) + more_ns)
