@@ -59,6 +59,7 @@ class Core:
         self.microbatches, self.lookahead = microbatches, lookahead
         self._prefix_cache = self.policy.prefix_cache if prefix_cache is None else prefix_cache
         self._hasher: Hasher | None = None
+        self._checkpoint_tokens = checkpoint_tokens
         self._next_policy: Policy | None = None
         self.replicas: list[Replica] = []
         self._records: dict[str, Record] = {}
@@ -86,6 +87,7 @@ class Core:
                 for sequence in record.sequences:
                     sequence.keys = NO_KEYS
         self.replicas[number : number + 1] = [Replica(number, limits, self._hasher)]
+        self.replicas[number].table.stagger = max(self._checkpoint_tokens, 1)
         for sequence in list(self._placer):
             finish, error = self._examine(sequence)
             if finish is not Finish.RUNNING:

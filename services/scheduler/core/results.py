@@ -157,7 +157,7 @@ class Results:
     ) -> None:
         """Those of `slots` that go on and have 32 tokens or a second since their last checkpoint."""
         table = replica.table
-        due = count - table.checkpointed[rows] >= self._checkpoint_tokens
+        due = count >= table.due[rows]
         due |= table.checkpoint_ns[rows] <= now_ns - self._checkpoint_ns
         if going is not None:
             due &= going
@@ -168,6 +168,7 @@ class Results:
         start, stop = table.checkpointed[which], count[at]
         sizes = stop - start
         table.checkpointed[which] = stop
+        table.due[which] = stop + self._checkpoint_tokens
         table.checkpoint_ns[which] = now_ns
         if (sizes == sizes[0]).all():  # in steady decode all have as many: one gather
             tokens = list(table.tokens_flat[(table.base[which] + start)[:, None] + np.arange(sizes[0])])

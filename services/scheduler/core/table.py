@@ -39,7 +39,7 @@ class Audience:
 # planned, known and unanswered stand first and together, because a planned decode adds one to all three.
 _INT32 = (
     "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "promised", "capacity", "microbatch",
-    "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "entered", "filled", "registered",
+    "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "due", "entered", "filled", "registered",
 )  # fmt: skip
 _INT64 = (
     "since", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns", "content",
@@ -53,9 +53,9 @@ class SlotTable:
     really known; limit: tokens at most; entered: tokens known when the sequence took the slot; filled: tokens whose
     KV a result has confirmed, while it still prefills; held, promised: blocks in the row's block table, and kept for
     it (held ones included); capacity: tokens that the held blocks take; floor: tokens from which a stop id counts;
-    checkpointed: tokens that need no checkpoint any more; registered: blocks that the prefix index has been told of;
-    content: content id of the last of them; since: the step with which the sequence entered, its generation;
-    last_token_ns: before the first token the arrival.
+    checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
+    registered: blocks that the prefix index has been told of; content: content id of the last of them; since: the step
+    with which the sequence entered, its generation; last_token_ns: before the first token the arrival.
 
     planned < known <= limit and applied <= known hold for every row with a sequence.
     """
@@ -76,6 +76,7 @@ class SlotTable:
     priority: Int32
     floor: Int32
     checkpointed: Int32
+    due: Int32
     entered: Int32
     filled: Int32
     registered: Int32
@@ -114,6 +115,7 @@ class SlotTable:
         self.sequence: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.limited = 0  # rows with a TBT limit
+        self.stagger = 32  # the first checkpoints of rows that enter together fall due over so many steps
         self._every: Int32 = np.arange(slots, dtype=np.int32)
         self._first: Int32 = self._every[:0]
         self._free = list(range(slots))
@@ -141,7 +143,7 @@ class SlotTable:
             ints.append(
                 (0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
                  sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
-                 prompt + sequence.checkpointed, known, 0, 0)
+                 prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0)
             )  # fmt: skip
             longs.append(
                 (step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
