@@ -10,6 +10,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +21,14 @@ from bench.scheduler_curves import BLOCKS, RUNNING, WAITING, by_blocks, by_runni
 from bench.scheduler_drive import NotRunningError, Setup
 from bench.scheduler_parts import admission, decode, wire
 from bench.scheduler_report import show
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.presets import parse
 
 COUNTS = (32, 256, 1024, 4096)
 AT = 256  # sequences running where something else varies
 CURVES = ("running", "waiting", "blocks")
 PARTS = ("decode", "admission", "wire", *CURVES)
-MOST_STEPS = 1500  # fit the context
+MOST_RUNNING = 65_536
+BOUNDS = {"steps": (1, 1500), "rounds": (1, 1500), "lookahead": (0, 4), "gateways": (1, 1000)}  # 1500: fit the context
 QUICK_AT = 24
 QUICK_STEPS = 20
 
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--running", type=_counts, default=COUNTS, help="sequences in steady decode, as 32,256")
     parser.add_argument("--steps", type=int, default=1000, help="iterations of a figure of steady decode, at most 1500")
     parser.add_argument("--rounds", type=int, default=5, help="that they are divided into; medians over them are given")
-    parser.add_argument("--policy", choices=sorted(PRESETS), default="orcinus")
+    parser.add_argument("--policy", type=_policy, default="orcinus", help="a preset, or one with parts replaced")
     parser.add_argument("--lookahead", type=int, default=1)
     parser.add_argument("--gateways", type=int, default=2, help="gateways that the tokens go to")
     parser.add_argument("--quick", action="store_true", help="everything small, in seconds: does it run?")
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(given)
     except SystemExit as stop:
         return 0 if stop.code == 0 else 2
-    if wrong := _wrong(options):
+    if wrong := _wrong(options) or _undrawable(options.plots):
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     quick = options.quick
@@ -121,17 +123,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _wrong(options: argparse.Namespace) -> str:
     """What is wrong with numbers that are numbers; empty if nothing is."""
-    if not 1 <= options.steps <= MOST_STEPS or options.rounds < 1:
-        return f"--steps is 1 to {MOST_STEPS}, --rounds at least 1"
-    if options.lookahead < 0 or options.gateways < 1:
-        return "--lookahead is at least 0, --gateways at least 1"
+    for name, (low, high) in BOUNDS.items():
+        if not low <= (value := getattr(options, name)) <= high:
+            return f"--{name} is {low} to {high:,}, not {str(value)[:40]}"
     if options.plots is not None and not set(options.parts) & set(CURVES):
         return f"--plots draws {', '.join(CURVES)}: --parts must have one of them"
     return ""
 
 
+def _undrawable(folder: Path | None) -> str:
+    """Why nothing could be drawn there; empty if it can be. The folder is made."""
+    if folder is None:
+        return ""
+    try:
+        import matplotlib.figure  # noqa: F401
+
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except ImportError as error:
+        return f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})"
+    except OSError as error:
+        return f"--plots {folder}: {error.strerror}; give a folder"
+
+
 def _say(text: str) -> None:
     print(f"{text} ...", file=sys.stderr)
+
+
+def _policy(text: str) -> str:
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -145,9 +170,9 @@ def _counts(text: str) -> tuple[int, ...]:
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers") from None
-    if not all(1 <= count <= 65536 for count in counts):
-        raise argparse.ArgumentTypeError("1 to 65536 sequences")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of whole numbers, as 32,256") from None
+    if wrong := [count for count in counts if not 1 <= count <= MOST_RUNNING]:
+        raise argparse.ArgumentTypeError(f"{str(wrong[0])[:40]} sequences; give 1 to {MOST_RUNNING}")
     return counts
 
 

@@ -6,6 +6,7 @@ Talks to Redis alone: `control:{shard}` in, `events` out. Without a Redis addres
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,15 @@ class Answer:
 
 
 def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float) -> Answer:
-    """Sends the command and waits. Raises ConfigurationError for a policy that does not exist or a silent Redis."""
+    """Sends the command and waits.
+
+    Raises ConfigurationError for a wait that is no time, a policy that does not exist, and a silent Redis: before
+    anything is sent.
+    """
     import redis
 
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ConfigurationError(f"--timeout-s {timeout_s:g} must be a finite number of seconds above 0")
     try:
         parse(name)
     except ValueError as error:

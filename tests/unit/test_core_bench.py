@@ -141,22 +141,39 @@ def test_an_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "says"),
     [
-        ["--running", "x"],
-        ["--running", "0"],
-        ["--steps", "0"],
-        ["--rounds", "0"],
-        ["--policy", "fifo"],
-        ["--parts", "decode,none"],
-        ["--parts", ""],
-        ["--parts", "decode", "--plots", "anywhere"],
-        ["--gateways", "0"],
+        (["--running", "x"], "'x'"),
+        (["--running", "32,0"], "0 sequences; give 1 to 65536"),
+        (["--running", "99999999999"], "99999999999"),
+        (["--steps", "0"], "--steps is 1 to 1,500, not 0"),
+        (["--steps", "1501"], "not 1501"),
+        (["--rounds", "0"], "--rounds is 1 to 1,500, not 0"),
+        (["--lookahead", "-1"], "--lookahead is 0 to 4, not -1"),
+        (["--policy", "fifo"], "fifo"),
+        (["--policy", "sarathi:order=none"], "none"),
+        (["--parts", "decode,none"], "none"),
+        (["--parts", ""], "--parts"),
+        (["--parts", "decode", "--plots", "anywhere"], "--parts must have one of them"),
+        (["--gateways", "0"], "--gateways is 1 to 1,000, not 0"),
+        (["--plots", "/etc/passwd"], "/etc/passwd"),
+        (["--plots", "/proc/nowhere"], "/proc/nowhere"),
     ],
 )
-def test_wrong_use_ends_with_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_ends_with_2_before_anything_is_measured(
+    wrong: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.scheduler.measure", lambda *_: pytest.fail("measured"))
     assert main(wrong) == 2
-    assert capsys.readouterr().err
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_policy_may_have_parts_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(
+        capsys, "--parts", "decode", "--running", "4", "--steps", "3", "--policy", "sarathi:order=fair,memory=peak"
+    )
+    assert found["policy"] == "sarathi:order=fair,memory=peak"
+    assert found["results"][0]["running"] == 4
 
 
 def test_a_policy_that_runs_fewer_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
