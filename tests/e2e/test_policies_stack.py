@@ -173,6 +173,29 @@ def test_a_first_token_that_cannot_come_in_time_is_refused_while_others_wait(sta
     until("the gateway has seen that nobody waits", served, 10)
 
 
+def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: Stack, load: Load) -> None:
+    assert switch("orcinus", common(stack), LauncherSettings(), 60).changed
+    crowd = {"prompt": load.prompts[0], "max_tokens": 16, "n": 128, "ignore_eos": True, "deadline_ms": 4000}
+    probe = {"prompt": load.prompts[1], "max_tokens": 1, "ttft_slo_ms": 1}
+
+    def refusal() -> str:
+        answer = stack.post("/v1/completions", {**probe, "priority": "low", "deadline_ms": 50})
+        message = str(answer.json()["error"]["message"]) if answer.status_code == 429 else ""
+        return message if "sequences wait for slots or memory" in message else ""
+
+    with ThreadPoolExecutor(8) as clients:
+        patient = {**crowd, "priority": "low"}
+        crowds = [clients.submit(stack.post, "/v1/completions", patient) for _ in range(8)]
+        message = until("the forecast reaches the gateway", refusal, 20)
+        urgent = stack.post("/v1/completions", {**probe, "priority": "realtime"})
+        waited = int(stack.stats()["waiting_low"])
+        assert all(each.result().status_code in (200, 429) for each in crowds)
+    assert "start a second" in message and "prompt tokens" not in message
+    assert urgent.status_code == 200, urgent.text
+    assert waited > 0, "the low ones waited when the urgent one had its token"
+    assert stack.settled()["pending"] == [0, 0, 0, 0]
+
+
 def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, load: Load) -> None:
     with ThreadPoolExecutor(len(load.prompts)) as clients:
         answers = serve(stack, load, clients)
