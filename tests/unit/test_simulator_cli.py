@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,16 @@ import pytest
 from bench.simulator.arrivals import Lengths, Spec, build
 from bench.simulator.clock import fit_step_log
 from bench.simulator.main import main
+from bench.simulator.options import parser
+from bench.simulator.speed import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = {
     "policy", "requests", "finished", "throughput_tok_s", "output_tok_s", "goodput_rps", "ttft_ms", "tbt_ms",
     "normalized_latency_ms", "preemptions", "recomputed_tokens", "swapped_blocks", "padding", "iterations", "wall_s",
 }  # fmt: skip
+
+SAID_OTHERWISE = {"running"}  # in words
 
 
 def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -40,6 +45,17 @@ def test_json_has_the_agreed_names_and_is_the_same_every_time(capsys: pytest.Cap
             assert 0 < result[name]["p50"] <= result[name]["p99"]
     again = ask(capsys, *command)
     assert [{**r, "wall_s": 0} for r in again] == [{**r, "wall_s": 0} for r in results]
+
+
+def test_every_option_and_every_field_stands_in_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    words = re.findall(r"`([^`]+)`", page)
+    options = set(re.findall(r"--[a-z-]+", parser().format_help())) - {"--help"}
+    assert {"--policy", "--jobs"} <= options
+    assert not options - set(re.findall(r"--[a-z-]+", " ".join(words)))
+    (result,) = ask(capsys, "--requests", "5")
+    assert not [name for name in result if name not in words]
+    assert not [name for name in measure("orca", 4, requests=4) if name not in words and name not in SAID_OTHERWISE]
 
 
 def test_the_command_is_there_and_prints_one_object_only() -> None:
