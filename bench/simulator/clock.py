@@ -108,6 +108,8 @@ def fit_step_log(path: Path) -> Linear:
                 raise ValueError(f"{path}, line {number} is not one of a worker's --step-log: {error!r}") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text ({error.reason}); give a worker's --step-log") from error
     table = np.array([row for row in rows if row[1] > 0], np.float64).reshape(-1, 4)
     if len(table) < 8:
         raise ValueError(f"{path} has {len(table)} steps with tokens; a fit needs at least 8")

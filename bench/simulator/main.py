@@ -10,6 +10,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,8 @@ def _drawing(options: argparse.Namespace) -> Callable[[list[Finished], Path, str
         from bench.simulator.plots import draw
 
         options.plots.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.plots):
+            pass
     except ImportError as error:
         raise WrongUse(f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})") from error
     except OSError as error:

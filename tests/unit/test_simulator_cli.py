@@ -124,6 +124,8 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--rate-scale", "1e-300"], "1e-300 is too small"),
         (["--ttft-slo-ms", "high:"], "high:NUMBER"),
         (["--plots", str(ROOT / "README.md")], "README.md"),
+        (["--plots", "/proc"], "/proc"),
+        (["--fit", str(ROOT / "assets/demo-model/model.safetensors")], "model.safetensors is not text"),
         (["--bogus"], "--bogus"),
     ],
 )
