@@ -86,9 +86,8 @@ class IndexTwin(RuleBasedStateMachine):
         self.tables: list[Row] = []
 
     def key(self, salt: bytes, tokens: list[int]) -> int:
-        return int(
-            int.from_bytes(hashlib.blake2b(salt + bytes(tokens), digest_size=8).digest(), "little") % self.spread
-        )
+        digest = hashlib.blake2b(salt + bytes(tokens), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.spread
 
     def chain(self, salt: bytes, tokens: list[int]) -> list[int]:
         return [self.key(salt, tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
