@@ -74,6 +74,19 @@ def test_the_choices_of_a_request_share_the_blocks_of_its_prompt() -> None:
     h.finish()
 
 
+def test_many_that_wait_for_one_prefix_lose_nobody_who_comes_with_them() -> None:
+    """More than are set aside for one owner, and a stranger behind every fortieth."""
+    h = House(Core("orcinus:order=fcfs,tokens=fixed-60000", lookahead=0), Limits(700, 40_000, 4, 120, 60_000))
+    for i in range(600):
+        h.add(request(f"same{i}", 80, 2, seed=1))
+        if i % 40 == 39:
+            h.add(request(f"other{i}", 12, 2, seed=100 + i))
+    for _ in range(4):
+        h.step_once()  # checks the invariants: nobody who waits is lost
+    h.finish()
+    assert all(finish == [Finish.LENGTH] for finish in h.ended.values())
+
+
 def test_cold_prefixes_that_were_of_use_move_to_the_host_and_come_back() -> None:
     core = Core("orcinus", lookahead=0, step_tokens=400)
     h = Named(core, Limits(4, 64, 4, 200, 400, host_blocks=200))

@@ -144,10 +144,10 @@ class Admission:
             # Where the head was refused before, he alone is asked first: most often he is refused again.
             candidates = self._candidates(replica, draft, 1 if again else room, beneficiary, now_ns)
             again = False
-            if candidates is None or draft.aside > MOST_ASIDE:
+            if candidates is None:
                 break
             entered = self._judge(replica, draft, candidates, now_ns, known) if candidates else 0
-            if entered < len(candidates) or beneficiary is not None:
+            if entered < len(candidates) or beneficiary is not None or draft.aside > MOST_ASIDE:
                 break
             room -= entered
 
