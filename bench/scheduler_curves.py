@@ -142,11 +142,11 @@ def draw(curves: dict[str, list[Line]], directory: Path, title: str) -> Path:
         else:
             axes.set_xscale("log", base=2 if name == "running" else 10)
         axes.set_yscale("log")
-        axes.set_ylim(bottom=5)  # room for the legend
         axes.set_xlabel(labels[name] if name == "running" else f"{labels[name]}; {lines[0]['running']} running")
         axes.set_ylabel("plan + apply, microseconds")
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize="small", loc="lower center", ncols=2)
+    panels[0].set_ylim(bottom=5)  # of all panels, which share it; room for the legends
     path = directory / "scheduler.png"
     figure.savefig(path, dpi=110)
     return path
