@@ -80,13 +80,25 @@ def literature_section(results: Row) -> str:
     ]
     for one in results["tables"]:
         parts.append(f"### {one['table']}: {one['title']}")
-        state = "reproduced" if one["reproduced"] else "**not reproduced**"
-        parts.append(f"Wanted: {one['sense']}. Here: {state}.")
+        parts.append(_state(one))
         parts.append(table(one["columns"], [[_cell(cell) for cell in row] for row in one["rows"]]))
         kept = [claim for claim in one["claims"] if claim["required"] or not claim["holds"]]
         parts.append("\n".join(f"- {'holds' if c['holds'] else '**missed**'}: {c['claim']}" for c in kept))
         parts += [f"{note[0].upper()}{note[1:]}." for note in one["notes"]]
     return "\n\n".join(parts)
+
+
+def _state(one: dict[str, Any]) -> str:
+    """What was wanted of one table and what became of it; what it misses beside that is counted."""
+    required = [claim for claim in one["claims"] if claim["required"]]
+    missed = sum(not claim["holds"] for claim in one["claims"] if not claim["required"])
+    if not required:
+        return (
+            f"Wanted: nothing, it informs. {missed} of {len(one['claims'])} figures and orders differ from the sheet's."
+        )
+    state = "reproduced" if one["reproduced"] else "**not reproduced**"
+    beside = f", but {missed} ratios are **missed**" if missed else ""
+    return f"Wanted: {one['sense']}. Here: {state}{beside}."
 
 
 def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
