@@ -13,8 +13,8 @@ import numpy as np
 
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.core import Core
-from services.scheduler.core.types import Finish, Limits, NewRequest, Outcome
-from services.scheduler.wire import result_from_wire, step_to_wire
+from services.scheduler.core.types import Finish, NewRequest, Outcome
+from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
 
@@ -91,17 +91,7 @@ def run(
         step_tokens=step_tokens,
         prefix_cache=prefix_cache,
     )
-    replica = core.join(
-        Limits(
-            slots=info.max_seqs,
-            blocks=info.gpu_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            max_step_tokens=info.max_step_tokens,
-            host_blocks=info.host_blocks,
-            block_bytes=info.block_bytes,
-        )
-    )
+    replica = core.join(limits_from_wire(info))
     recorded = Recorded()
     later, policies, now, idle = deque(requests), deque(then), 1, 0
     waiting: deque[worker_pb2.Step] = deque()

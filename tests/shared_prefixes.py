@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from services.scheduler.core.types import NewRequest
 from tests import in_process
-from tests.models import MIN_GAP, VOCAB, Reference, random_prompts
+from tests.models import MIN_GAP, VOCAB, Reference, make_llama, random_prompts
 
 REQUESTS = 24
 OUTPUT_TOKENS = 14
+
+
+def policy_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The model that the policies' tests run, and what transformers makes of it."""
+    return make_llama(tmp_path_factory.mktemp("policies") / "tiny", requests=1, output_tokens=1, hidden_size=32, seed=7)
 
 
 @dataclass(frozen=True)

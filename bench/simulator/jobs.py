@@ -67,7 +67,7 @@ def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
         if processes == 1 or len(jobs) == 1:
             finished, before = [], 0
             for job, total in zip(jobs, totals, strict=True):
-                finished.append(run_job(job, _Teller(lambda n, base=before: advance(base + n))))  # type: ignore[misc]
+                finished.append(run_job(job, _Teller(advance, before)))
                 before += total
             return finished
         context = multiprocessing.get_context("spawn")
@@ -82,15 +82,15 @@ def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
 
 
 class _Teller:
-    """Passes on every 64th count."""
+    """Passes on every 64th count, with `before` that others had."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell, self._next = tell, 0
+    def __init__(self, tell: Callable[[int], None], before: int = 0) -> None:
+        self._tell, self._before, self._next = tell, before, 0
 
     def __call__(self, ended: int) -> None:
         if ended >= self._next:
             self._next = ended + _EVERY
-            self._tell(ended)
+            self._tell(self._before + ended)
 
 
 def _begin(counts: Any) -> None:

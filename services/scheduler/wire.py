@@ -1,13 +1,26 @@
 """Between the core's plans and worker.proto: packing a step, reading a result. Pure; no socket.
 
-The service, the in-process tests and the benches use these two functions, so a plan crosses the wire one way only.
+The service, the in-process tests and the benches use these functions, so a plan crosses the wire one way only.
 """
 
 from __future__ import annotations
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.types import Enter, StepPlan, StepResult
+from services.scheduler.core.types import Enter, Limits, StepPlan, StepResult
 from shared.columns import pack, unpack, unpack_float
+
+
+def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
+    """The size of a worker, from its Describe."""
+    return Limits(
+        slots=info.max_seqs,
+        blocks=info.gpu_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_step_tokens=info.max_step_tokens,
+        host_blocks=info.host_blocks,
+        block_bytes=info.block_bytes,
+    )
 
 
 def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:

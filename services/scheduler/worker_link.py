@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
 from services.scheduler.lease import Lease
+from services.scheduler.wire import limits_from_wire
 from shared.errors import ProtocolError
 from shared.keys import Keys
 from shared.redis_client import Scripts
@@ -97,15 +98,7 @@ class WorkerLink:
             info.block_size,
             info.host_blocks,
         )
-        return Limits(
-            slots=info.max_seqs,
-            blocks=info.gpu_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            max_step_tokens=info.max_step_tokens,
-            host_blocks=info.host_blocks,
-            block_bytes=info.block_bytes,
-        )
+        return limits_from_wire(info)
 
     def facts(self) -> dict[str, int | str]:
         """What the statistics tell of the worker."""

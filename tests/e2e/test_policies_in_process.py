@@ -15,8 +15,8 @@ from services.scheduler.core.presets import NEEDS, OPTIONS, PARTS, PRESETS, WAYS
 from services.worker.engine import Engine
 from shared.settings import WorkerSettings
 from tests import in_process
-from tests.models import Reference, make_llama
-from tests.shared_prefixes import Load, shared_prefixes
+from tests.models import Reference
+from tests.shared_prefixes import Load, policy_model, shared_prefixes
 
 BLOCK_SIZE = 4
 BLOCKS = 26  # the longest request needs 16
@@ -45,8 +45,7 @@ def every_choice() -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("policies") / "tiny"
-    return make_llama(directory, requests=1, output_tokens=1, hidden_size=32, seed=7)
+    return policy_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from services.cli_policy import switch
 from services.scheduler.core.presets import PRESETS
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
-from tests.models import Reference, make_llama
-from tests.shared_prefixes import Load, shared_prefixes
+from tests.models import Reference
+from tests.shared_prefixes import Load, policy_model, shared_prefixes
 from tests.stack import ROOT, Stack, running_stack
 from tests.waiting import until
 
@@ -32,8 +32,7 @@ PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=leas
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("policies") / "tiny"
-    return make_llama(directory, requests=1, output_tokens=1, hidden_size=32, seed=7)
+    return policy_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

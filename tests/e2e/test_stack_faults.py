@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -155,7 +156,8 @@ def test_a_killed_redis_costs_a_pause_and_no_token(
 
 
 def pending(stack: Stack, stream: str) -> int:
-    return int(stack.redis.client.xpending(stream, "schedulers")["pending"])  # type: ignore[index]
+    found: Any = stack.redis.client.xpending(stream, "schedulers")
+    return int(found["pending"])
 
 
 def test_a_draining_scheduler_hands_back_what_never_ran_and_the_next_one_serves_it(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from services.scheduler.core.core import Core
+from services.scheduler.core.parts.relief import LeastLost, recompute
+from services.scheduler.core.policy import Slo
+from services.scheduler.core.presets import parse
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.core_named import Named, house
 from tests.unit.core_twin import MS, House, request
@@ -167,9 +172,9 @@ def test_a_waiting_normal_one_takes_nothing() -> None:
 def test_a_tbt_limit_at_risk_makes_lower_classes_yield_and_nobody_when_that_would_not_help() -> None:
     """The twin's step takes 5 ms and 0.05 ms a token. Ten low ones decode beside one with a limit."""
     for limit_ms, expected in ((6, True), (4, False)):
-        core = Core("sarathi:order=class,relief=least-lost+slo", lookahead=0)
+        guarded = LeastLost(recompute, slo=Slo(risk_ns=500_000, safe_ns=600_000))
+        core = Core(dataclasses.replace(parse("sarathi:order=class"), relief=guarded), lookahead=0)
         h = House(core, Limits(64, 1000, 4, 400, 2048))
-        core.policy.relief.slo = type(core.policy.relief.slo)(risk_ns=500_000, safe_ns=600_000)  # type: ignore[union-attr]
         for i in range(30):
             h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
         for _ in range(20):

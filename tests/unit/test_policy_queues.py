@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,9 +125,7 @@ OTHERS = st.tuples(
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=60, deadline=None)
 @given(events=st.lists(st.one_of(PUSH, OTHERS), max_size=60))
-def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(
-    order: str, events: list[tuple[object, ...]]
-) -> None:
+def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(order: str, events: list[tuple[Any, ...]]) -> None:
     make, best = ORDERS[order]
     queue, model, now = make(), Model(), 100 * S
     parked: list[Sequence] = []
@@ -138,11 +137,11 @@ def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(
         model.pushed(sequence, now)
 
     for number, (kind, *values) in enumerate(events):
-        at = int(values[0])  # type: ignore[call-overload]
+        at = int(values[0])
         if kind == "push":
             priority, tokens, ttft, hits = values
-            sequence = waiting(number, now - number % 3 * S, tokens, priority, ttft)  # type: ignore[arg-type]
-            sequence.hits = int(hits) * 16  # type: ignore[call-overload]
+            sequence = waiting(number, now - number % 3 * S, tokens, priority, ttft)
+            sequence.hits = int(hits) * 16
             if hits == 5:
                 sequence.host = np.zeros(1, np.int32)
             push(sequence)

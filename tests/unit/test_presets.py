@@ -10,6 +10,7 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.parts.fair import Fair
+from services.scheduler.core.parts.memory import FtAimd
 from services.scheduler.core.parts.order import FirstCome
 from services.scheduler.core.parts.relief import SLO, LastStarted, Newest, swap
 from services.scheduler.core.policy import How
@@ -231,13 +232,14 @@ def test_ft_aimd_raises_its_limit_lets_one_sit_out_and_swaps_when_nobody_can_run
     position 16 a sits out with his four blocks while b, a step behind, goes on; when neither can run, b is swapped."""
     h = Named(Core("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
     memory = h.core.policy.memory
+    assert isinstance(memory, FtAimd)
     add(h, ("a", 4, 20), ("b", 4, 20))
-    assert h.step() == {"a": (0, 4)} and memory.limit == 32 + 100  # type: ignore[attr-defined]
+    assert h.step() == {"a": (0, 4)} and memory.limit == 32 + 100
     assert h.step() == {"a": (4, 1), "b": (0, 4)}
     assert who(h, 11) == ["ab"] * 11
     assert h.step() == {"b": (15, 1)}
     assert h.step() == {} and h.core.stats()["swapped_blocks"] == 4
-    assert memory.limit == 4, "132 - 1000, and one block is left in any case"  # type: ignore[attr-defined]
+    assert memory.limit == 4, "132 - 1000, and one block is left in any case"
     assert h.step() == {"a": (16, 1)}
     assert who(h, 6) == ["a"] * 6
     assert h.step() == {}, "b comes back"

@@ -45,7 +45,8 @@ def test_three_at_once_get_their_tokens_at_the_end_of_each_step() -> None:
 def by_brute_force(work: Workload, clock: Linear, seats: int, host_ns: int) -> list[list[int]]:
     """Orca with memory for all and nothing planned ahead: of each request the times of its tokens since it arrived."""
     arrived = work.arrived_ns.tolist()
-    now, entered, told = 0, 0, [[] for _ in arrived]  # type: ignore[var-annotated]
+    now, entered = 0, 0
+    told: list[list[int]] = [[] for _ in arrived]
     context: dict[int, int] = {}  # of those that run, tokens in KV
     while entered < len(arrived) or context:
         if not context:
