@@ -208,6 +208,7 @@ def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, loa
 
 def test_a_worker_that_dies_with_kv_in_its_host_tier_loses_no_token(stack: Stack, load: Load) -> None:
     assert switch("ft-aimd", common(stack), LauncherSettings(), 60).changed
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
     with ThreadPoolExecutor(len(load.prompts)) as clients:
         answers = serve(stack, load, clients)
         until("some are swapped out", lambda: int(stack.stats()["swapped"]) > 0 or all_done(answers))
