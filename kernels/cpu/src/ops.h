@@ -1,0 +1,193 @@
+// What crosses from Python into this library: one array of Commands and one Step, by address.
+//
+// `orcinus_run` executes the commands in order with one team of threads; between two commands all threads meet, so a
+// command may read what an earlier one wrote. Python mirrors every struct (kernels/cpu/commands.py) and compares sizes
+// when it loads the library. Meaning, shapes and formulas of the operations: kernels/ops.py.
+//
+// Results do not depend on how work is divided among threads, nor on what else is in the batch: each output number is
+// computed by one thread in an order that is fixed by its own row alone.
+#pragma once
+#include <cstdint>
+
+enum DType : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
+
+// Rows of a command: a number, or one of these, which the Step resolves. A recorded program is so run at any size.
+enum Rows : int32_t { ROWS_TOKENS = -1, ROWS_SAMPLES = -2 };
+
+enum Op : int32_t {
+  OP_LINEAR = 1,
+  OP_EMBED = 2,
+  OP_NORM = 3,
+  OP_GATED = 4,
+  OP_ACTIVATE = 5,
+  OP_ADD = 6,
+  OP_SELECT = 7,
+  OP_ROPE = 8,
+  OP_ATTENTION = 9,
+  OP_SAMPLE = 10,
+  OP_COPY = 11,
+};
+
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+
+// What an iteration computes: Batch of kernels/ops.py. All arrays are int32.
+struct Step {
+  int32_t tokens_count;   // N
+  int32_t samples_count;  // R
+  int32_t sequences;      // S
+  int32_t table_stride;   // entries between two rows of `tables`
+  const int32_t* tokens;        // [N]
+  const int32_t* positions;     // [N]
+  const int32_t* query_start;   // [S + 1]
+  const int32_t* context;       // [S]
+  const int32_t* tables;        // [S, table_stride]
+  const int32_t* write_blocks;  // [N]
+  const int32_t* write_offsets; // [N]
+  const int32_t* sample_rows;   // [R]
+};
+
+// The paged KV pool. One block is `block_bytes` long and holds, layer by layer, K then V of every KV head; inside, the
+// layout is that of kv.h. Head dimensions are padded to `head_stride`, a multiple of 16.
+struct Pool {
+  char* blocks;
+  int64_t block_bytes;
+  int32_t layers, kv_heads, block_size, head_dim, head_stride, dtype;
+};
+
+// out = x @ weight.T + bias. Weights are packed by orcinus_pack.
+struct LinearArgs {
+  const void* x;       // [rows, inputs] of `dtype`
+  const void* weight;  // packed
+  const float* bias;   // [outputs] or null
+  void* out;           // [rows, outputs] of `out_dtype`
+  int32_t inputs, outputs;
+  int32_t dtype, weight_dtype, out_dtype;
+  int32_t variant;     // which of the kernels; 0 is the usual one
+};
+
+// out[i] = table[token i] * scale (+ places[position i])
+struct EmbedArgs {
+  const void* table;   // [vocab, hidden] of table_dtype, or packed as a linear's weight when `packed`
+  const void* places;  // [positions, hidden] of `dtype`, or null
+  void* out;           // [rows, hidden] of `dtype`
+  int32_t hidden, vocab, dtype, table_dtype, packed;
+  float scale;
+};
+
+// Mean, variance and product in float32. `residual`, if there: residual += x first, in place, and normed is residual.
+struct NormArgs {
+  const void* x;        // [rows, hidden]
+  void* residual;       // [rows, hidden] or null
+  void* out;            // [rows, hidden]
+  const float* weight;  // [hidden]
+  const float* bias;    // [hidden] or null
+  int32_t hidden, dtype;
+  int32_t layer_norm;   // 0: RMSNorm
+  float eps;
+};
+
+// out = activation(first half) * second half
+struct GatedArgs {
+  const void* x;  // [rows, 2 * size]
+  void* out;      // [rows, size]
+  int32_t size, dtype, activation;
+};
+
+// In place.
+struct ActivateArgs {
+  void* x;  // [rows, size]
+  int32_t size, dtype, activation;
+};
+
+// residual += x
+struct AddArgs {
+  void* residual;
+  const void* x;
+  int32_t size, dtype;
+};
+
+// out[r] = x[sample_rows[r]]
+struct SelectArgs {
+  const void* x;  // [N, size]
+  void* out;      // [R, size]
+  int32_t size, dtype;
+};
+
+// Splits qkv, norms q and k (if weights are given), rotates, writes k and v to the pool, leaves q in `q`.
+struct RopeArgs {
+  const void* qkv;       // [rows, (heads + 2 kv_heads) * head_dim]
+  void* q;               // [rows, heads * head_dim]
+  const float* rope;     // [positions, rotary]: cosines, then sines; null: no rotation
+  const float* q_norm;   // [head_dim] or null
+  const float* k_norm;   // [head_dim] or null
+  const Pool* pool;
+  int32_t heads, layer, rotary, dtype;
+  float eps;
+};
+
+struct AttentionArgs {
+  const void* q;        // [rows, heads * head_dim]
+  void* out;            // [rows, heads * head_dim]
+  const float* slopes;  // [heads] ALiBi, or null
+  const Pool* pool;
+  int32_t heads, layer, dtype;
+  int32_t window;       // 0: all positions; else the latest `window` of them, the row's own included
+  float scale;
+};
+
+// SamplingRows of kernels/ops.py. Sparse entries are sorted by row, those of row r lie in start[r]:start[r + 1].
+struct SampleArgs {
+  float* logits;              // [rows, vocab], overwritten
+  int64_t* tokens;            // [rows]
+  int64_t* status;            // [rows]
+  float* logprobs;            // [rows] or null
+  const float* temperature;   // [rows], and the next ones too
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const uint64_t* seed;
+  const int64_t* position;
+  const uint8_t* want_logprob;
+  const int64_t* bias_start;  // [rows + 1] or null
+  const int64_t* bias_ids;
+  const float* bias_values;
+  const int64_t* banned_start;
+  const int64_t* banned_ids;
+  const int64_t* mask_row;    // [rows] row of mask_words or -1; null: no masks
+  const uint32_t* mask_words; // [m, ceil(vocab / 32)]
+  const int64_t* history_start;
+  const int64_t* history_ids;
+  const float* history_is_output;
+  const float* presence;
+  const float* frequency;
+  const float* repetition;
+  int32_t vocab;
+  int32_t greedy;             // every row is a plain argmax
+};
+
+// Copies `bytes` each from source + from[i] * bytes to target + to[i] * bytes; rows is the number of copies.
+struct CopyArgs {
+  const char* source;
+  char* target;
+  const int32_t* from;
+  const int32_t* to;
+  int64_t bytes;
+};
+
+struct Command {
+  int32_t op;
+  int32_t rows;
+  union {
+    LinearArgs linear;
+    EmbedArgs embed;
+    NormArgs norm;
+    GatedArgs gated;
+    ActivateArgs activate;
+    AddArgs add;
+    SelectArgs select;
+    RopeArgs rope;
+    AttentionArgs attention;
+    SampleArgs sample;
+    CopyArgs copy;
+  };
+};
