@@ -8,7 +8,7 @@ sequences in it; R the rows that sample. Integers cross this border as numpy int
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,9 @@ UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""gelu is the exact one (erf); gelu_tanh is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), also called gelu_new."""
 
 STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED = 0, 1, 2
 
@@ -63,13 +66,34 @@ class Batch:
     sample_rows: Int32  # [R] rows whose logits are wanted
 
 
-@dataclass(slots=True)
 class Prepared:
     """A Batch as a backend wants it; made once per iteration, read by every layer. Backends subclass it."""
 
-    tokens: Tensor  # [N]
-    positions: Tensor  # [N] int64
-    sample_rows: Tensor  # [R] int64
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation over the last axis; mean and variance in float32.
+
+    RMSNorm: x / sqrt(mean(x^2) + eps) * weight; LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias.
+    """
+
+    weight: Tensor  # [hidden] float32, as it is multiplied (Gemma's 1 + w is added up when it is loaded)
+    bias: Tensor | None  # [hidden] float32
+    eps: float
+    layer_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What the attention of one layer is, beyond its sizes."""
+
+    heads: int
+    scale: float
+    rope: Tensor | None = None  # [positions, rotary] float32: cosines, then sines; only the first `rotary` numbers turn
+    q_norm: Norm | None = None  # RMSNorm of each head's head_dim numbers before the rotation (Qwen3)
+    k_norm: Norm | None = None
+    window: int = 0  # the latest `window` positions are seen, the row's own included; 0: all
+    slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
 
 
 class Cache(ABC):
@@ -174,12 +198,28 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """Host metadata to device metadata, once per iteration."""
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """weight [out, in], bias [out] -> whatever `linear` of this backend wants. Called at load only."""
+    def pack_linear(
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+    ) -> Any:
+        """A matrix [outputs, inputs] -> whatever `linear` of this backend wants. Called at load only.
+
+        parts: [any number of rows, inputs], contiguous, on the CPU, one under the other; they are read from the
+        checkpoint as they are asked for, so one that is let go before the next keeps the peak of memory low.
+        bias: [outputs] float32. int8: weights are rounded to 8 bits with one scale per output row, max |w| / 127;
+        activations stay as they are. Raises ValueError where the backend has no such kernel.
+        """
+
+    @abstractmethod
+    def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Any:
+        """A matrix [tokens, hidden] -> what `embed` wants. A tied model gives `embed` what pack_linear gave instead."""
 
     @abstractmethod
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """x [N, in] -> [N, out] = x @ weight.T + bias."""
+
+    @abstractmethod
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        """x [R, in] -> [R, V] float32 = x @ weight.T + bias, not rounded to the model's dtype where that can be."""
 
     @abstractmethod
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
@@ -189,42 +229,67 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """
 
     @abstractmethod
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """weight [V, hidden], tokens [N] -> [N, hidden]."""
+    def embed(self, prepared: PreparedT, table: Any, scale: float = 1.0, places: Tensor | None = None) -> Tensor:
+        """[N, hidden]: each token's row of `table` times scale, plus its position's row of `places`.
 
-    @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [N, hidden] -> x / sqrt(mean(x^2) + eps) * weight, the mean in float32."""
-
-    @abstractmethod
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place, then rms_norm(residual)."""
-
-    @abstractmethod
-    def rope_and_write(
-        self, qkv: Tensor, heads: int, rope: Tensor, prepared: PreparedT, cache: CacheT, layer: int
-    ) -> Tensor:
-        """Rotates q and k and writes k and v of every row into its block.
-
-        qkv [N, (heads + 2 kv_heads) * head_dim] in the order q, k, v and may be overwritten; rope [positions, head_dim]
-        float32: cosines then sines, each head_dim / 2. Element i is paired with i + head_dim / 2:
-        (a, b) -> (a cos - b sin, b cos + a sin). Returns q [N, heads * head_dim].
+        places [positions, hidden] are learned positions, in the model's dtype.
         """
 
     @abstractmethod
-    def attention(self, q: Tensor, prepared: PreparedT, cache: CacheT, layer: int, scale: float) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [N, hidden] -> [N, hidden]."""
+
+    @abstractmethod
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        """residual += x in place, then norm(residual)."""
+
+    @abstractmethod
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """residual += x in place."""
+
+    @abstractmethod
+    def select(self, x: Tensor, prepared: PreparedT) -> Tensor:
+        """x [N, width] -> [R, width], the rows that sample."""
+
+    @abstractmethod
+    def rope_and_write(
+        self, qkv: Tensor, attention: Attention, prepared: PreparedT, cache: CacheT, layer: int
+    ) -> Tensor:
+        """Norms and rotates q and k as `attention` says and writes k and v of every row into its block.
+
+        qkv [N, (heads + 2 kv_heads) * head_dim] in the order q, k, v and may be overwritten. Element i < rotary / 2 is
+        paired with i + rotary / 2: (a, b) -> (a cos - b sin, b cos + a sin). Returns q [N, heads * head_dim].
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, attention: Attention, prepared: PreparedT, cache: CacheT, layer: int) -> Tensor:
         """Causal paged attention, each row over its own sequence's positions <= its own.
 
         q [N, heads * head_dim] -> [N, heads * head_dim]; query head h reads KV head h // (heads / kv_heads).
         """
 
     @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[N, 2 I] -> silu(first half) * second half, [N, I]."""
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[N, 2 I] -> activation(first half) * second half, [N, I]. Activations: ACTIVATIONS."""
+
+    @abstractmethod
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """[N, I] -> activation(x), perhaps in place."""
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """logits [R, V] float32, may be overwritten. See SamplingRows for the meaning."""
+
+    def compile(
+        self, forward: Callable[[Any], Tensor], cache: CacheT, max_tokens: int, max_samples: int
+    ) -> Callable[[PreparedT], Tensor]:
+        """A faster `forward`, a function of Prepared made of this backend's operations alone; here, itself.
+
+        `forward` must call the same operations with the same weights whatever the batch holds. The result is called
+        with at most max_tokens rows, at most max_samples of which sample; the tensor it returns holds until the next
+        call.
+        """
+        return forward
 
 
 AnyOps = Ops[Any, Any]

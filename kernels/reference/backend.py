@@ -1,12 +1,11 @@
-"""Plain torch, one operation after another: the oracle of the other backends and the engine where none is built.
+"""The reference backend: plain torch, one operation after another.
 
-Decode rows (one new token each) are gathered and computed together, a few groups of similar length at a time; chunks of
-several tokens are computed sequence by sequence: their lengths and starts differ, padding them would cost more than
-the loop, and the token budget bounds how many there are.
+The oracle of the other backends and the engine where none of them can be had. Attention is in attention.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,36 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import Batch, CacheShape, Int32, Int64, Ops, Prepared, Sampled, SamplingRows
+from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Sampled, SamplingRows
+from kernels.reference.attention import Chunk, DecodeGroup, chunks, decode, decode_groups, prefill
 from kernels.reference.cache import ReferenceCache
 from kernels.reference.sampling import sample
 
-GATHERED_NUMBERS = 1 << 19  # of K in one decode group at most: K and V stay in cache (measured: half the CPU time)
-
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """B sequences with one row each, padded to T tokens, whole blocks. `rows` is None when it is the whole batch."""
-
-    rows: Tensor | None  # [B] int64
-    tiles: Tensor  # [B * kv_heads * T / block_size] of layer 0's K
-    tail: Tensor  # places past a sequence's end in its last block, in the gathered [B * kv_heads * T]
-    masked: Tensor  # [B, 1, 1, T] True where there is no token
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One sequence with several rows."""
-
-    first: int
-    length: int
-    context: int
-    tiles: Tensor  # [kv_heads * blocks] of layer 0's K
-    mask: Tensor | None  # [length, context]; None: the chunk starts at position 0, plain causal
-
-
-@dataclass(slots=True)
 class ReferencePrepared(Prepared):
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    sample_rows: Tensor  # [R] int64
     write_index: Tensor  # [N * kv_heads] rows of layer 0's K
     groups: list[DecodeGroup]
     chunks: list[Chunk]
@@ -52,7 +32,7 @@ class ReferencePrepared(Prepared):
 @dataclass(frozen=True, slots=True)
 class Packed:
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # of the weight's dtype
 
 
 class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
@@ -65,68 +45,39 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return ReferenceCache(shape, self.device)
 
     def prepare(self, batch: Batch, cache: ReferenceCache) -> ReferencePrepared:
-        lengths = np.diff(batch.query_start)
         heads = np.arange(cache.shape.kv_heads, dtype=np.int64) * cache.shape.block_size
         write = batch.write_blocks.astype(np.int64) * cache.rows_per_block + batch.write_offsets
         return ReferencePrepared(
-            tokens=self._put(batch.tokens.astype(np.int64)),
-            positions=self._put(batch.positions.astype(np.int64)),
-            sample_rows=self._put(batch.sample_rows.astype(np.int64)),
-            write_index=self._put((write[:, None] + heads).ravel()),
-            groups=self._decode_groups(batch, np.flatnonzero(lengths == 1), cache),
-            chunks=[self._chunk(batch, int(s), cache) for s in np.flatnonzero(lengths > 1)],
+            tokens=cache.put(batch.tokens.astype(np.int64)),
+            positions=cache.put(batch.positions.astype(np.int64)),
+            sample_rows=cache.put(batch.sample_rows.astype(np.int64)),
+            write_index=cache.put((write[:, None] + heads).ravel()),
+            groups=decode_groups(batch, cache),
+            chunks=chunks(batch, cache),
         )
 
-    def _decode_groups(self, batch: Batch, sequences: Int64, cache: ReferenceCache) -> list[DecodeGroup]:
-        """Sequences by the power of two of their block count: at most half of a group is padding."""
-        if not sequences.size:
-            return []
-        blocks = -(-batch.context[sequences] // cache.shape.block_size)
-        bucket = np.ceil(np.log2(blocks)).astype(np.int64)
-        groups = []
-        per_block = cache.shape.kv_heads * cache.shape.block_size * cache.shape.head_dim
-        for value in np.unique(bucket):
-            members = sequences[bucket == value]
-            at_most = max(1, GATHERED_NUMBERS // (per_block << int(value)))
-            groups += [
-                self._decode_group(batch, members[first : first + at_most], cache)
-                for first in range(0, len(members), at_most)
-            ]
-        return groups
+    def pack_linear(
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+    ) -> Packed:
+        if int8:
+            raise ValueError("the reference backend has no int8 weights")
+        weight = self._joined(parts, outputs, inputs)
+        return Packed(weight, None if bias is None else bias.to(self.device, weight.dtype))
 
-    def _decode_group(self, batch: Batch, members: Int64, cache: ReferenceCache) -> DecodeGroup:
-        size, kv_heads = cache.shape.block_size, cache.shape.kv_heads
-        context = batch.context[members]
-        tiles = _tiles(batch.tables[members], context, cache)
-        longest = tiles.shape[2] * size
-        positions = np.arange(longest, dtype=np.int32)
-        masked = positions >= context[:, None]
-        whole = len(members) == len(batch.tokens)
-        # Past the end of a last block lie numbers of earlier owners, NaN perhaps, which no mask would stop: 0 * NaN.
-        row, offset = np.nonzero(masked & (positions < (-(-context // size) * size)[:, None]))
-        tail = (row[:, None] * kv_heads + np.arange(kv_heads)) * longest + offset[:, None]
-        return DecodeGroup(
-            rows=None if whole else self._put(batch.query_start[members].astype(np.int64)),
-            tiles=self._put(tiles.ravel()),
-            tail=self._put(tail.ravel()),
-            masked=self._put(masked)[:, None, None, :],
-        )
+    def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
+        return Packed(self._joined(parts, tokens, hidden), None)
 
-    def _chunk(self, batch: Batch, sequence: int, cache: ReferenceCache) -> Chunk:
-        first, end = int(batch.query_start[sequence]), int(batch.query_start[sequence + 1])
-        context, length = int(batch.context[sequence]), end - first
-        mask = None
-        if length != context:
-            mask = self._put(np.arange(context) <= np.arange(context - length, context)[:, None])
-        alone = slice(sequence, sequence + 1)
-        tiles = _tiles(batch.tables[alone], batch.context[alone], cache)
-        return Chunk(first, length, context, self._put(tiles.ravel()), mask)
-
-    def _put(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        return Packed(weight.contiguous(), bias)
+    def _joined(self, parts: Iterable[Tensor], rows: int, width: int) -> Tensor:
+        whole: Tensor | None = None
+        first = 0
+        for part in parts:
+            if whole is None:
+                whole = torch.empty(rows, width, dtype=part.dtype, device=self.device)
+            whole[first : first + part.shape[0]] = part
+            first += part.shape[0]
+        if whole is None or first != rows:
+            raise ValueError(f"the parts of a matrix of {rows} rows have {first}")
+        return whole
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         rows = x.shape[0]
@@ -137,44 +88,63 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         padded[:rows] = x
         return F.linear(padded, packed.weight, packed.bias)[:rows]
 
+    def logits(self, x: Tensor, packed: Packed) -> Tensor:
+        return self.linear(x, packed).float()
+
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
         return [] if dtype == torch.float32 else sorted({_batch_size(rows) for rows in range(1, most + 1)})
 
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return weight.index_select(0, tokens)
+    def embed(
+        self, prepared: ReferencePrepared, table: Packed, scale: float = 1.0, places: Tensor | None = None
+    ) -> Tensor:
+        found = table.weight.index_select(0, prepared.tokens)
+        if scale != 1.0:
+            found *= scale
+        if places is not None:
+            found += places.index_select(0, prepared.positions)
+        return found
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        width, wide = (x.shape[-1],), x.float()
+        if norm.layer_norm:
+            return F.layer_norm(wide, width, norm.weight, norm.bias, norm.eps).to(x.dtype)
+        return F.rms_norm(wide, width, norm.weight, norm.eps).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        return self.norm(residual, norm)
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        residual += x
+
+    def select(self, x: Tensor, prepared: ReferencePrepared) -> Tensor:
+        return x.index_select(0, prepared.sample_rows)
 
     def rope_and_write(
-        self, qkv: Tensor, heads: int, rope: Tensor, prepared: ReferencePrepared, cache: ReferenceCache, layer: int
+        self, qkv: Tensor, attention: Attention, prepared: ReferencePrepared, cache: ReferenceCache, layer: int
     ) -> Tensor:
-        shape = cache.shape
-        half = shape.head_dim // 2
+        shape, heads = cache.shape, attention.heads
         split = qkv.view(qkv.shape[0], -1, shape.head_dim)
-        turned = split[:, : heads + shape.kv_heads].float()
-        angles = rope.index_select(0, prepared.positions)[:, None, :]
-        cos, sin = angles[..., :half], angles[..., half:]
-        a, b = turned[..., :half], turned[..., half:]
-        out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
-        keys = out[:, heads:].reshape(-1, shape.head_dim)
+        q, k = split[:, :heads], split[:, heads : heads + shape.kv_heads]
+        if attention.q_norm is not None:
+            q = self.norm(q, attention.q_norm)
+        if attention.k_norm is not None:
+            k = self.norm(k, attention.k_norm)
+        if attention.rope is not None:
+            angles = attention.rope.index_select(0, prepared.positions)[:, None, :]
+            q, k = _turned(q, angles), _turned(k, angles)
         values = split[:, heads + shape.kv_heads :].reshape(-1, shape.head_dim)
-        cache.layer_rows(layer, value=False).index_copy_(0, prepared.write_index, keys)
+        cache.layer_rows(layer, value=False).index_copy_(0, prepared.write_index, k.reshape(-1, shape.head_dim))
         cache.layer_rows(layer, value=True).index_copy_(0, prepared.write_index, values)
-        return out[:, :heads].reshape(qkv.shape[0], -1)
+        return q.reshape(qkv.shape[0], -1)
 
     def attention(
-        self, q: Tensor, prepared: ReferencePrepared, cache: ReferenceCache, layer: int, scale: float
+        self, q: Tensor, attention: Attention, prepared: ReferencePrepared, cache: ReferenceCache, layer: int
     ) -> Tensor:
-        keys, values = cache.layer_tiles(layer, value=False), cache.layer_tiles(layer, value=True)
         out: Tensor | None = None
         for group in prepared.groups:
             rows = q if group.rows is None else q.index_select(0, group.rows)
-            found = _decode(rows, group, keys, values, cache.shape, scale)
+            found = decode(rows, group, cache, layer, attention)
             if group.rows is None:
                 return found
             out = torch.empty_like(q) if out is None else out
@@ -182,15 +152,31 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         out = torch.empty_like(q) if out is None else out
         for chunk in prepared.chunks:
             part = slice(chunk.first, chunk.first + chunk.length)
-            out[part] = _prefill(q[part], chunk, keys, values, cache.shape, scale)
+            out[part] = prefill(q[part], chunk, cache, layer, attention)
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return self.activate(gate, activation).mul_(up)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        if activation == "silu":
+            return F.silu(x)
+        if activation == "relu":
+            return F.relu(x)
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(logits, rows)
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    """x [N, heads, head_dim], its first numbers turned by angles [N, 1, rotary]."""
+    rotary = angles.shape[-1]
+    cos, sin = angles.chunk(2, dim=-1)
+    a, b = x[..., :rotary].float().chunk(2, dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
 
 
 def _batch_size(rows: int) -> int:
@@ -201,41 +187,3 @@ def _batch_size(rows: int) -> int:
     """
     step = max(1, 1 << max(0, (rows - 1).bit_length() - 3))
     return -(-rows // step) * step
-
-
-def _decode(q: Tensor, group: DecodeGroup, keys: Tensor, values: Tensor, shape: CacheShape, scale: float) -> Tensor:
-    """q [B, heads * head_dim] -> the same shape. The query heads that share a KV head stand side by side: no copies."""
-    q = q.view(q.shape[0], shape.kv_heads, -1, shape.head_dim)
-    k = keys.index_select(0, group.tiles).view(-1, shape.head_dim).index_fill_(0, group.tail, 0.0)
-    v = values.index_select(0, group.tiles).view(-1, shape.head_dim).index_fill_(0, group.tail, 0.0)
-    k, v = k.view(*q.shape[:2], -1, shape.head_dim), v.view(*q.shape[:2], -1, shape.head_dim)
-    if q.dtype != torch.float32:
-        # Scores must not be rounded to 8 bits on their way to the softmax; SDPA keeps them in float32.
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=~group.masked, scale=scale).reshape(q.shape[0], -1)
-    scores = torch.matmul(q, k.transpose(2, 3)).mul_(scale).masked_fill_(group.masked, -torch.inf)
-    return torch.matmul(scores.softmax(-1), v).reshape(q.shape[0], -1)
-
-
-def _prefill(q: Tensor, chunk: Chunk, keys: Tensor, values: Tensor, shape: CacheShape, scale: float) -> Tensor:
-    """q [length, heads * head_dim] -> the same shape."""
-    k = keys.index_select(0, chunk.tiles).view(1, shape.kv_heads, -1, shape.head_dim)[:, :, : chunk.context]
-    v = values.index_select(0, chunk.tiles).view(1, shape.kv_heads, -1, shape.head_dim)[:, :, : chunk.context]
-    q = q.view(1, chunk.length, -1, shape.head_dim).transpose(1, 2)
-    found = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != shape.kv_heads,
-    )
-    return found.transpose(1, 2).reshape(chunk.length, -1)
-
-
-def _tiles(tables: Int32, context: Int32, cache: ReferenceCache) -> Int64:
-    """[B, kv_heads, blocks of the longest] tiles of layer 0's K; the zero block where a sequence has none."""
-    used = -(-context // cache.shape.block_size)
-    blocks = tables[:, : int(used.max())].astype(np.int64)
-    blocks[np.arange(blocks.shape[1]) >= used[:, None]] = cache.shape.blocks
-    return blocks[:, None, :] * cache.tiles_per_block + np.arange(cache.shape.kv_heads)[:, None]

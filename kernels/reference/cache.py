@@ -6,6 +6,9 @@ a batch is one index_select. One block more than the shape says is kept at zero:
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +36,10 @@ class ReferenceCache(Cache):
     def layer_rows(self, layer: int, value: bool) -> Tensor:
         """The same for rows."""
         return self.rows[(2 * layer + value) * self.shape.kv_heads * self.shape.block_size :]
+
+    def put(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+        """Host numbers on the pool's device."""
+        return torch.from_numpy(array).to(self.pool.device)
 
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         self.host.index_copy_(0, _index(host_blocks), self.pool.index_select(0, _index(blocks)).cpu())

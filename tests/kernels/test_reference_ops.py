@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
-from kernels.ops import AnyOps, Batch, Cache, CacheShape
+from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape, Norm
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -31,29 +32,48 @@ def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def one_chunk(ops: AnyOps, cache: Cache, tokens: list[int], sample_rows: list[int]) -> Any:
+    """A sequence of these tokens from position 0 on, in the blocks 0, 1, 2, ..."""
+    count, size = len(tokens), cache.shape.block_size
+    positions = np.arange(count, dtype=np.int32)
+    batch = Batch(
+        tokens=np.array(tokens, np.int32),
+        positions=positions,
+        query_start=np.array([0, count], np.int32),
+        context=np.array([count], np.int32),
+        tables=np.arange(-(-count // size), dtype=np.int32)[None],
+        write_blocks=positions // size,
+        write_offsets=positions % size,
+        sample_rows=np.array(sample_rows, np.int32),
+    )
+    return ops.prepare(batch, cache)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_is_the_formula_and_the_residual_is_added_in_place(ops: AnyOps, dtype: torch.dtype) -> None:
-    x, residual, weight = (random((5, 48), seed, dtype) for seed in (1, 2, 3))
-    weight = weight[0]
+    x, residual = (random((5, 48), seed, dtype) for seed in (1, 2))
+    weight = random((48,), 3, torch.float32)
 
     def norm(value: np.ndarray) -> np.ndarray:
         return value / np.sqrt((value**2).mean(-1, keepdims=True) + 1e-5) * weight.double().numpy()
 
-    close(ops.rms_norm(x, weight, 1e-5), norm(x.double().numpy()), dtype)
+    close(ops.norm(x, Norm(weight, None, 1e-5)), norm(x.double().numpy()), dtype)
     total = x.double().numpy() + residual.double().numpy()
-    close(ops.add_rms_norm(x, residual, weight, 1e-5), norm(total), dtype)
+    close(ops.add_norm(x, residual, Norm(weight, None, 1e-5)), norm(total), dtype)
     close(residual, total, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_embed_and_silu_mul_are_their_formulas(ops: AnyOps, dtype: torch.dtype) -> None:
-    x, weight, bias = random((5, 32), 1, dtype), random((24, 32), 2, dtype), random((24,), 3, dtype)
+def test_linear_embed_and_gated_are_their_formulas(ops: AnyOps, dtype: torch.dtype) -> None:
+    x, weight, bias = random((5, 32), 1, dtype), random((24, 32), 2, dtype), random((24,), 3, torch.float32)
     exact = x.double().numpy() @ weight.double().numpy().T
-    close(ops.linear(x, ops.pack_linear(weight, None)), exact, dtype)
-    close(ops.linear(x, ops.pack_linear(weight, bias)), exact + bias.double().numpy(), dtype)
+    close(ops.linear(x, ops.pack_linear([weight], 24, 32, None)), exact, dtype)
+    close(ops.linear(x, ops.pack_linear(weight.split(7), 24, 32, bias)), exact + bias.double().numpy(), dtype)
     gate, up = x.double().numpy()[:, :16], x.double().numpy()[:, 16:]
-    close(ops.silu_mul(x.clone()), gate / (1 + np.exp(-gate)) * up, dtype)
-    assert torch.equal(ops.embed(torch.tensor([3, 0, 3]), weight), weight[[3, 0, 3]])
+    close(ops.gated(x.clone(), "silu"), gate / (1 + np.exp(-gate)) * up, dtype)
+    prepared = one_chunk(ops, ops.new_cache(CacheShape(1, 0, 1, 1, 16, 16, dtype)), [3, 0, 3], [2])
+    for table in (ops.pack_embedding([weight], 24, 32), ops.pack_linear([weight], 24, 32, None)):
+        assert torch.equal(ops.embed(prepared, table), weight[[3, 0, 3]])
 
 
 class Sequences:
@@ -97,8 +117,9 @@ class Sequences:
         values = torch.cat([self.values[s][a:b] for s, a, b in spans])
         heads = queries.shape[1]
         qkv = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)
-        q = self.ops.rope_and_write(qkv, heads, self.rope, prepared, self.cache, 1)
-        return self.ops.attention(q, prepared, self.cache, 1, 0.25)
+        attention = Attention(heads, 0.25, self.rope)
+        q = self.ops.rope_and_write(qkv, attention, prepared, self.cache, 1)
+        return self.ops.attention(q, attention, prepared, self.cache, 1)
 
     def expected(self, queries: torch.Tensor, which: list[int], starts: list[int], ends: list[int]) -> np.ndarray:
         out, row = [], 0
@@ -179,7 +200,7 @@ def test_rope_turns_pairs_half_a_head_apart_by_the_angle_of_the_position(ops: An
     exact = qkv.double().numpy().reshape(3, 4, 8).copy()
     turned = exact[:, :3, :4] + 1j * exact[:, :3, 4:]
     turned = turned * np.exp(1j * angles[positions])[:, None, :]
-    q = ops.rope_and_write(qkv.clone(), 2, rope, ops.prepare(batch, cache), cache, 0)
+    q = ops.rope_and_write(qkv.clone(), Attention(2, 1.0, rope), ops.prepare(batch, cache), cache, 0)
     close(q.view(3, 2, 8), np.concatenate([turned.real, turned.imag], -1)[:, :2], torch.float32)
     block = cache.read_block(3)
     close(block[0, 0, 0, 1:], np.concatenate([turned.real, turned.imag], -1)[:, 2], torch.float32)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import AnyOps, Cache, Prepared
+from kernels.ops import AnyOps, Attention, Cache, Norm, Prepared
 from services.worker.models.config import DecoderConfig
 from services.worker.models.loader import Checkpoint
 
@@ -21,10 +21,10 @@ from services.worker.models.loader import Checkpoint
 class Layer:
     """The weights of one layer; linear ones are packed by the backend."""
 
-    input_norm: Tensor
+    input_norm: Norm
     qkv: Any
     out: Any
-    post_norm: Tensor
+    post_norm: Norm
     gate_up: Any
     down: Any
 
@@ -40,47 +40,49 @@ class Decoder:
         self.ops = ops
         self.dtype = dtype
         self._weights: Checkpoint | None = weights
-        self._embedding = self._take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._tokens: Any = None
+        if not config.tied:
+            table = self._take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+            self._tokens = ops.pack_embedding([table], config.vocab_size, config.hidden_size)
+        name = "model.embed_tokens" if config.tied else "lm_head"
+        self._head = self._linear([(name, config.vocab_size)], config.hidden_size, bias=False)
         self._layers = [self._layer(index) for index in range(config.layers)]
-        self._norm = self._take("model.norm.weight", config.hidden_size)
-        head = self._embedding if config.tied else self._take("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._head = ops.pack_linear(head, None)
-        self._rope = config.rope.table(positions).to(ops.device)
-        self._scale = config.head_dim**-0.5
+        self._norm = self._rms_norm("model.norm.weight")
+        rope = config.rope.table(positions).to(ops.device)
+        self._attention = Attention(heads=config.heads, scale=config.head_dim**-0.5, rope=rope)
         self._weights = None
 
     def forward(self, prepared: Prepared, cache: Cache) -> Tensor:
         """[R, vocab] float32 logits of `prepared.sample_rows`; writes the K and V of every row."""
-        ops, eps = self.ops, self.config.norm_eps
-        residual = ops.embed(prepared.tokens, self._embedding)
+        ops, attention = self.ops, self._attention
+        residual = ops.embed(prepared, self._head if self._tokens is None else self._tokens)
         hidden: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if hidden is None:
-                normed = ops.rms_norm(residual, layer.input_norm, eps)
+                normed = ops.norm(residual, layer.input_norm)
             else:
-                normed = ops.add_rms_norm(hidden, residual, layer.input_norm, eps)
+                normed = ops.add_norm(hidden, residual, layer.input_norm)
             qkv = ops.linear(normed, layer.qkv)
-            query = ops.rope_and_write(qkv, self.config.heads, self._rope, prepared, cache, index)
-            attended = ops.attention(query, prepared, cache, index, self._scale)
+            query = ops.rope_and_write(qkv, attention, prepared, cache, index)
+            attended = ops.attention(query, attention, prepared, cache, index)
             if index == len(self._layers) - 1:
                 # From here on no row is read by another: only those that sample go on.
-                attended = attended.index_select(0, prepared.sample_rows)
-                residual = residual.index_select(0, prepared.sample_rows)
-            normed = ops.add_rms_norm(ops.linear(attended, layer.out), residual, layer.post_norm, eps)
-            hidden = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
+                attended, residual = ops.select(attended, prepared), ops.select(residual, prepared)
+            normed = ops.add_norm(ops.linear(attended, layer.out), residual, layer.post_norm)
+            hidden = ops.linear(ops.gated(ops.linear(normed, layer.gate_up), "silu"), layer.down)
         if hidden is None:
             raise ValueError("a decoder needs at least one layer")
-        return ops.linear(ops.add_rms_norm(hidden, residual, self._norm, eps), self._head).float()
+        return ops.logits(ops.add_norm(hidden, residual, self._norm), self._head)
 
     def _layer(self, index: int) -> Layer:
         c, name = self.config, f"model.layers.{index}"
         query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
         return Layer(
-            input_norm=self._take(f"{name}.input_layernorm.weight", c.hidden_size),
+            input_norm=self._rms_norm(f"{name}.input_layernorm.weight"),
             qkv=self._linear([(f"{name}.self_attn.{part}", size) for part, size in parts], c.hidden_size, c.qkv_bias),
             out=self._linear([(f"{name}.self_attn.o_proj", c.hidden_size)], query, c.out_bias),
-            post_norm=self._take(f"{name}.post_attention_layernorm.weight", c.hidden_size),
+            post_norm=self._rms_norm(f"{name}.post_attention_layernorm.weight"),
             gate_up=self._linear(
                 [(f"{name}.mlp.{part}", c.intermediate_size) for part in ("gate_proj", "up_proj")],
                 c.hidden_size,
@@ -91,9 +93,12 @@ class Decoder:
 
     def _linear(self, parts: list[tuple[str, int]], inputs: int, bias: bool) -> Any:
         """One packed matrix of several of the checkpoint, one under the other."""
-        weight = torch.cat([self._take(f"{name}.weight", size, inputs) for name, size in parts])
-        vector = torch.cat([self._take(f"{name}.bias", size) for name, size in parts]) if bias else None
-        return self.ops.pack_linear(weight, vector)
+        weights = (self._take(f"{name}.weight", size, inputs) for name, size in parts)
+        vector = torch.cat([self._take(f"{name}.bias", size).float() for name, size in parts]) if bias else None
+        return self.ops.pack_linear(weights, sum(size for _, size in parts), inputs, vector)
+
+    def _rms_norm(self, name: str) -> Norm:
+        return Norm(self._take(name, self.config.hidden_size).float(), None, self.config.norm_eps)
 
     def _take(self, name: str, *shape: int) -> Tensor:
         if self._weights is None:
