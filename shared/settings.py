@@ -130,7 +130,16 @@ class WorkerSettings(CommonSettings):
     listen: str = Field("127.0.0.1:0", description="gRPC address; port 0 picks one")
     advertise: str = Field("", description="address that schedulers dial; default: what is listened on")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: the checkpoint's, or float32 where that is clearly faster on this CPU"
+    )
+    kernels: Literal["auto", "cpu", "reference"] = Field(
+        "auto", description="auto: the C++ kernels, or plain torch (reference) where they cannot be had"
+    )
+    quantize: Literal["none", "int8"] = Field("none", description="int8: weights of linear layers in 8 bits")
+    deterministic: bool = Field(
+        False, description="a request's tokens and logits are the same to the bit whatever else runs"
+    )
     block_size: int = Field(16, ge=1, le=256)
     max_seqs: int = Field(256, ge=1, le=8192)
     max_input_tokens: int = Field(0, ge=0, description="0: as much as the context allows")

@@ -81,7 +81,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         rows = x.shape[0]
-        size = rows if x.dtype == torch.float32 else _batch_size(rows)
+        size = rows if x.dtype == torch.float32 else batch_size(rows)
         if size == rows:
             return F.linear(x, packed.weight, packed.bias)
         padded = x.new_zeros(size, x.shape[1])
@@ -92,7 +92,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return self.linear(x, packed).float()
 
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
-        return [] if dtype == torch.float32 else sorted({_batch_size(rows) for rows in range(1, most + 1)})
+        return [] if dtype == torch.float32 else sorted({batch_size(rows) for rows in range(1, most + 1)})
 
     def embed(
         self, prepared: ReferencePrepared, table: Packed, scale: float = 1.0, places: Tensor | None = None
@@ -179,7 +179,7 @@ def _turned(x: Tensor, angles: Tensor) -> Tensor:
     return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
 
 
-def _batch_size(rows: int) -> int:
+def batch_size(rows: int) -> int:
     """The number of rows that is computed for `rows`.
 
     oneDNN keeps generated code and buffers for every number of rows it has seen with a bfloat16 matrix (0.25 MB and

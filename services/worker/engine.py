@@ -16,8 +16,6 @@ import orjson
 import torch
 from torch import Tensor
 
-import kernels.reference  # noqa: F401 - registers the backend
-from kernels import ops as kernel_ops
 from kernels.ops import (
     STATUS_FINE,
     STATUS_NOT_FINITE,
@@ -26,8 +24,9 @@ from kernels.ops import (
     Int32,
 )
 from protos import worker_pb2
+from services.worker.backend import choose
 from services.worker.cache import free_memory_bytes, plan_blocks, plan_host_blocks, wanted_lengths
-from services.worker.models.config import DecoderConfig, load_config
+from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Checkpoint, Progress
 from services.worker.slots import Chunks, SlotTable
@@ -50,9 +49,7 @@ class Engine:
             torch.set_num_threads(settings.threads)
         config = load_config(settings.model)
         lengths = wanted_lengths(settings, config)
-        device = choose_device(settings.device)
-        self.dtype = choose_dtype(settings.dtype, config)
-        self._ops = kernel_ops.create("reference", device)
+        self._ops, self.dtype = choose(settings, config)
         checkpoint = Checkpoint(settings.model, progress)
         self.model_hash = checkpoint.fingerprint()
         self._decoder = Decoder(config, checkpoint, self._ops, self.dtype, lengths.model)
@@ -69,6 +66,12 @@ class Engine:
         blocks, self.lengths = plan_blocks(settings, shape, lengths, free_bytes)
         host_blocks = plan_host_blocks(settings, blocks, self.lengths, shape.block_bytes, free_bytes)
         self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
+        self._compiled = self._ops.compile(
+            lambda prepared: self._decoder.forward(prepared, self._cache),
+            self._cache,
+            settings.max_step_tokens,
+            min(settings.max_seqs, settings.max_step_tokens),
+        )
         self.config = config
         self._slots = SlotTable(
             settings.max_seqs, self.lengths.model, settings.block_size, blocks, host_blocks, config.vocab_size
@@ -204,7 +207,7 @@ class Engine:
         if not chunks.slots.size:
             return None
         prepared = self._ops.prepare(self._slots.batch(chunks), self._cache)
-        logits = self._decoder.forward(prepared, self._cache)
+        logits = self._compiled(prepared)
         self._slots.computed_through(chunks)
         return logits
 
@@ -291,22 +294,6 @@ def _warm_step(lengths: list[int], computed: int, blocks: bytes) -> worker_pb2.S
         chunk_starts=pack([computed] * len(slots)),
         chunk_lengths=pack([n - computed for n in lengths]),
     )
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device to compute on. Raises ConfigurationError for one that this build cannot use."""
-    if wanted == "cuda":
-        raise ConfigurationError("DEVICE=cuda: this build has no CUDA engine yet; use DEVICE=cpu or DEVICE=auto")
-    return torch.device("cpu")
-
-
-def choose_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
-    """`auto` is the checkpoint's type; float16, which the CPU engine does not compute in, is widened to float32."""
-    if wanted == "float32":
-        return torch.float32
-    if wanted == "bfloat16":
-        return torch.bfloat16
-    return torch.bfloat16 if config.checkpoint_dtype == torch.bfloat16 else torch.float32
 
 
 def _open_log(path: Path | None) -> IO[bytes] | None:

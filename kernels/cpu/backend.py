@@ -1,0 +1,324 @@
+"""The CPU backend: every operation is a command for the C++ library; a forward pass is recorded and run in one call.
+
+Numbers of a row never depend on the batch, on chunking or on threads: the kernels promise it (src/ops.h), and nothing
+here divides work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from ctypes import pointer
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.cache import CpuCache
+from kernels.cpu.commands import (
+    ACTIVATIONS,
+    INT8,
+    ROWS_SAMPLES,
+    ROWS_TOKENS,
+    ActivateArgs,
+    AddArgs,
+    AttentionArgs,
+    EmbedArgs,
+    GatedArgs,
+    LinearArgs,
+    NormArgs,
+    RopeArgs,
+    SelectArgs,
+    Step,
+)
+from kernels.cpu.library import Library
+from kernels.cpu.program import DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
+from kernels.cpu.sampling import sample
+from kernels.cpu.torch_linear import TorchWeight
+from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Sampled, SamplingRows
+from kernels.reference.backend import batch_size
+
+
+class CpuPrepared(Prepared):
+    """The batch as a Step of addresses, and the arrays that they point into."""
+
+    __slots__ = ("batch", "step")
+
+    def __init__(self, batch: Batch, step: Step) -> None:
+        self.batch, self.step = batch, step
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [outputs, inputs] in the kernels' own order."""
+
+    memory: Tensor
+    bias: Tensor | None  # [outputs] float32
+    outputs: int
+    inputs: int
+    dtype: int
+    computes_in: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding, row by row."""
+
+    memory: Tensor  # [tokens, hidden]
+
+
+class CpuOps(Ops[CpuPrepared, CpuCache]):
+    name = "cpu"
+
+    def __init__(self, library: Library, threads: int, path: str = "own") -> None:
+        """`path`: whose matrix kernels, "own" or "torch" (kernels.cpu.choice finds the faster)."""
+        self.device = torch.device("cpu")
+        self.path = path
+        self.library = library
+        self.threads = threads
+        self._immediate = Immediate(library, threads)
+        self._runner: Runner = self._immediate
+
+    def new_cache(self, shape: CacheShape) -> CpuCache:
+        return CpuCache(shape, self.library, self._immediate)
+
+    def prepare(self, batch: Batch, cache: CpuCache) -> CpuPrepared:
+        columns = [
+            np.ascontiguousarray(column, dtype=np.int32)
+            for column in (
+                batch.tokens,
+                batch.positions,
+                batch.query_start,
+                batch.context,
+                batch.tables,
+                batch.write_blocks,
+                batch.write_offsets,
+                batch.sample_rows,
+            )
+        ]
+        kept = Batch(*columns)
+        step = Step(
+            len(kept.tokens),
+            len(kept.sample_rows),
+            len(kept.context),
+            kept.tables.shape[1],
+            *(address(column) for column in columns),
+        )
+        return CpuPrepared(kept, step)
+
+    def pack_linear(
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+    ) -> Packed | TorchWeight:
+        if self.path == "torch" and not int8:
+            return TorchWeight(parts, outputs, inputs, bias)
+        packed: Packed | None = None
+        first = 0
+        for part in parts:
+            source = dtype_code(part.dtype)
+            if packed is None:
+                dtype = INT8 if int8 else source
+                size = self.library.packed_bytes(dtype, outputs, inputs)
+                memory = torch.empty(size, dtype=torch.uint8)
+                packed = Packed(memory, bias, outputs, inputs, dtype, part.dtype)
+            rows = part.shape[0]
+            self.library.pack(
+                packed.dtype, packed.memory.data_ptr(), (outputs, inputs), first, rows, part.data_ptr(), source
+            )
+            first += rows
+        if packed is None or first != outputs:
+            raise ValueError(f"{first} rows were given for a weight of {outputs}")
+        return packed
+
+    def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Table:
+        table: Table | None = None
+        first = 0
+        for part in parts:
+            if table is None:
+                table = Table(torch.empty((tokens, hidden), dtype=part.dtype))
+            table.memory[first : first + part.shape[0]] = part
+            first += part.shape[0]
+        if table is None or first != tokens:
+            raise ValueError(f"{first} rows were given for an embedding of {tokens}")
+        return table
+
+    def linear(self, x: Tensor, packed: Packed | TorchWeight) -> Tensor:
+        if isinstance(packed, TorchWeight):
+            return packed.linear(x)
+        return self._linear(x, packed, x.dtype)
+
+    def logits(self, x: Tensor, packed: Packed | TorchWeight) -> Tensor:
+        if isinstance(packed, TorchWeight):
+            return packed.linear(x).float()
+        return self._linear(x, packed, torch.float32)
+
+    def _linear(self, x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+        rows = self._runner.rows(x)
+        out = self._runner.out(rows, packed.outputs, dtype)
+        args = LinearArgs(
+            x=x.data_ptr(),
+            weight=packed.memory.data_ptr(),
+            bias=_pointer(packed.bias),
+            out=out.data_ptr(),
+            inputs=packed.inputs,
+            outputs=packed.outputs,
+            dtype=DTYPES[x.dtype],
+            weight_dtype=packed.dtype,
+            out_dtype=DTYPES[dtype],
+        )
+        self._runner.emit(rows, args, None, packed)
+        return out
+
+    def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
+        if self.path == "own" or dtype == torch.float32:
+            return []
+        return sorted({batch_size(rows) for rows in range(1, most + 1)})
+
+    def embed(
+        self,
+        prepared: CpuPrepared,
+        table: Packed | Table | TorchWeight,
+        scale: float = 1.0,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        packed = isinstance(table, Packed)
+        if isinstance(table, TorchWeight):
+            table = Table(table.dense())
+        if isinstance(table, Packed):
+            vocab, hidden, code = table.outputs, table.inputs, table.dtype
+            dtype = table.computes_in
+        else:
+            vocab, hidden = table.memory.shape
+            dtype, code = table.memory.dtype, DTYPES[table.memory.dtype]
+        rows = self._count(prepared, ROWS_TOKENS)
+        out = self._runner.out(rows, hidden, dtype)
+        args = EmbedArgs(
+            table=table.memory.data_ptr(),
+            places=_pointer(places),
+            out=out.data_ptr(),
+            hidden=hidden,
+            vocab=vocab,
+            dtype=DTYPES[dtype],
+            table_dtype=code,
+            packed=packed,
+            scale=scale,
+        )
+        self._runner.emit(rows, args, prepared.step, (table, places))
+        return out
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._norm(x, None, norm)
+
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        return self._norm(x, residual, norm)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+        rows = self._runner.rows(x)
+        out = self._runner.out(rows, x.shape[1], x.dtype)
+        args = NormArgs(
+            x=x.data_ptr(),
+            residual=_pointer(residual),
+            out=out.data_ptr(),
+            weight=norm.weight.data_ptr(),
+            bias=_pointer(norm.bias),
+            hidden=x.shape[1],
+            dtype=DTYPES[x.dtype],
+            layer_norm=norm.layer_norm,
+            eps=norm.eps,
+        )
+        self._runner.emit(rows, args, None, norm)
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        args = AddArgs(residual.data_ptr(), x.data_ptr(), x.shape[1], DTYPES[x.dtype])
+        self._runner.emit(self._runner.rows(x), args, None)
+
+    def select(self, x: Tensor, prepared: CpuPrepared) -> Tensor:
+        rows = self._count(prepared, ROWS_SAMPLES)
+        out = self._runner.out(rows, x.shape[1], x.dtype)
+        args = SelectArgs(x.data_ptr(), out.data_ptr(), x.shape[1], DTYPES[x.dtype])
+        self._runner.emit(rows, args, prepared.step)
+        return out
+
+    def rope_and_write(
+        self, qkv: Tensor, attention: Attention, prepared: CpuPrepared, cache: CpuCache, layer: int
+    ) -> Tensor:
+        rows = self._runner.rows(qkv)
+        out = self._runner.out(rows, attention.heads * cache.shape.head_dim, qkv.dtype)
+        rope, q_norm, k_norm = attention.rope, attention.q_norm, attention.k_norm
+        args = RopeArgs(
+            qkv=qkv.data_ptr(),
+            q=out.data_ptr(),
+            rope=_pointer(rope),
+            q_norm=_pointer(q_norm.weight if q_norm else None),
+            k_norm=_pointer(k_norm.weight if k_norm else None),
+            pool=pointer(cache.pool),
+            heads=attention.heads,
+            layer=layer,
+            rotary=0 if rope is None else rope.shape[1],
+            dtype=DTYPES[qkv.dtype],
+            eps=0.0 if q_norm is None else q_norm.eps,
+        )
+        self._runner.emit(rows, args, prepared.step, (attention, cache))
+        return out
+
+    def attention(self, q: Tensor, attention: Attention, prepared: CpuPrepared, cache: CpuCache, layer: int) -> Tensor:
+        rows = self._runner.rows(q)
+        out = self._runner.out(rows, q.shape[1], q.dtype)
+        args = AttentionArgs(
+            q=q.data_ptr(),
+            out=out.data_ptr(),
+            slopes=_pointer(attention.slopes),
+            pool=pointer(cache.pool),
+            heads=attention.heads,
+            layer=layer,
+            dtype=DTYPES[q.dtype],
+            window=attention.window,
+            scale=attention.scale,
+        )
+        self._runner.emit(rows, args, prepared.step, (attention, cache))
+        return out
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        rows, size = self._runner.rows(gate_up), gate_up.shape[1] // 2
+        out = self._runner.out(rows, size, gate_up.dtype)
+        args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), size, DTYPES[gate_up.dtype], ACTIVATIONS[activation])
+        self._runner.emit(rows, args, None)
+        return out
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        args = ActivateArgs(x.data_ptr(), x.shape[1], DTYPES[x.dtype], ACTIVATIONS[activation])
+        self._runner.emit(self._runner.rows(x), args, None)
+        return x
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
+        return sample(self._immediate, logits, rows)
+
+    def compile(
+        self, forward: Callable[[Any], Tensor], cache: CpuCache, max_tokens: int, max_samples: int
+    ) -> Callable[[CpuPrepared], Tensor]:
+        if self.path == "torch":
+            return forward
+        program = self.record(forward, max_tokens, max_samples)
+        return lambda prepared: program.run(prepared.step)
+
+    def record(self, forward: Callable[[Any], Tensor], max_tokens: int, max_samples: int) -> Program:
+        """The program of a forward pass; see compile."""
+        recording = Recording(self._immediate, max_tokens, max_samples)
+        empty = np.zeros(0, np.int32)
+        nobody = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)
+        self._runner = recording
+        try:
+            result = forward(CpuPrepared(nobody, Step()))
+        finally:
+            self._runner = self._immediate
+        return Program(self.library, self.threads, recording, result)
+
+    def _count(self, prepared: CpuPrepared, symbol: int) -> int:
+        if isinstance(self._runner, Recording):
+            return symbol
+        return int(prepared.step.tokens_count if symbol == ROWS_TOKENS else prepared.step.samples_count)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,86 @@
+"""The loaded library: ctypes signatures, and the check that both sides mean the same structs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401 - loads the OpenMP runtime that the library then shares
+
+from kernels.cpu.build import BuildError, find_library
+from kernels.cpu.commands import ARGS, Command, Pool, Step
+
+
+class Library:
+    """The functions that the sources export; their meaning is in src/."""
+
+    def __init__(self, path: Path, variant: str) -> None:
+        """Raises BuildError when the file cannot be loaded or was made from other structs."""
+        self.path, self.variant = path, variant
+        try:
+            lib = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"cannot load {path}: {error}") from error
+        lib.orcinus_size.restype = c_int64
+        for number, made, mirror in (
+            (0, "Command", Command),
+            (100, "Step", Step),
+            (101, "Pool", Pool),
+            *((op, args.__name__, args) for args, (op, _) in ARGS.items()),
+        ):
+            size = lib.orcinus_size(c_int32(number))
+            if size != ctypes.sizeof(mirror):
+                raise BuildError(f"{path}: {made} has {size} bytes, commands.py says {ctypes.sizeof(mirror)}")
+        self._run = lib.orcinus_run
+        self._run.argtypes = (c_void_p, c_int64, c_void_p, c_int32, c_void_p)
+        self._run.restype = None
+        self._packed_bytes = lib.orcinus_packed_bytes
+        self._packed_bytes.argtypes, self._packed_bytes.restype = (c_int32, c_int64, c_int64), c_int64
+        self._pack = lib.orcinus_pack
+        self._pack.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int32)
+        self._pack.restype = None
+        self._block_bytes = lib.orcinus_block_bytes
+        self._block_bytes.argtypes, self._block_bytes.restype = (c_int32,) * 5, c_int64
+        self._head_stride = lib.orcinus_head_stride
+        self._head_stride.argtypes, self._head_stride.restype = (c_int32,), c_int32
+        self._read_block = lib.orcinus_read_block
+        self._read_block.argtypes, self._read_block.restype = (POINTER(Pool), c_int64, c_void_p), None
+        self.lanes = int(lib.orcinus_lanes())
+
+    def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
+        """Runs `count` Commands at an address with the Step at another; releases the GIL meanwhile."""
+        self._run(commands, count, step, threads, nanoseconds)
+
+    def packed_bytes(self, weight_dtype: int, outputs: int, inputs: int) -> int:
+        return int(self._packed_bytes(weight_dtype, outputs, inputs))
+
+    def pack(
+        self,
+        weight_dtype: int,
+        packed: int,
+        shape: Sequence[int],
+        first: int,
+        rows: int,
+        source: int,
+        source_dtype: int,
+    ) -> None:
+        """Packs rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
+        self._pack(weight_dtype, packed, shape[0], shape[1], first, rows, source, source_dtype)
+
+    def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int) -> int:
+        return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype))
+
+    def head_stride(self, head_dim: int) -> int:
+        return int(self._head_stride(head_dim))
+
+    def read_block(self, pool: Pool, block: int, out: int) -> None:
+        self._read_block(ctypes.byref(pool), block, out)
+
+
+@cache
+def load() -> Library:
+    """The library for this machine, compiled if need be; once per process. Raises BuildError."""
+    return Library(*find_library())

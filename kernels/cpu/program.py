@@ -1,0 +1,169 @@
+"""Running commands: at once, or recorded into a program that one call runs.
+
+A recording replaces every size that follows the batch by a symbol (ROWS_TOKENS, ROWS_SAMPLES) and takes results from
+buffers of the largest size. A buffer is free again when Python has dropped the tensor that showed it: commands run
+in the order in which they were recorded, so whoever takes it next writes it after its last reader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.cpu.commands import (
+    BFLOAT16,
+    FLOAT32,
+    NAMES,
+    ROWS_SAMPLES,
+    ROWS_TOKENS,
+    Command,
+    Step,
+    command,
+)
+from kernels.cpu.library import Library
+
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Raises ValueError for a type that the kernels do not know."""
+    if dtype not in DTYPES:
+        raise ValueError(f"the cpu kernels compute in float32 and bfloat16, not in {dtype}")
+    return DTYPES[dtype]
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Where a contiguous array begins."""
+    if not array.flags.c_contiguous:
+        raise ValueError("an array that crosses into C must be contiguous")
+    return int(array.__array_interface__["data"][0])
+
+
+class Runner(Protocol):
+    """What the operations of the backend write to."""
+
+    def rows(self, x: Tensor) -> int:
+        """The rows of x: a number or a symbol."""
+
+    def out(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """A tensor for so many rows; its contents are whatever was there."""
+
+    def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
+        """Runs or records one command. `keep`: what must live as long as its addresses are used."""
+
+    def now(self, rows: int, args: ctypes.Structure) -> None:
+        """Runs one command at once, recording or not."""
+
+
+class Immediate:
+    """Each operation is a program of one command."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self._library = library
+        self.threads = threads
+        self._nothing = Step()
+
+    def rows(self, x: Tensor) -> int:
+        return x.shape[0]
+
+    def out(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((rows, width), dtype=dtype)
+
+    def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
+        made = command(rows, args)
+        used = self._nothing if step is None else step
+        self._library.run(ctypes.addressof(made), 1, ctypes.addressof(used), self.threads)
+
+    def now(self, rows: int, args: ctypes.Structure) -> None:
+        self.emit(rows, args, None)
+
+
+@dataclass(slots=True)
+class Recording:
+    """Commands of a forward pass, and all that their addresses point to."""
+
+    immediate: Immediate
+    max_tokens: int
+    max_samples: int
+    commands: list[Command] = field(default_factory=list)
+    _kept: list[object] = field(default_factory=list)
+    _free: list[Tensor] = field(default_factory=list)
+    _symbols: dict[int, int] = field(default_factory=dict)  # address of a result -> its rows
+    _bytes: int = 0
+
+    def rows(self, x: Tensor) -> int:
+        if x.data_ptr() not in self._symbols:
+            raise ValueError("a recorded forward pass may use results of this backend's operations only")
+        return self._symbols[x.data_ptr()]
+
+    def out(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        most = {ROWS_TOKENS: self.max_tokens, ROWS_SAMPLES: self.max_samples}[rows]
+        need = most * width * dtype.itemsize
+        fitting = [buffer for buffer in self._free if buffer.numel() >= need]
+        if fitting:
+            buffer = min(fitting, key=Tensor.numel)
+            self._free[:] = [other for other in self._free if other is not buffer]
+        else:
+            buffer = torch.empty(need, dtype=torch.uint8)
+            self._kept.append(buffer)
+            self._bytes += need
+        shown = buffer[:need].view(dtype).view(most, width)
+        self._symbols[shown.data_ptr()] = rows
+        weakref.finalize(shown, self._free.append, buffer)
+        return shown
+
+    def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
+        self.commands.append(command(rows, args))
+        self._kept.append(keep)
+
+    def now(self, rows: int, args: ctypes.Structure) -> None:
+        self.immediate.now(rows, args)
+
+
+class Program:
+    """A recorded forward pass: one call a step."""
+
+    def __init__(self, library: Library, threads: int, recording: Recording, result: Tensor) -> None:
+        self._library = library
+        self._threads = threads
+        self._recording = recording  # owns the memory
+        self._result = result
+        self._commands = (Command * len(recording.commands))(*recording.commands)
+
+    def run(self, step: Step) -> Tensor:
+        """The result's rows of this step; they hold until the next run."""
+        self._check(step)
+        self._library.run(ctypes.addressof(self._commands), len(self._commands), ctypes.addressof(step), self._threads)
+        return self._result[: step.samples_count]
+
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        """Runs and returns (operation, ns) of each command in order."""
+        self._check(step)
+        times = np.zeros(len(self._commands), np.int64)
+        self._library.run(
+            ctypes.addressof(self._commands),
+            len(self._commands),
+            ctypes.addressof(step),
+            self._threads,
+            address(times),
+        )
+        return [(NAMES[made.op], int(took)) for made, took in zip(self._commands, times, strict=True)]
+
+    def _check(self, step: Step) -> None:
+        most = self._recording
+        if step.tokens_count > most.max_tokens or step.samples_count > most.max_samples:
+            raise ValueError(
+                f"a step of {step.tokens_count} tokens and {step.samples_count} samples; the program was recorded for "
+                f"{most.max_tokens} and {most.max_samples}"
+            )
+
+
+Forward = Callable[[Any], Tensor]
