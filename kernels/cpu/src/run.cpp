@@ -2,7 +2,9 @@
 #include <omp.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <vector>
 
@@ -118,6 +120,27 @@ char* Team::scratch(int64_t bytes) {
   return s.memory;
 }
 
+struct Team::Shared {
+  std::mutex mutex;
+  Scratch scratch;
+};
+// Of the thread that calls orcinus_run.
+static thread_local Team::Shared shared_of_caller;
+
+char* Team::shared(int64_t bytes) {
+  std::lock_guard<std::mutex> guard(shared_->mutex);
+  Scratch& s = shared_->scratch;
+  if (s.bytes < bytes) {
+    // Nobody uses the old memory any more: within a command all ask for the same size.
+    free(s.memory);
+    s.bytes = (bytes + 4095) / 4096 * 4096;
+    s.memory = static_cast<char*>(aligned_alloc(64, s.bytes));
+    if (!s.memory) abort();
+    memset(s.memory, 0, SHARED_ZEROS);
+  }
+  return s.memory;
+}
+
 extern "C" {
 
 // `nanoseconds`, if given, gets the time of each command as thread 0 saw it, its barrier included.
@@ -140,11 +163,12 @@ static int64_t now_ns() {
 void orcinus_run(const Command* commands, int64_t count, const Step* step, int32_t threads, int64_t* nanoseconds) {
   std::vector<Counter> counters(count);
   std::unique_ptr<Barrier> barrier;
+  Team::Shared* shared = &shared_of_caller;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp single
     barrier = std::make_unique<Barrier>(omp_get_num_threads());
-    Team team(omp_get_thread_num(), omp_get_num_threads());
+    Team team(omp_get_thread_num(), omp_get_num_threads(), shared);
     int64_t begun = nanoseconds && team.thread() == 0 ? now_ns() : 0;
     for (int64_t i = 0; i < count; i++) {
       team.use(&counters[i].value);

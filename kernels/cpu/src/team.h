@@ -8,7 +8,10 @@
 
 class Team {
  public:
-  Team(int thread, int threads) : thread_(thread), threads_(threads) {}
+  // Memory that all threads see.
+  struct Shared;
+
+  Team(int thread, int threads, Shared* shared) : thread_(thread), threads_(threads), shared_(shared) {}
 
   int thread() const { return thread_; }
   int threads() const { return threads_; }
@@ -24,7 +27,14 @@ class Team {
   // left there. One buffer: a second call may invalidate the first.
   char* scratch(int64_t bytes);
 
+  // Memory that all threads of the team see, aligned to 64, kept from call to call; every thread that asks within a
+  // command asks for the same `bytes`. The first SHARED_ZEROS bytes are 0 when a command begins: who changes them
+  // restores them before it ends. What lies behind is whatever was left there.
+  static constexpr int64_t SHARED_ZEROS = 4096;
+  char* shared(int64_t bytes);
+
  private:
   int thread_, threads_;
+  Shared* shared_;
   std::atomic<int64_t>* counter_ = nullptr;
 };

@@ -1,0 +1,77 @@
+// Copies of whole blocks, and blocks in a plain order for tests and transfers.
+#include <cstring>
+
+#include "kernels.h"
+#include "kv.h"
+
+void run_copy(const CopyArgs& a, int64_t rows, Team& team) {
+  const int64_t part = 128 << 10;  // small enough that the threads end together
+  const int64_t parts = (a.bytes + part - 1) / part;
+  for (int64_t i; (i = team.next()) < rows * parts;) {
+    const int64_t row = i / parts, begin = i % parts * part;
+    const int64_t bytes = a.bytes - begin < part ? a.bytes - begin : part;
+    memcpy(a.target + a.to[row] * a.bytes + begin, a.source + a.from[row] * a.bytes + begin, bytes);
+  }
+}
+
+namespace {
+
+// Calls move(place in the block, place in plain order) for each number that a model sees.
+template <typename T, typename Move>
+void each_number(const Pool& p, int64_t block, Move move) {
+  int64_t plain = 0;
+  for (int layer = 0; layer < p.layers; layer++)
+    for (int kind = 0; kind < 2; kind++)
+      for (int head = 0; head < p.kv_heads; head++) {
+        T* part = reinterpret_cast<T*>(kind ? v_part(p, block, layer, head) : k_part(p, block, layer, head));
+        for (int offset = 0; offset < p.block_size; offset++) {
+          const Lane lane = kind ? v_lane(p, offset) : k_lane(p, offset);
+          for (int d = 0; d < p.head_stride; d++) {
+            const bool padding = d >= p.head_dim;
+            move(part[lane.start + d / 2 * lane.step + d % 2 * lane.pair], plain, padding);
+            plain += !padding;
+          }
+        }
+      }
+}
+
+template <typename T>
+void read_plain(const Pool& p, int64_t block, T* out) {
+  each_number<T>(p, block, [&](T& number, int64_t plain, bool padding) {
+    if (!padding) out[plain] = number;
+  });
+}
+
+template <typename T>
+void write_plain(const Pool& p, int64_t block, const T* in) {
+  each_number<T>(p, block, [&](T& number, int64_t plain, bool padding) { number = padding ? T(0) : in[plain]; });
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t orcinus_head_stride(int32_t head_dim);
+int64_t orcinus_block_bytes(int32_t layers, int32_t kv_heads, int32_t block_size, int32_t head_dim, int32_t dtype);
+
+// `out`, `in`: [layers, 2 (K, V), kv_heads, block_size, head_dim] of the pool's dtype.
+void orcinus_read_block(const Pool* pool, int64_t block, void* out);
+void orcinus_write_block(const Pool* pool, int64_t block, const void* in);
+
+}
+
+int32_t orcinus_head_stride(int32_t head_dim) { return padded_head(head_dim); }
+
+int64_t orcinus_block_bytes(int32_t layers, int32_t kv_heads, int32_t block_size, int32_t head_dim, int32_t dtype) {
+  return int64_t(2) * layers * kv_heads * block_size * padded_head(head_dim) * item_bytes(dtype);
+}
+
+void orcinus_read_block(const Pool* pool, int64_t block, void* out) {
+  if (pool->dtype == F32) return read_plain(*pool, block, static_cast<uint32_t*>(out));
+  read_plain(*pool, block, static_cast<uint16_t*>(out));
+}
+
+void orcinus_write_block(const Pool* pool, int64_t block, const void* in) {
+  if (pool->dtype == F32) return write_plain(*pool, block, static_cast<const uint32_t*>(in));
+  write_plain(*pool, block, static_cast<const uint16_t*>(in));
+}
