@@ -1,0 +1,121 @@
+"""`python -m bench.peers`: Orcinus and other servers, the same model and load, in one run.
+
+    python -m bench.peers install [NAME ...]    makes what is missing under .peers/
+    python -m bench.peers                       the rounds; writes bench/results/peers.json, docs/peers.md, the chart
+    python -m bench.peers docs                  writes page and chart again from the committed result
+
+Exit codes: 0 measured, 1 a server that is installed failed, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.peers import docs, install, run, servers, table
+
+
+def parser() -> argparse.ArgumentParser:
+    build = argparse.ArgumentParser(prog="python -m bench.peers", description="Compares Orcinus with other servers.")
+    add = build.add_argument
+    add("action", nargs="?", default="run", choices=("run", "install", "docs"))
+    add("names", nargs="*", help=f"what to install: {', '.join(install.RECIPES)} (default: everything)")
+    add("--peers", default="", help="only these, by comma; Orcinus always runs")
+    classes = build.add_mutually_exclusive_group()
+    classes.add_argument("--only-exact", action="store_true", help="only the servers in float32")
+    classes.add_argument("--only-reduced", action="store_true", help="only the servers in 16 bits")
+    add("--quick", action="store_true", help="one short round of what is installed, written nowhere")
+    add("--rounds", type=int, default=0, help="how often every server runs (default: 3)")
+    add("--torch-index", default="", help="index with CPU builds of torch, where pip's settings name none")
+    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    add("--output", type=Path, help="writes the result here instead of into the repository")
+    return build
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str]) -> int:
+    build = parser()
+    options = build.parse_args(argv)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        if options.action == "install":
+            return install_all(options, build)
+        if options.names:
+            build.error(f"{options.names[0]}: only `install` takes names; use --peers")
+        if options.action == "docs":
+            docs.write(json.loads(docs.RESULT.read_text()))
+            return 0
+        return compare(options, build, argv)
+    except KeyboardInterrupt:
+        say("stopped; no server is left")
+        return 130
+
+
+def install_all(options: argparse.Namespace, build: argparse.ArgumentParser) -> int:
+    try:
+        states = install.install(options.names or list(install.RECIPES), options.torch_index, say)
+    except KeyError as error:
+        build.error(f"no recipe {error}; there are {', '.join(install.RECIPES)}")
+    if options.json:
+        print(json.dumps({name: {"ok": state.ok, "error": state.error} for name, state in states.items()}))
+    return 0 if all(state.ok for state in states.values()) else 1
+
+
+def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: list[str]) -> int:
+    peers = [name for name in options.peers.split(",") if name]
+    classes = [servers.EXACT] if options.only_exact else [servers.REDUCED] if options.only_reduced else []
+    try:
+        chosen = servers.chosen(peers, classes)
+    except KeyError as error:
+        build.error(f"no peer {error}; there are {', '.join(dict.fromkeys(s.peer for s in servers.SERVERS))}")
+    plan = run.QUICK if options.quick else run.FULL
+    if options.rounds:
+        plan = run.Plan(options.rounds, plan.requests, plan.mix_s)
+    if options.quick:
+        install.install(["model"], options.torch_index, say)
+        chosen = [server for server in chosen if install.state(server.recipe).ok]
+    else:
+        install.install([server.recipe for server in chosen], options.torch_index, say)
+    if not install.state("model").ok:
+        say(f"the model could not be made: {install.state('model').error}")
+        return 1
+    result = run.measure(chosen, plan, shlex.join(["python", "-m", "bench.peers", *argv]), say)
+    show(result, options, whole=not (options.quick or peers or classes))
+    return 1 if any(row["error"] and row["rounds"] for row in result["rows"]) else 0
+
+
+def show(result: dict[str, Any], options: argparse.Namespace, whole: bool) -> None:
+    """Prints the result, and writes it where asked; into the repository only what was a whole run."""
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    elif whole:
+        docs.RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        docs.write(result)
+    if options.json:
+        print(json.dumps(result))
+        return
+    for precision in servers.CLASSES:
+        if any(row["class"] == precision for row in result["rows"]):
+            print(f"\n{precision}: {servers.CLASSES[precision]}\n")
+            print(f"{table.closed_table(result['rows'], precision)}\n\n{table.mix_table(result['rows'], precision)}")
+    print(f"\n{table.ratio_table(result['ratios'])}")
+    for line in table.disturbed(result["rows"]):
+        print(f"disturbed: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

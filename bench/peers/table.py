@@ -1,0 +1,234 @@
+"""From the figures of every round to medians, classes, ratios and the tables of docs/peers.md. Pure.
+
+A result is the object that `bench/peers/run.py` writes: `rows`, each with `rounds`, each with `cells` by name (`c1`,
+`c8`, `c32`, `mix`). A cell counts when all its requests finished with as many tokens as were asked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.peers.servers import CLASSES, EXACT, OURS, REDUCED
+
+CELLS = ("c1", "c8", "c32", "mix")
+# What is compared: label, cell, figure, whether more is better, and the goal of issue and documentation as a ratio.
+GOALS = (
+    ("tok/s at 1", "c1", "output_tok_s", True),
+    ("tok/s at 8", "c8", "output_tok_s", True),
+    ("tok/s at 32", "c32", "output_tok_s", True),
+    ("P99 TBT in the mix", "mix", "tbt_ms.p99", False),
+    ("tok/s in the mix", "mix", "output_tok_s", True),
+)
+FIGURES = (
+    "output_tok_s",
+    "ttft_ms.p50",
+    "ttft_ms.p99",
+    "tbt_ms.p50",
+    "tbt_ms.p99",
+    "tbt_ms.max",
+    "long_ttft_ms.p50",
+    "cpu_s_per_1000_tokens",
+    "server_cores",
+    "client_cores",
+    "other_cores",
+)
+BUSY_CORES = 0.15
+Row = dict[str, Any]
+
+
+def goal(label: str, precision: str) -> float:
+    """The ratio Orcinus / best peer that is wanted; for TBT at most, for the rest at least."""
+    if label == "tok/s at 1":
+        return 0.95
+    if label in ("tok/s at 8", "tok/s at 32"):
+        return 1.1 if precision == EXACT else 1.5
+    return 1.0
+
+
+def value(cell: Row, figure: str) -> float | None:
+    """`tbt_ms.p99` of a cell; None where it has none."""
+    found: Any = cell
+    for name in figure.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return None if found is None else float(found)
+
+
+def counts(cell: Row) -> bool:
+    """Whether every request of the cell ended with every token."""
+    return bool(cell["requests"] and cell["finished"] == cell["requests"] and not cell["short"])
+
+
+def median_and_range(values: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 3), "low": min(values), "high": max(values), "n": len(values)}
+
+
+def medians(rounds: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """Cell -> figure -> median, low, high and n over the rounds whose cell counts."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in CELLS:
+        cells = [round_["cells"][name] for round_ in rounds if name in round_["cells"]]
+        good = [cell for cell in cells if counts(cell)]
+        figures = {}
+        for figure in FIGURES:
+            if values := [number for cell in good if (number := value(cell, figure)) is not None]:
+                figures[figure] = median_and_range(values)
+        if figures:
+            found[name] = figures
+    return found
+
+
+def class_of(declared: str, same: int | None, of: int) -> str:
+    """The class a server is compared in: exact only while every answer was the reference's."""
+    return declared if declared != EXACT or same == of else REDUCED
+
+
+def finish(result: Row) -> Row:
+    """Adds to every row its class and medians, and to the result the ratios."""
+    for row in result["rows"]:
+        row["class"] = class_of(row["declared"], row["same_answers"], row["of_answers"])
+        row["medians"] = medians(row["rounds"])
+    result["ratios"] = ratios(result["rows"])
+    return result
+
+
+def ratios(rows: Sequence[Row]) -> list[Row]:
+    """Orcinus against the best peer of each class, for each thing compared; a class without either has no line."""
+    found = []
+    for precision in CLASSES:
+        members = [row for row in rows if row["class"] == precision]
+        for label, cell, figure, more in GOALS:
+            ours = best([row for row in members if row["peer"] == OURS], cell, figure, more)
+            theirs = best([row for row in members if row["peer"] != OURS], cell, figure, more)
+            if ours is None or theirs is None:
+                continue
+            ratio = ours[1] / theirs[1]
+            wanted = goal(label, precision)
+            found.append(
+                {
+                    "class": precision,
+                    "what": label,
+                    "orcinus": ours[1],
+                    "ours": ours[0],
+                    "best_peer": theirs[0],
+                    "best": theirs[1],
+                    "ratio": round(ratio, 3),
+                    "goal": wanted,
+                    "more_is_better": more,
+                    "reached": ratio >= wanted if more else ratio < wanted,
+                }
+            )
+    return found
+
+
+def best(rows: Sequence[Row], cell: str, figure: str, more: bool) -> tuple[str, float] | None:
+    """Name and median of the best row; None when no row has the figure."""
+    known = [(row["name"], row["medians"][cell][figure]["median"]) for row in rows if figure in in_cell(row, cell)]
+    return (max if more else min)(known, key=lambda pair: pair[1]) if known else None
+
+
+def in_cell(row: Row, cell: str) -> Row:
+    found: Row = row["medians"].get(cell, {})
+    return found
+
+
+def number(amount: float) -> str:
+    return f"{amount:.2f}" if amount < 10 else f"{amount:.1f}" if amount < 100 else f"{amount:,.0f}"
+
+
+def shown(row: Row, cell: str, figure: str, with_range: bool = False) -> str:
+    found = in_cell(row, cell).get(figure)
+    if found is None:
+        return "-"
+    text = number(found["median"])
+    return f"{text} ({number(found['low'])}-{number(found['high'])})" if with_range and found["n"] > 1 else text
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def names(row: Row) -> str:
+    return f"**{row['name']}**" if row["peer"] == OURS else str(row["name"])
+
+
+def closed_table(rows: Sequence[Row], precision: str) -> str:
+    """One row a server of the class: tokens a second with range, then latencies and cost."""
+    head = (
+        "server",
+        "same answers",
+        "tok/s at 1",
+        "at 8",
+        "at 32",
+        "TTFT p50 / p99 at 8, ms",
+        "TBT p50 / p99 at 8, ms",
+    )
+    lines = []
+    for row in rows:
+        if row["class"] != precision:
+            continue
+        if not row["medians"]:
+            lines.append([names(row), "-", f"does not run: {row['error']}", *["-"] * 5])
+            continue
+        same = "-" if row["same_answers"] is None else f"{row['same_answers']}/{row['of_answers']}"
+        rates = [shown(row, cell, "output_tok_s", with_range=True) for cell in ("c1", "c8", "c32")]
+        waits = [
+            f"{shown(row, 'c8', f'{kind}.p50')} / {shown(row, 'c8', f'{kind}.p99')}" for kind in ("ttft_ms", "tbt_ms")
+        ]
+        lines.append([names(row), same, *rates, *waits, shown(row, "c32", "cpu_s_per_1000_tokens")])
+    return markdown([*head, "CPU s / 1,000 tokens at 32"], lines)
+
+
+def mix_table(rows: Sequence[Row], precision: str) -> str:
+    """One row a server of the class that ran the long-prompt mix."""
+    head = (
+        "server",
+        "TBT p50, ms",
+        "TBT P99, ms",
+        "TBT max, ms",
+        "tok/s of the streams",
+        "TTFT of the long prompts, ms",
+    )
+    lines = [
+        [
+            names(row),
+            shown(row, "mix", "tbt_ms.p50"),
+            shown(row, "mix", "tbt_ms.p99", with_range=True),
+            shown(row, "mix", "tbt_ms.max"),
+            shown(row, "mix", "output_tok_s", with_range=True),
+            shown(row, "mix", "long_ttft_ms.p50"),
+        ]
+        for row in rows
+        if row["class"] == precision and in_cell(row, "mix")
+    ]
+    return markdown(head, lines)
+
+
+def ratio_table(found: Sequence[Row]) -> str:
+    head = ("class", "what", "Orcinus", "best peer", "its figure", "Orcinus / best", "goal", "reached")
+    lines = [
+        [
+            line["class"],
+            line["what"],
+            number(line["orcinus"]),
+            line["best_peer"],
+            number(line["best"]),
+            f"{line['ratio']:.2f}",
+            f"{'>=' if line['more_is_better'] else '<'} {line['goal']:g}",
+            "yes" if line["reached"] else "no",
+        ]
+        for line in found
+    ]
+    return markdown(head, lines)
+
+
+def disturbed(rows: Sequence[Row]) -> list[str]:
+    """Measurements during which other programs used more of the machine than `BUSY_CORES`."""
+    return [
+        f"{row['name']}, round {round_['round']}, {name}: {cell['other_cores']:.2f} cores"
+        for row in rows
+        for round_ in row["rounds"]
+        for name, cell in round_["cells"].items()
+        if cell["other_cores"] > BUSY_CORES
+    ]
