@@ -20,11 +20,31 @@ static inline vf multiply_add(vf a, vf b, vf c) {
 #endif
 }
 
+// The larger and the smaller; `b` where one of them is NaN.
+static inline vf vec_max(vf a, vf b) {
+#if LANES == 16
+  return (vf)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);  // without the mask g++ 12 warns of its own header
+#elif LANES == 8
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+static inline vf vec_min(vf a, vf b) {
+#if LANES == 16
+  return (vf)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+#elif LANES == 8
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // p * 2^n for whole numbers n of -300 .. 300, which `shifted` holds as its low bits behind 1.5 * 2^23.
 static inline vf scale_by_power(vf p, vf n, vf shifted) {
 #if LANES == 16
   (void)shifted;
-  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);  // without the mask g++ 12 warns of its own header
+  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
   (void)n;
   // In two steps, because 2^n may be too large or too small for a normal number where p * 2^n is not.
@@ -38,8 +58,7 @@ static inline vf scale_by_power(vf p, vf n, vf shifted) {
 
 // The polynomials are minimax in relative error (Remez), 3e-9 each.
 static inline vf vec_exp(vf x) {
-  x = x < -105.0f ? splat(-105.0f) : x;
-  x = x > 90.0f ? splat(90.0f) : x;
+  x = vec_min(splat(90.0f), vec_max(splat(-105.0f), x));
   const vf shift = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number
   vf shifted = multiply_add(x, splat(1.44269504f), shift);
   vf n = shifted - shift;
@@ -55,8 +74,7 @@ static inline vf vec_exp(vf x) {
 }
 
 static inline vf vec_exp2(vf x) {
-  x = x < -151.0f ? splat(-151.0f) : x;
-  x = x > 129.0f ? splat(129.0f) : x;
+  x = vec_min(splat(129.0f), vec_max(splat(-151.0f), x));
   const vf shift = splat(12582912.0f);
   vf shifted = x + shift;
   vf n = shifted - shift;

@@ -1,0 +1,317 @@
+// Causal paged attention of decode rows and prefill chunks alike.
+//
+// Keys are cut at fixed positions: into segments of 64, whose scores come first and are then weighed, and into splits
+// of 512, each with a softmax state of its own. Both begin at position 0 of the sequence, and the states of a row are
+// merged in order. So each row goes through the same operations in the same order whatever rows, blocks or threads it
+// shares the iteration with. Keys a row does not see are left out, not multiplied by 0: their memory may hold NaN.
+#include "attention_kernel.h"
+#include "attention_plan.h"
+#include "kernels.h"
+
+namespace {
+
+const float NOTHING = -__builtin_inff();
+const float LOG2_E = 1.44269504f;
+
+int smaller(int a, int b) { return a < b ? a : b; }
+int larger(int a, int b) { return a > b ? a : b; }
+
+vf lane_numbers() {
+  vf v{};
+  for (int i = 0; i < LANES; i++) v[i] = float(i);
+  return v;
+}
+
+float largest(vf v) {
+  alignas(64) float x[LANES];
+  store(x, v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  return x[0];
+}
+
+float total(vf v) {
+  alignas(64) float x[LANES];
+  store(x, v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) x[i] += x[i + width];
+  return x[0];
+}
+
+void scale_row(float* x, int64_t size, float factor) {
+  for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * factor);
+}
+
+// The softmax of some rows over some keys, not yet divided: sums of weighted values, sums of weights lane by lane,
+// and the largest score (of base 2) so far.
+struct State {
+  float* values;   // [rows, stride]
+  float* weights;  // [rows, 16]
+  float* most;     // [rows]
+
+  State(float* memory, int64_t rows, int64_t stride)
+      : values(memory), weights(memory + rows * stride), most(memory + rows * (stride + 16)) {}
+
+  void clear(int64_t rows, int64_t stride) {
+    memset(values, 0, rows * stride * sizeof(float));
+    memset(weights, 0, rows * 16 * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) most[r] = NOTHING;
+  }
+};
+
+// What `exp` is taken relative to; a row whose scores are all -inf or NaN must not become NaN by -inf - -inf.
+float reference(float most) { return most == NOTHING ? 0.0f : most; }
+float power(float x) { return vec_exp2(splat(x))[0]; }
+
+// first and then second, of one row, into first.
+void merge_row(State first, State second, int64_t row, int64_t stride) {
+  float *weights = first.weights + row * 16, *values = first.values + row * stride;
+  const float *more_weights = second.weights + row * 16, *more_values = second.values + row * stride;
+  if (second.most[row] == NOTHING && total(load(more_weights)) == 0.0f) return;
+  const float most = first.most[row] > second.most[row] ? first.most[row] : second.most[row];
+  const vf keep = splat(power(first.most[row] - reference(most)));
+  const vf take = splat(power(second.most[row] - reference(most)));
+  store(weights, multiply_add(load(weights), keep, multiply_add(load(more_weights), take, vf{})));
+  for (int64_t i = 0; i < stride; i += LANES)
+    store(values + i, multiply_add(load(values + i), keep, multiply_add(load(more_values + i), take, vf{})));
+  first.most[row] = most;
+}
+
+// Scores of one row of a segment, keys begin .. end - 1 of which it sees, become weights; its state follows.
+template <bool ALIBI>
+void weigh(float* s, int begin, int end, float scale, float slope, int distance, State state, int64_t row,
+           int64_t stride) {
+  vf most = splat(NOTHING);
+  const vf lanes = lane_numbers();
+  for (int at = begin / LANES * LANES; at < end; at += LANES) {
+    vf bias{};
+    if (ALIBI) bias = (lanes + float(at + distance)) * slope;
+    vf x = multiply_add(load(s + at), splat(scale), bias);
+    if (at < begin || at + LANES > end) {
+      const vf number = lanes + float(at);
+      x = number >= float(begin) && number < float(end) ? x : splat(NOTHING);
+    }
+    store(s + at, x);
+    most = vec_max(x, most);
+  }
+  const float before = state.most[row], highest = largest(most);
+  const float now = highest > before ? highest : before, relative = reference(now);
+  vf sum = load(state.weights + row * 16);
+  if (now != before) {
+    const float keep = power(before - relative);
+    sum = multiply_add(sum, splat(keep), vf{});
+    scale_row(state.values + row * stride, stride, keep);
+    state.most[row] = now;
+  }
+  for (int at = begin / LANES * LANES; at < end; at += LANES) {
+    const vf weight = vec_exp2(load(s + at) - relative);
+    store(s + at, weight);
+    sum += weight;
+  }
+  store(state.weights + row * 16, sum);
+}
+
+template <typename T>
+const Products<T> products;
+
+// One thread's work on the pieces of a command.
+template <typename T>
+class Worker {
+ public:
+  Worker(const AttentionArgs& a, const Step& step, char* memory, int64_t most_rows)
+      : a_(a), step_(step), pool_(*a.pool), stride_(a.pool->head_stride), group_(a.heads / a.pool->kv_heads) {
+    scores_ = reinterpret_cast<float*>(memory);
+    query_ = reinterpret_cast<char*>(scores_ + MOST_ROWS * SEGMENT);
+    states_ = reinterpret_cast<float*>(query_ + most_rows * stride_ * sizeof(float));
+  }
+  static int64_t memory(int64_t most_rows, int64_t stride, int64_t state) {
+    return (MOST_ROWS * SEGMENT + most_rows * stride + 2 * state) * sizeof(float);
+  }
+
+  // The query rows of a piece and KV head.
+  void begin(const Piece& piece, int64_t kv_head) {
+    const int count = step_.query_start[piece.sequence + 1] - step_.query_start[piece.sequence];
+    kv_head_ = kv_head;
+    table_ = step_.tables + int64_t(piece.sequence) * step_.table_stride;
+    first_row_ = step_.query_start[piece.sequence] + piece.first;
+    position_ = step_.context[piece.sequence] - count + piece.first;
+    end_ = position_ + piece.count;
+    rows_ = piece.count * group_;
+    blocks_ = (rows_ + MOST_ROWS - 1) / MOST_ROWS;
+    for (int b = 0; b < blocks_; b++)
+      for (int row = block_begin(b); row < block_begin(b + 1); row++)
+        pack_query(head_of(static_cast<const T*>(a_.q), row), pool_.head_dim, stride_,
+                   block_begin(b + 1) - block_begin(b), row - block_begin(b), query_of(b));
+  }
+
+  float* own_state(int number, int64_t state_size) { return states_ + number * state_size; }
+  State state(float* memory) const { return State(memory, rows_, stride_); }
+
+  // The softmax state of the keys of one split.
+  void attend(int split, State state) {
+    state.clear(rows_, stride_);
+    const int lowest = a_.window && position_ >= a_.window ? position_ - a_.window + 1 : 0;
+    const int begin = larger(lowest / SEGMENT * SEGMENT, split * SPLIT), end = smaller(end_, (split + 1) * SPLIT);
+    find_tiles(begin, end, begin, k_, v_);
+    for (int segment = begin; segment < end; segment += SEGMENT) {
+      find_tiles(segment + SEGMENT, end, segment, next_k_, next_v_);
+      for (int b = 0; b < blocks_; b++) attend_segment(segment, b, state);
+      memcpy(k_, next_k_, sizeof k_);
+      memcpy(v_, next_v_, sizeof v_);
+    }
+  }
+
+  void merge(State first, State second) {
+    for (int64_t row = 0; row < rows_; row++) merge_row(first, second, row, stride_);
+  }
+
+  void finish(State state) {
+    const int64_t size = pool_.head_dim;
+    for (int row = 0; row < rows_; row++) {
+      float* values = state.values + row * stride_;
+      const vf sum = splat(total(load(state.weights + row * 16)));
+      T* out = head_of(static_cast<T*>(a_.out), row);
+      int64_t i = 0;
+      for (; i + LANES <= size; i += LANES) store(out + i, load(values + i) / sum);
+      for (; i < size; i++) write(out + i, values[i] / sum[0]);
+    }
+  }
+
+ private:
+  // Rows of a piece: position by position, the heads of the group one after another. A block is what the kernels take.
+  int block_begin(int b) const { return int(int64_t(rows_) * b / blocks_); }
+  char* query_of(int b) const { return query_ + block_begin(b) * stride_ * sizeof(float); }
+  template <typename Q>
+  Q* head_of(Q* base, int row) const {
+    const int64_t head = kv_head_ * group_ + row % group_;
+    return base + ((first_row_ + row / group_) * int64_t(a_.heads) + head) * pool_.head_dim;
+  }
+
+  // Where the tiles of a segment lie. Those behind `end` are never read; they stand for the one at `known`.
+  void find_tiles(int segment, int end, int known, const char** k, const char** v) const {
+    for (int t = 0; t < SEGMENT_TILES; t++) {
+      const int at = segment + t * TILE < end ? segment + t * TILE : known;
+      const int64_t block = table_[at / pool_.block_size], in_block = at % pool_.block_size / TILE * tile_bytes(pool_);
+      k[t] = k_part(pool_, block, a_.layer, kv_head_) + in_block;
+      v[t] = v_part(pool_, block, a_.layer, kv_head_) + in_block;
+    }
+  }
+
+  // Keys of a segment that a row sees, as begin and end within it.
+  int sees_from(int row, int segment) const {
+    return a_.window ? larger(0, position_ + row / group_ - a_.window + 1 - segment) : 0;
+  }
+  int sees_to(int row, int segment) const { return smaller(SEGMENT, position_ + row / group_ + 1 - segment); }
+
+  void attend_segment(int segment, int b, State state) {
+    const int top = block_begin(b), bottom = block_begin(b + 1), rows = bottom - top;
+    const int begin = sees_from(top, segment), end = sees_to(bottom - 1, segment);
+    if (begin >= end) return;
+    // What comes next is fetched while the first block is worked on.
+    const int from = begin / LANES, to = (end + LANES - 1) / LANES;
+    for (int vector = from; vector < to; vector += MOST_VECTORS) {
+      const int count = smaller(MOST_VECTORS, to - vector);
+      const char *keys[MOST_VECTORS], *ahead[MOST_VECTORS];
+      for (int c = 0; c < count; c++) {
+        const int at = (vector + c) * LANES;
+        keys[c] = k_[at / TILE] + at % TILE * 4;
+        ahead[c] = v_[at / TILE];
+      }
+      products<T>.score[rows - 1][count - 1](query_of(b), keys, b ? nullptr : ahead, stride_, scores_ + vector * LANES);
+    }
+    int common_begin = 0, common_end = SEGMENT;
+    for (int row = top; row < bottom; row++) {
+      const int row_begin = sees_from(row, segment), row_end = sees_to(row, segment);
+      common_begin = larger(common_begin, row_begin);
+      common_end = smaller(common_end, row_end);
+      if (row_begin < row_end) weigh_row(row, row - top, row_begin, row_end, segment, state);
+    }
+    const bool common = common_begin < common_end;
+    float* out = state.values + top * stride_;
+    for (int row = top; row < bottom; row++)
+      add_values(1, row - top, sees_from(row, segment), common ? common_begin : sees_to(row, segment), nullptr, out);
+    if (!common) return;
+    add_values(rows, 0, common_begin, common_end, b ? nullptr : next_k_, out);
+    for (int row = top; row < bottom; row++)
+      add_values(1, row - top, common_end, sees_to(row, segment), nullptr, out);
+  }
+
+  void weigh_row(int row, int place, int begin, int end, int segment, State state) {
+    float* s = scores_ + place * SEGMENT;
+    const float scale = a_.scale * LOG2_E;
+    if (!a_.slopes) return weigh<false>(s, begin, end, scale, 0, 0, state, row, stride_);
+    const float slope = a_.slopes[kv_head_ * group_ + row % group_] * LOG2_E;
+    weigh<true>(s, begin, end, scale, slope, segment - position_ - row / group_, state, row, stride_);
+  }
+
+  // Values of keys begin .. end - 1 for `rows` rows of a block from `place` on.
+  void add_values(int rows, int place, int begin, int end, const char* const* ahead, float* out) const {
+    if (begin >= end) return;
+    const int vectors = stride_ / LANES;
+    for (int vector = 0, count; vector < vectors; vector += count) {
+      count = smaller(MOST_VECTORS, vectors - vector);
+      products<T>.value[rows - 1][count - 1](scores_ + place * SEGMENT, v_, ahead, stride_, vector * LANES, begin, end,
+                                             out + place * stride_);
+    }
+  }
+
+  const AttentionArgs& a_;
+  const Step& step_;
+  const Pool& pool_;
+  const int64_t stride_;
+  const int group_;
+  float* scores_;  // [MOST_ROWS, SEGMENT]
+  char* query_;
+  float* states_;
+  const int32_t* table_ = nullptr;
+  int64_t kv_head_ = 0;
+  int first_row_ = 0, position_ = 0, end_ = 0, rows_ = 0, blocks_ = 0;
+  const char *k_[SEGMENT_TILES], *v_[SEGMENT_TILES], *next_k_[SEGMENT_TILES], *next_v_[SEGMENT_TILES];
+};
+
+template <typename T>
+void attention(const AttentionArgs& a, const Step& step, Team& team) {
+  Plan plan(step, a, team.threads());
+  const int64_t kv_heads = a.pool->kv_heads, state_size = plan.state_size(plan.most_rows());
+  const int64_t list_bytes = (plan.pieces() * int64_t(sizeof(Piece)) + 63) / 64 * 64;
+  const int64_t work_bytes = Worker<T>::memory(plan.most_rows(), a.pool->head_stride, state_size);
+  char* memory = team.scratch(list_bytes + work_bytes);
+  Piece* list = reinterpret_cast<Piece*>(memory);
+  plan.list(list);
+  Worker<T> worker(a, step, memory + list_bytes, plan.most_rows());
+  char* shared = nullptr;
+  if (plan.shared_states()) shared = team.shared(Team::SHARED_ZEROS + plan.shared_states() * sizeof(float));
+  static_assert(Plan::MOST_SLOTS * sizeof(std::atomic<int32_t>) <= Team::SHARED_ZEROS, "a counter for each slot");
+
+  for (int64_t i; (i = team.next()) < plan.pieces() * kv_heads;) {
+    const Piece& piece = list[i / kv_heads];
+    const int64_t kv_head = i % kv_heads;
+    worker.begin(piece, kv_head);
+    if (piece.slot < 0) {
+      State state = worker.state(worker.own_state(0, state_size));
+      worker.attend(piece.split, state);
+      for (int split = 1; split < piece.splits; split++) {
+        State more = worker.state(worker.own_state(1, state_size));
+        worker.attend(piece.split + split, more);
+        worker.merge(state, more);
+      }
+      worker.finish(state);
+      continue;
+    }
+    const int64_t size = plan.state_size(plan.rows(piece));
+    float* states = reinterpret_cast<float*>(shared + Team::SHARED_ZEROS) + piece.states + kv_head * piece.splits * size;
+    worker.attend(piece.split + piece.index, worker.state(states + piece.index * size));
+    auto& done = reinterpret_cast<std::atomic<int32_t>*>(shared)[piece.slot * kv_heads + kv_head];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < piece.splits) continue;
+    done.store(0, std::memory_order_relaxed);
+    for (int split = 1; split < piece.splits; split++) worker.merge(worker.state(states), worker.state(states + split * size));
+    worker.finish(worker.state(states));
+  }
+}
+
+}  // namespace
+
+void run_attention(const AttentionArgs& a, const Step& step, int64_t, Team& team) {
+  if (a.dtype == F32) return attention<float>(a, step, team);
+  attention<bf16>(a, step, team);
+}
