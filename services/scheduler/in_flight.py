@@ -6,23 +6,24 @@ from collections import deque
 
 from services.scheduler.core.types import StepPlan
 
-OCCUPANTS = 4
-"""Entries remembered of a slot: a step that died may be older than its slot's latest sequence."""
-
 
 class InFlight:
     """Plans by step id, in order; and which request entered which slot with which step."""
 
     def __init__(self) -> None:
         self._plans: dict[int, StepPlan] = {}
-        self._occupants: dict[int, deque[tuple[int, str]]] = {}
+        self._occupants: dict[int, deque[tuple[int, str]]] = {}  # by slot, as far back as unanswered steps reach
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def sent(self, plan: StepPlan) -> None:
+        oldest = next(iter(self._plans), plan.id)
         for enter in plan.enters:
-            self._occupants.setdefault(enter.slot, deque(maxlen=OCCUPANTS)).append((plan.id, enter.request.id))
+            entered = self._occupants.setdefault(enter.slot, deque())
+            while len(entered) > 1 and entered[1][0] <= oldest:
+                entered.popleft()
+            entered.append((plan.id, enter.request.id))
         self._plans[plan.id] = plan
 
     def answered(self, step: int) -> StepPlan:
@@ -30,11 +31,15 @@ class InFlight:
 
     def oldest(self) -> set[str]:
         """The requests of the oldest unanswered step; empty when every step was answered."""
-        if not self._plans:
-            return set()
-        step = min(self._plans)
+        return self._requests(next(iter(self._plans.values()))) if self._plans else set()
+
+    def all(self) -> set[str]:
+        """The requests of every unanswered step."""
+        return set().union(*(self._requests(plan) for plan in self._plans.values()))
+
+    def _requests(self, plan: StepPlan) -> set[str]:
         found = set()
-        for slot in self._plans[step].chunk_slots.tolist():
-            names = [name for since, name in self._occupants.get(slot, ()) if since <= step]
+        for slot in plan.chunk_slots.tolist():
+            names = [name for since, name in self._occupants.get(slot, ()) if since <= plan.id]
             found |= set(names[-1:])
         return found

@@ -30,7 +30,7 @@ MOST_WAITING = 64
 MOST_AT_ONCE = 16
 """Outcomes that go into one script call when Redis fell behind."""
 
-FLUSH_S = 5.0
+FLUSH_S = 3.0
 """What a clean stop waits for Redis."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from services.scheduler.tasks import end
 from shared.keys import Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable
 
@@ -43,11 +44,15 @@ class Reports:
             await asyncio.sleep(HEARTBEAT_MS / 5000)
 
     async def forget(self) -> None:
-        """Takes the heartbeat back at a clean stop."""
+        """Takes the heartbeat back at a clean stop, once what is still to be recorded is, or when cancelled."""
         try:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
             await self._redis.delete(self._alive)
         except Unavailable as error:
             log.warning("the heartbeat was not taken back: %s", error)
+        finally:
+            await end(*self._tasks)
 
     async def stats(self, fields: Mapping[str, float | int | str]) -> None:
         """Rewrites `stats:{shard}` and appends the same fields to its history."""

@@ -20,14 +20,23 @@ from services.scheduler.core.types import Finish, Limits, Outcome
 from services.scheduler.in_flight import InFlight
 from services.scheduler.intake import Claimed, Clock, Entry, Intake, room_by_class
 from services.scheduler.lease import Lease
+from services.scheduler.leaving import Leaving
 from services.scheduler.policies import PolicySwitch, make_core
 from services.scheduler.publisher import Publisher
 from services.scheduler.reports import Reports
 from services.scheduler.stats import Stats
 from services.scheduler.suspects import Suspects, Verdict
-from services.scheduler.tasks import first_of
+from services.scheduler.tasks import end, first_of, within
 from services.scheduler.wire import result_from_wire, step_to_wire
-from services.scheduler.worker_link import WorkerLink, brief, find_worker, refused
+from services.scheduler.worker_link import (
+    WATCH_S,
+    StepTimeoutError,
+    WorkerLink,
+    WorkerLostError,
+    brief,
+    find_worker,
+    of_a_step,
+)
 from shared.errors import LeaseLostError, ProtocolError
 from shared.ids import process_id
 from shared.keys import CLASSES, GROUP
@@ -36,18 +45,9 @@ from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
-WATCH_S = 0.05
 STRANDED_S = 10.0
 AVOID_S = 5.0
 """A worker whose link was lost is taken again at once only if there is no other."""
-
-
-class WorkerLostError(Exception):
-    """The link to the worker is of no use any more."""
-
-
-class StepTimeoutError(WorkerLostError):
-    """The watchdog tripped: the worker hangs or is slow, which is no request's doing."""
 
 
 class Service:
@@ -62,6 +62,7 @@ class Service:
         self._scripts = Scripts(self._redis)
         self._lease = Lease(self._scripts, self._keys, settings.shard, settings.lease_ms)
         self._reports = Reports(self._redis, self._keys, settings.shard, process_id("scheduler"))
+        self._leaving = Leaving(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
         self._clock = Clock()
         self._intake = Intake(
             self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease, self._clock
@@ -93,52 +94,45 @@ class Service:
             loop.add_signal_handler(name, self._stop.set)
         heartbeat = asyncio.create_task(self._reports.heartbeat())
         try:
-            acquired = asyncio.create_task(self._lease.acquire(self._stop.is_set))
-            await first_of(acquired, self._stop.wait())
-            if self._stop.is_set():
-                return 0
-            return await self._hold()
+            await first_of(self._lease.acquire(self._stop.is_set), self._stop.wait())
+            return 0 if self._stop.is_set() else await self._hold()
         finally:
-            heartbeat.cancel()
-            await asyncio.gather(heartbeat, return_exceptions=True)
-            await self._reports.forget()
-            for client in (self._redis, self._intake_reader, self._control_reader):
-                await client.aclose()
+            await end(heartbeat)
+            await self._leaving.goodbye()
 
     async def _hold(self) -> int:
         publisher = asyncio.create_task(self._publisher.run(self._wake))
         keep = asyncio.create_task(self._lease.keep())  # from the beginning: to rebuild may take longer than a lease
         try:
-            await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
-            await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
-            await persist("rebuild claimed requests", self._rebuild, log, self._stop.is_set)
-            await first_of(
-                asyncio.shield(publisher),  # a write under way is finished, also at the end
-                keep,
-                self._claim(),
-                self._commands.run(),
-                self._serve(),
-                self._report(),
-                self._stop.wait(),
-            )
+            await first_of(asyncio.shield(keep), self._prepare(), self._stop.wait())
+            if not self._stop.is_set() and not keep.done():
+                await first_of(
+                    asyncio.shield(publisher),  # a write under way is finished, also at the end
+                    keep,
+                    self._claim(),
+                    self._commands.run(),
+                    self._serve(),
+                    self._report(),
+                    self._stop.wait(),
+                )
             if not self._stop.is_set():
                 raise LeaseLostError("the shard was taken by another scheduler")
             self._put(self._core.checkpoint())
-            await self._publisher.flush(publisher)
-            await self._lease.release()
+            await within(self._leaving.left_s(), self._publisher.flush(publisher))
             log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self._core.unfinished)
-            return 0
-        except asyncio.CancelledError:
             return 0
         except LeaseLostError as error:
             log.error("%s; leaving", error)
             return 1
         finally:
-            for task in (publisher, keep):
-                task.cancel()
-            await asyncio.gather(publisher, keep, return_exceptions=True)
+            await end(publisher, keep)
             if self._link is not None:
                 await self._link.close()
+
+    async def _prepare(self) -> None:
+        await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
+        await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
+        await persist("rebuild claimed requests", self._rebuild, log, self._stop.is_set)
 
     # Requests in
 
@@ -199,6 +193,7 @@ class Service:
                 self._put(self._core.cancel(request.id, now, Finish.ERROR, item.error))
             elif item.cancelled:
                 self._put(self._core.cancel(request.id, now))
+            self._judge(self._suspects.arrived(request.id))
         if claimed:
             self._wake.set()
 
@@ -266,11 +261,11 @@ class Service:
             except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
                 log.warning("worker %s is lost: %s", link.worker.id, brief(error))
                 self._reports.event("worker_lost", brief(error), worker=link.worker.id)
-                blame = not isinstance(error, StepTimeoutError) and not refused(error)
+                blame = of_a_step(error)
             finally:
                 self._link = None
-                await link.close()
                 self._lose(replica, blame)
+                await link.close()
             self._failed[link.worker.identity] = time.monotonic()
             attempt = 0 if self._reports.answered > before else attempt + 1
             if attempt:
@@ -312,20 +307,24 @@ class Service:
                 self._in_flight.sent(plan)
                 self._stats.step(plan.decode_tokens, plan.prefill_tokens)
                 self._stats.scheduled(time.monotonic_ns() - begin)
-                await link.send(step_to_wire(plan, self._lease.epoch))
+                try:
+                    await link.send(step_to_wire(plan, self._lease.epoch))
+                except (grpc.aio.AioRpcError, ProtocolError) as error:
+                    # Results may have come before the end: _receive reads them, and then says why it ended. Else the
+                    # watchdog does.
+                    log.debug("step %d was not sent: %s", plan.id, brief(error))
+                    await asyncio.Event().wait()
             await self._wake.wait()
             self._wake.clear()
 
     async def _receive(self, link: WorkerLink, replica: int) -> None:
         async for message in link.results():
-            if message.error:
-                raise WorkerLostError(f"step {message.id} failed: {message.error}")
             begin = time.monotonic_ns()
-            plan = self._in_flight.answered(message.id)
+            outcome = self._core.apply(result_from_wire(message, replica), begin)
+            plan = self._in_flight.answered(message.id)  # not before: an answer that is of no use is none
             self._reports.last_step = message.id
             self._reports.answered += 1
             self._patience = 1
-            outcome = self._core.apply(result_from_wire(message, replica), begin)
             self._wake.set()
             self._stats.result(message.timings.total_ns, message.timings.idle_ns, plan.prefill_tokens)
             self._stats.outcome(outcome, begin)
@@ -338,21 +337,19 @@ class Service:
 
     async def _watch(self, link: WorkerLink) -> None:
         """Ends the link when a step stays unanswered; wakes the loop for deadlines when nothing else does."""
-        predicted_s = 10 * link.info.largest_step_ms / 1000
-        limit = self._patience * max(self._settings.watchdog_s, predicted_s)
-        while (waited := link.waited_s()) < limit:
-            if waited == 0 and self._core.unfinished:
-                self._wake.set()
-            await asyncio.sleep(WATCH_S)
-        self._patience *= 2
-        raise StepTimeoutError(f"a step is unanswered for {waited:.1f} s")
+        limit_s = max(self._settings.watchdog_s, 10 * link.info.largest_step_ms / 1000)
+        try:
+            await link.watch(self._patience * limit_s, lambda: self._wake.set() if self._core.unfinished else None)
+        except StepTimeoutError:
+            self._patience *= 2
+            raise
 
     def _lose(self, replica: int, blame: bool) -> None:
         """Back to waiting with all. With blame, the requests of the oldest unanswered step are suspected of it."""
         in_step = self._in_flight.oldest() if blame else set()
         self._core.lose(replica, time.monotonic_ns())
+        self._judge(self._suspects.died(in_step, self._in_flight.all(), set(self._core.held_ids())))
         self._in_flight = InFlight()
-        self._judge(self._suspects.died(in_step & self._entries.keys()))
 
     def _judge(self, verdict: Verdict) -> None:
         for request_id in verdict.park:

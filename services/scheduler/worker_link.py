@@ -7,11 +7,10 @@ then forgotten every step of the old one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Callable, Container
 from dataclasses import dataclass
 
 import grpc
@@ -39,6 +38,20 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 DESCRIBE_S = 5.0
+WATCH_S = 0.05
+CLOSE_S = 1.0
+
+
+class WorkerLostError(Exception):
+    """The link to the worker is of no use any more."""
+
+
+class StepFailedError(WorkerLostError):
+    """The worker lived to say that it could not execute a step."""
+
+
+class StepTimeoutError(WorkerLostError):
+    """The watchdog tripped: the worker hangs or is slow, which is no request's doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +136,10 @@ class WorkerLink:
             raise ProtocolError(f"the stream to worker {self.worker.id} has ended: {error}") from error
 
     async def results(self) -> AsyncIterator[worker_pb2.Result]:
-        """Results in the order of the steps, until the stream ends. Raises AioRpcError or ProtocolError."""
+        """Results in the order of the steps, until the stream ends.
+
+        Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
+        """
         if self._call is None:
             raise ProtocolError("results were read before hello")
         async for result in self._call:
@@ -134,22 +150,45 @@ class WorkerLink:
                 )
             self._sent.popleft()
             self._moved_ns = time.monotonic_ns()
+            if result.error:
+                raise StepFailedError(f"step {result.id} failed: {result.error}")
             yield result
 
     def waited_s(self) -> float:
         """How long the worker has had the oldest unanswered step in hand; 0 when it has none."""
         return (time.monotonic_ns() - max(self._sent[0][1], self._moved_ns)) / 1e9 if self._sent else 0.0
 
+    async def watch(self, limit_s: float, idle: Callable[[], None]) -> None:
+        """Raises StepTimeoutError when a step stays unanswered; calls `idle` again and again while none is."""
+        while (waited := self.waited_s()) < limit_s:
+            if waited == 0:
+                idle()
+            await asyncio.sleep(WATCH_S)
+        raise StepTimeoutError(f"a step is unanswered for {waited:.1f} s")
+
     async def close(self) -> None:
+        """Ends the call and lets go of the channel; what the channel says to that is of no interest."""
         if self._call is not None:
             self._call.cancel()
-        with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
-            await self._channel.close(grace=None)
+        # In a task of its own, so that a cancellation of the caller's is no error of the channel.
+        closing = asyncio.ensure_future(self._channel.close(grace=None))
+        await asyncio.wait({closing}, timeout=CLOSE_S)
+        if closing.done() and not closing.cancelled() and (error := closing.exception()):
+            log.debug("the channel to worker %s was not closed: %s", self.worker.id, error)
 
 
-def refused(error: BaseException) -> bool:
-    """Did the worker refuse the Run itself?"""
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION
+NO_REQUEST_S_DOING = (
+    grpc.StatusCode.FAILED_PRECONDITION,  # the worker knows a newer epoch
+    grpc.StatusCode.ABORTED,  # another Run took its place
+)
+
+
+def of_a_step(error: BaseException) -> bool:
+    """May a step be what the worker was lost with? A refused or replaced Run, a worker that was stopped and said so,
+    and a tripped watchdog are nobody's doing; nor is an answer to another step."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() not in NO_REQUEST_S_DOING
+    return isinstance(error, (StepFailedError, ValueError))
 
 
 def brief(error: BaseException) -> str:
