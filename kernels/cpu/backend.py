@@ -68,6 +68,21 @@ class Table:
     memory: Tensor  # [tokens, hidden]
 
 
+class Compiled:
+    """A forward pass as one call."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.workspace_bytes = program.workspace_bytes  # all that its operations write into
+
+    def __call__(self, prepared: CpuPrepared) -> Tensor:
+        return self._program.run(prepared.step)
+
+    def profile(self, prepared: CpuPrepared) -> list[tuple[str, int]]:
+        """Runs it too; (operation, ns) of each command in order."""
+        return self._program.profile(prepared.step)
+
+
 class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
 
@@ -122,6 +137,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
                 memory = torch.empty(size, dtype=torch.uint8)
                 packed = Packed(memory, bias, outputs, inputs, dtype, part.dtype)
             rows = part.shape[0]
+            if first + rows > outputs:
+                raise ValueError(f"{first + rows} rows were given for a weight of {outputs}")
             self.library.pack(
                 packed.dtype, packed.memory.data_ptr(), (outputs, inputs), first, rows, part.data_ptr(), source
             )
@@ -136,6 +153,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         for part in parts:
             if table is None:
                 table = Table(torch.empty((tokens, hidden), dtype=part.dtype))
+            if first + part.shape[0] > tokens:
+                raise ValueError(f"{first + part.shape[0]} rows were given for an embedding of {tokens}")
             table.memory[first : first + part.shape[0]] = part
             first += part.shape[0]
         if table is None or first != tokens:
@@ -299,11 +318,6 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     ) -> Callable[[CpuPrepared], Tensor]:
         if self.path == "torch":
             return forward
-        program = self.record(forward, max_tokens, max_samples)
-        return lambda prepared: program.run(prepared.step)
-
-    def record(self, forward: Callable[[Any], Tensor], max_tokens: int, max_samples: int) -> Program:
-        """The program of a forward pass; see compile."""
         recording = Recording(self._immediate, max_tokens, max_samples)
         empty = np.zeros(0, np.int32)
         nobody = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)
@@ -312,7 +326,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             result = forward(CpuPrepared(nobody, Step()))
         finally:
             self._runner = self._immediate
-        return Program(self.library, self.threads, recording, result)
+        return Compiled(Program(self.library, self.threads, recording, result))
 
     def _count(self, prepared: CpuPrepared, symbol: int) -> int:
         if isinstance(self._runner, Recording):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +48,10 @@ class Library:
         self._head_stride.argtypes, self._head_stride.restype = (c_int32,), c_int32
         self._read_block = lib.orcinus_read_block
         self._read_block.argtypes, self._read_block.restype = (POINTER(Pool), c_int64, c_void_p), None
+        self._read = lib.orcinus_read
+        self._read.argtypes, self._read.restype = (c_void_p, c_int64, c_int32), c_float
+        self._multiply = lib.orcinus_multiply
+        self._multiply.argtypes, self._multiply.restype = (c_int64, c_int32), c_double
         self.lanes = int(lib.orcinus_lanes())
 
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
@@ -78,6 +82,14 @@ class Library:
 
     def read_block(self, pool: Pool, block: int, out: int) -> None:
         self._read_block(ctypes.byref(pool), block, out)
+
+    def read(self, data: int, size_bytes: int, threads: int) -> None:
+        """Reads memory and does nothing with it, for benches."""
+        self._read(data, size_bytes, threads)
+
+    def multiply(self, rounds: int, threads: int) -> float:
+        """Multiplies in registers; returns the floating point operations done, for benches."""
+        return float(self._multiply(rounds, threads))
 
 
 @cache

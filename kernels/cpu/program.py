@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,7 +96,7 @@ class Recording:
     _kept: list[object] = field(default_factory=list)
     _free: list[Tensor] = field(default_factory=list)
     _symbols: dict[int, int] = field(default_factory=dict)  # address of a result -> its rows
-    _bytes: int = 0
+    workspace_bytes: int = 0
 
     def rows(self, x: Tensor) -> int:
         if x.data_ptr() not in self._symbols:
@@ -114,7 +113,7 @@ class Recording:
         else:
             buffer = torch.empty(need, dtype=torch.uint8)
             self._kept.append(buffer)
-            self._bytes += need
+            self.workspace_bytes += need
         shown = buffer[:need].view(dtype).view(most, width)
         self._symbols[shown.data_ptr()] = rows
         weakref.finalize(shown, self._free.append, buffer)
@@ -135,6 +134,7 @@ class Program:
         self._library = library
         self._threads = threads
         self._recording = recording  # owns the memory
+        self.workspace_bytes = recording.workspace_bytes
         self._result = result
         self._commands = (Command * len(recording.commands))(*recording.commands)
 
@@ -164,6 +164,3 @@ class Program:
                 f"a step of {step.tokens_count} tokens and {step.samples_count} samples; the program was recorded for "
                 f"{most.max_tokens} and {most.max_samples}"
             )
-
-
-Forward = Callable[[Any], Tensor]

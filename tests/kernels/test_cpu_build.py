@@ -1,0 +1,150 @@
+"""Which library of the CPU kernels a machine gets, and what happens where none can be had."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build, library
+from kernels.cpu.build import VARIANTS, BuildError, find_library, prebuilt_path
+from services.worker import backend
+from services.worker.models.config import load_config
+from shared.errors import ConfigurationError
+from shared.settings import DEMO_MODEL, WorkerSettings
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing was built before, and whatever is built goes to a place of this test's."""
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "lib")
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+
+
+def carry(*names: str) -> dict[str, Path]:
+    """Empty files where an image has its libraries."""
+    made = {}
+    for variant in VARIANTS:
+        if variant.name in names:
+            made[variant.name] = prebuilt_path(variant)
+            made[variant.name].parent.mkdir(exist_ok=True)
+            made[variant.name].touch()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("avx2 fma bmi2", "avx2"),
+        ("avx2 fma bmi2 avx512f avx512bw avx512dq avx512vl", "avx512"),
+        ("avx2 fma bmi2 avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx512bf16"),
+        ("avx2 fma bmi2 avx512f avx512_bf16", "avx2"),  # no AVX-512 of the kind that servers have
+    ],
+)
+def test_an_image_uses_the_best_library_that_the_cpu_can_run(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: str
+) -> None:
+    paths = carry("avx2", "avx512", "avx512bf16")
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(flags.split()))
+    without_compiler(monkeypatch)
+    assert find_library() == (paths[expected], expected)
+
+
+def test_a_library_of_other_sources_is_not_used(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = carry("avx2").values()
+    path.rename(path.with_name("avx2-0123456789abcdef0123.so"))
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(("avx2", "fma", "bmi2")))
+    without_compiler(monkeypatch)
+    with pytest.raises(BuildError, match="g\\+\\+"):
+        find_library()
+
+
+def test_a_changed_source_gets_another_name(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = prebuilt_path(VARIANTS[0])
+    sources = empty / "src"
+    sources.mkdir()
+    for path in build.SOURCES.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(build, "SOURCES", sources)
+    assert prebuilt_path(VARIANTS[0]) == before
+    (sources / "vec.h").write_text((sources / "vec.h").read_text() + "\n")
+    assert prebuilt_path(VARIANTS[0]) != before
+
+
+def test_a_checkout_compiles_once(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def pretend(target: Path, compiler: str, flags: object) -> None:
+        compiled.append(target)
+        target.touch()
+
+    monkeypatch.setattr(build, "compile_to", pretend)
+    first, second = find_library(), find_library()
+    assert first == second
+    assert compiled == [first[0]]
+    assert first[0].parent == empty / "cache"
+
+
+def test_the_cache_of_libraries_is_bounded(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compile_to", lambda target, compiler, flags: target.touch())
+    for machine in range(build.KEPT + 5):
+        build.compile_cached("g++", ["-O1"], str(machine))
+    assert len(list((empty / "cache").iterdir())) == build.KEPT
+
+
+def test_an_error_of_the_compiler_is_shown(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = empty / "src"
+    sources.mkdir()
+    (sources / "wrong.cpp").write_text("int main( {")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    with pytest.raises(BuildError, match=r"wrong\.cpp.*expected"):
+        find_library()
+
+
+def test_a_library_of_other_structs_is_refused(empty: Path) -> None:
+    source, target = empty / "other.cpp", empty / "other.so"
+    source.write_text('extern "C" long orcinus_size(int) { return 7; }')
+    build._run(["g++", "-shared", "-fPIC", str(source), "-o", str(target)])
+    with pytest.raises(BuildError, match="Command has 7 bytes"):
+        library.Library(target, "other")
+
+
+def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> library.Library:
+        raise BuildError("no g++ is installed")
+
+    monkeypatch.setattr(backend, "load", fail)
+
+
+def test_without_a_library_the_reference_kernels_serve_and_a_warning_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unusable(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        ops, _ = backend.choose(WorkerSettings(), load_config(DEMO_MODEL))
+    assert ops.name == "reference"
+    assert "no g++ is installed" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", [{"kernels": "cpu"}, {"deterministic": True}, {"quantize": "int8"}])
+def test_what_was_asked_for_by_name_is_refused_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str | bool]
+) -> None:
+    unusable(monkeypatch)
+    with pytest.raises(ConfigurationError, match=r"no g\+\+ is installed|--quantize int8 needs the cpu kernels"):
+        backend.choose(WorkerSettings.model_validate(wanted), load_config(DEMO_MODEL))
+
+
+def test_blocks_that_the_cpu_kernels_cannot_use_are_left_to_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ops, _ = backend.choose(WorkerSettings(block_size=24), load_config(DEMO_MODEL))
+    assert ops.name == "reference"
+    assert "--block-size 24" in caplog.text
+    with pytest.raises(ConfigurationError, match="--block-size 24"):
+        backend.choose(WorkerSettings(block_size=24, kernels="cpu"), load_config(DEMO_MODEL))

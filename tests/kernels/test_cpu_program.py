@@ -1,0 +1,150 @@
+"""A recorded forward pass is the same as its operations one by one, at any size, and says what it cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.backend import CpuOps, CpuPrepared
+from kernels.cpu.cache import CpuCache
+from kernels.ops import Attention, Batch, CacheShape, Norm
+from tests.kernels.cpu_variants import library
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, BLOCK = 97, 64, 4, 2, 16, 80, 3, 16
+MAX_TOKENS, MAX_SAMPLES = 50, 12
+
+
+class Model:
+    """A small decoder written straight on the operations."""
+
+    def __init__(self, ops: CpuOps, dtype: torch.dtype) -> None:
+        self.ops = ops
+        self._dtype = dtype
+        self._random = torch.Generator().manual_seed(20261120)
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        self.tokens = ops.pack_embedding([self._matrix(VOCAB, HIDDEN)], VOCAB, HIDDEN)
+        shapes = ((width, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+        self.layers = [[self._packed(*shape) for shape in shapes] for _ in range(LAYERS)]
+        self.head = self._packed(VOCAB, HIDDEN)
+        self.norm = Norm(torch.rand(HIDDEN, generator=self._random) + 0.5, None, 1e-5)
+        angles = torch.rand(64, HEAD_DIM // 2, generator=self._random)
+        self.attention = Attention(HEADS, HEAD_DIM**-0.5, torch.cat((angles.cos(), angles.sin()), -1))
+
+    def _matrix(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random).to(self._dtype)
+
+    def _packed(self, outputs: int, inputs: int) -> Any:
+        weight = self._matrix(outputs, inputs) / inputs**0.5
+        bias = torch.randn(outputs, generator=self._random)
+        return self.ops.pack_linear([weight[:5], weight[5:]], outputs, inputs, bias)
+
+    def forward(self, prepared: CpuPrepared, cache: CpuCache) -> Tensor:
+        ops = self.ops
+        residual = ops.embed(prepared, self.tokens)
+        hidden = None
+        for index, (qkv, out, up, down) in enumerate(self.layers):
+            normed = ops.norm(residual, self.norm) if hidden is None else ops.add_norm(hidden, residual, self.norm)
+            q = ops.rope_and_write(ops.linear(normed, qkv), self.attention, prepared, cache, index)
+            attended = ops.attention(q, self.attention, prepared, cache, index)
+            ops.add(ops.linear(attended, out), residual)
+            hidden = ops.linear(ops.gated(ops.linear(ops.norm(residual, self.norm), up), "silu"), down)
+            ops.activate(hidden, "gelu")
+        assert hidden is not None
+        ops.add(hidden, residual)
+        return ops.logits(ops.norm(ops.select(residual, prepared), self.norm), self.head)
+
+
+def make_cache(ops: CpuOps, dtype: torch.dtype) -> CpuCache:
+    return ops.new_cache(CacheShape(40, 0, LAYERS, KV_HEADS, BLOCK, HEAD_DIM, dtype))
+
+
+def random_batch(rng: np.random.Generator, lengths: list[int]) -> Batch:
+    """Prompts from position 0, each in blocks of its own; some of the sequences sample."""
+    tables = rng.permutation(40)[: 2 * len(lengths)].reshape(len(lengths), 2).astype(np.int32)
+    ends = np.cumsum([0, *lengths]).astype(np.int32)
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    sampling = np.sort(rng.choice(len(lengths), rng.integers(1, len(lengths) + 1), replace=False))
+    return Batch(
+        tokens=rng.integers(0, VOCAB, ends[-1]).astype(np.int32),
+        positions=positions,
+        query_start=ends,
+        context=np.array(lengths, np.int32),
+        tables=tables,
+        write_blocks=tables[owner, positions // BLOCK],
+        write_offsets=positions % BLOCK,
+        sample_rows=ends[1:][sampling] - 1,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_recorded_pass_equals_its_operations_one_by_one(variant: str, dtype: torch.dtype, threads: int) -> None:
+    ops = CpuOps(library(variant), threads)
+    model, cache, other = Model(ops, dtype), make_cache(ops, dtype), make_cache(ops, dtype)
+    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, MAX_TOKENS, MAX_SAMPLES)
+    rng = np.random.default_rng(20261121)
+    for lengths in ([1], [7], [1, 1, 1], [17, 3, 1, 29], [4] * 12, [32, 18], [1]):
+        batch = random_batch(rng, lengths)
+        expected = model.forward(ops.prepare(batch, other), other)
+        found = compiled(ops.prepare(batch, cache))
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+        for block in np.unique(batch.write_blocks):
+            assert torch.equal(cache.read_block(int(block)), other.read_block(int(block)))
+
+
+def test_buffers_are_used_again(variant: str) -> None:
+    ops = CpuOps(library(variant), 1)
+    model = Model(ops, torch.float32)
+    cache = make_cache(ops, torch.float32)
+    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, MAX_TOKENS, MAX_SAMPLES)
+    widest = 4 * MAX_TOKENS * 2 * INNER
+    assert compiled.workspace_bytes < 6 * widest  # and not 9 buffers in each of the layers
+
+
+def test_a_step_larger_than_the_recording_is_refused(variant: str) -> None:
+    ops = CpuOps(library(variant), 1)
+    model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)
+    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, 8, 2)
+    rng = np.random.default_rng(20261122)
+    with pytest.raises(ValueError, match="a step of 9 tokens"):
+        compiled(ops.prepare(random_batch(rng, [9]), cache))
+
+
+def test_a_tensor_from_elsewhere_cannot_be_recorded(variant: str) -> None:
+    ops = CpuOps(library(variant), 1)
+    model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)
+    elsewhere = torch.zeros(3, HIDDEN)
+    with pytest.raises(ValueError, match="results of this backend's operations only"):
+        ops.compile(lambda prepared: ops.linear(elsewhere, model.head), cache, MAX_TOKENS, MAX_SAMPLES)
+    assert torch.equal(ops.linear(elsewhere, model.head), ops.linear(elsewhere, model.head))  # it works at once again
+
+
+def test_a_profile_names_every_command(variant: str) -> None:
+    ops = CpuOps(library(variant), 2)
+    model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)
+    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, MAX_TOKENS, MAX_SAMPLES)
+    found = compiled.profile(ops.prepare(random_batch(np.random.default_rng(20261123), [5, 1]), cache))
+    names = [name for name, _ in found]
+    assert names[:4] == ["embed", "norm", "linear", "rope"]
+    assert names.count("attention") == LAYERS
+    assert names[-1] == "linear"
+    assert all(took >= 0 for _, took in found)
+
+
+@pytest.mark.parametrize("parts", [[5, 92], [97, 1], [96]])
+def test_rows_that_do_not_add_up_are_refused(variant: str, parts: list[int]) -> None:
+    ops = CpuOps(library(variant), 1)
+    pieces = [torch.zeros(rows, HIDDEN) for rows in parts]
+    if sum(parts) == VOCAB:
+        ops.pack_linear(pieces, VOCAB, HIDDEN, None)
+        return
+    with pytest.raises(ValueError, match=f"{sum(parts)} rows were given"):
+        ops.pack_linear(pieces, VOCAB, HIDDEN, None)
+    with pytest.raises(ValueError, match=f"{sum(parts)} rows were given"):
+        ops.pack_embedding(pieces, VOCAB, HIDDEN)
