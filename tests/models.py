@@ -14,7 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.pytorch_utils import Conv1D
 
 MIN_GAP = 1e-3
 VOCAB = 320
@@ -23,7 +39,32 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
+_IDS = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
+_LLAMA = {
+    **_IDS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_OPT = {name: value for name, value in _LLAMA.items() if name not in ("intermediate_size", "num_key_value_heads")}
+_GPT2 = {**_IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, _LLAMA),
+    "mistral": (MistralConfig, {**_LLAMA, "sliding_window": None}),
+    "qwen2": (Qwen2Config, _LLAMA),
+    "qwen3": (Qwen3Config, {**_LLAMA, "head_dim": 24}),
+    "gemma": (GemmaConfig, {**_LLAMA, "head_dim": 24}),
+    "gemma3": (Gemma3TextConfig, {**_LLAMA, "head_dim": 24, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}),
+    "gpt2": (GPT2Config, {**_GPT2, "n_positions": 256}),
+    "bloom": (BloomConfig, {**_IDS, "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 256}),
+    "opt": (OPTConfig, {**_OPT, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "phi": (PhiConfig, _LLAMA),
+    "phi3": (Phi3Config, _LLAMA),
+    "neox": (GPTNeoXConfig, {**_OPT, "intermediate_size": 96}),
+}
 
 
 def make_llama(
@@ -37,29 +78,17 @@ def make_llama(
     """Writes a small random model with a byte-level tokenizer and a chat template.
 
     Returns its Reference with `requests` prompts of mixed lengths (the closed range prompt_tokens) and their greedy
-    outputs; the gap of every one of them is asserted. `overrides` are fields of the config, and: kind (llama, qwen2,
-    mistral), dtype (on disk), shards (number of files, about).
+    outputs; the gap of every one of them is asserted. `overrides` are fields of the config, and: kind (a key of
+    _KINDS), dtype (on disk), shards (number of files, about).
     """
     kind, dtype, shards = overrides.pop("kind", "llama"), overrides.pop("dtype", "float32"), overrides.pop("shards", 1)
-    fields = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-    }
-    if kind == "mistral":
-        fields["sliding_window"] = None
-    config = _CONFIGS[kind](**(fields | overrides))
+    make_config, fields = _KINDS[kind]
+    config = make_config(**(fields | overrides))
     model = _random_model(config, seed).to(getattr(torch, dtype))
     size = sum(p.nbytes for p in model.parameters())
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path, max_shard_size=size + 1 if shards == 1 else size // shards)
-    _write_tokenizer(path, config.max_position_embeddings)
+    _write_tokenizer(path, getattr(config, "max_position_embeddings", 256))
     found = Reference(path)
     cases = found.cases(requests, prompt_tokens, output_tokens, seed)
     found.prompts, found.outputs = [case.prompt for case in cases], [case.tokens for case in cases]
@@ -133,18 +162,25 @@ class Reference:
 def _random_model(config: Any, seed: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
+    turned = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    is_gemma = type(model).__name__.startswith("Gemma")
+    # Tied and ungated models repeat their last token unless the layers have more of a say than the embedding.
+    gain, spread = (1.2, 8.0) if hasattr(config, "rms_norm_eps") else (6.0, 4.0)
+    if is_gemma:
+        gain, spread = 6.0, 0.5
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:
                 # Every matrix keeps its input's size; the output matrix spreads logits over about +-20.
-                scale = 1.0 if "embed" in name else 1.2 / weight.shape[1] ** 0.5
-                if "lm_head" in name or (config.tie_word_embeddings and "embed" in name):
-                    scale = 8.0 / config.hidden_size**0.5
+                is_embedding = isinstance(model.get_submodule(name.removesuffix(".weight")), torch.nn.Embedding)
+                scale = 1.0 if is_embedding else gain / weight.shape[0 if name in turned else 1] ** 0.5
+                if weight is model.get_output_embeddings().weight:
+                    scale = spread / config.hidden_size**0.5
                 weight.normal_(0.0, scale, generator=generator)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.3, generator=generator)
             else:
-                weight.normal_(1.0, 0.1, generator=generator)
+                weight.normal_(0.0 if is_gemma else 1.0, 0.1, generator=generator)
     return model
 
 

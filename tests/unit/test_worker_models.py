@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -16,6 +17,7 @@ import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from services.worker.models.config import load_config, parse_config
 from services.worker.models.decoder import Decoder
+from services.worker.models.families import FAMILIES
 from services.worker.models.loader import Checkpoint
 from shared.errors import ModelError
 from tests.models import make_llama
@@ -77,6 +79,7 @@ def test_rope_variants_are_those_of_transformers_in_both_forms_of_the_config(
     else:
         raw[form] = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
     rope = parse_config(raw, "config.json").rope
+    assert rope is not None
     assert torch.equal(rope.inverse_frequencies(), expected) or torch.allclose(
         rope.inverse_frequencies(), expected, rtol=1e-6, atol=0
     )
@@ -96,28 +99,92 @@ def test_rope_variants_are_those_of_transformers_in_both_forms_of_the_config(
         ({"hidden_size": -4}, ["hidden_size is -4"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
         ({"head_dim": 15}, ["head_dim 15"]),
-        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
+        ({"hidden_size": 66}, ["hidden_size 66", "num_attention_heads 4"]),
+        ({"hidden_act": "quick_gelu"}, ["hidden_act 'quick_gelu'", "silu"]),
         ({"sliding_window": 4096}, ["sliding_window 4096", "null"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_attention"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope", "llama3"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "full_attention": {}}}, ["per layer type", "full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
     ],
 )
 def test_a_config_that_cannot_be_served_names_the_field_and_its_value(change: dict[str, Any], words: list[str]) -> None:
+    refused({**RAW, **change}, words)
+
+
+def refused(raw: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ModelError) as caught:
-        parse_config({**RAW, **change}, "config.json")
+        parse_config(raw, "config.json")
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "words"),
+    [
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, ["do_layer_norm_before false", "only true"]),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim 32", "hidden_size 64"]),
+        ("OPTForCausalLM", {"_remove_final_layer_norm": True}, ["_remove_final_layer_norm true"]),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, ["post_layernorm true"]),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx true"]),
+        ("GPT2LMHeadModel", {"n_layer": 0, "num_hidden_layers": None}, ["num_hidden_layers (n_layer) is missing"]),
+        ("PhiForCausalLM", {"qk_layernorm": True}, ["qk_layernorm true"]),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["longrope", "default"]),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0"]),
+        ("GemmaForCausalLM", {"use_bidirectional_attention": True}, ["use_bidirectional_attention true"]),
+        ("Gemma2ForCausalLM", {}, ["Gemma2ForCausalLM", "Gemma3ForCausalLM"]),
+        ("Gemma3ForConditionalGeneration", {}, ["Gemma3ForConditionalGeneration"]),
+        ("MistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ["4096", "all alike"]),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ["switched off"]),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention"]}, ["layer_types ['full_attention']"]),
+        ("Qwen3ForCausalLM", {"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention"]),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": -1}, ["sliding_window is -1"]),
+    ],
+)
+def test_what_a_family_has_that_cannot_be_computed_is_refused_by_name(
+    architecture: str, change: dict[str, Any], words: list[str]
+) -> None:
+    refused({**RAW, "architectures": [architecture], **change}, words)
 
 
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle() -> None:
     raw = {**RAW, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
     config = parse_config(raw, "config.json")
-    assert config.qkv_bias and not config.out_bias
+    assert config.biases == {"qkv"} and config.windows == (0, 0)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_field_that_is_left_out_means_what_transformers_takes_it_for(architecture: str) -> None:
+    made = config_class(architecture)()
+    # No attributes there: OPT's epsilon, BLOOM's activation, Gemma 3's pattern; Qwen's window is switched off.
+    nameless = {"OPTForCausalLM": "norm_eps", "BloomForCausalLM": "hidden_act", "Gemma3ForCausalLM": "_pattern"}
+    if architecture.startswith("Qwen"):
+        made = config_class(architecture)(use_sliding_window=True)
+    for key, value in {"tie_word_embeddings": False, **FAMILIES[architecture].defaults}.items():
+        if key == "use_sliding_window" or key.endswith(nameless.get(architecture, "none")):
+            continue
+        if key == "partial_rotary_factor":
+            assert made.rope_parameters[key] == value
+        else:
+            assert getattr(made, FAMILIES[architecture].called.get(key, key)) == value, key
+
+
+def config_class(architecture: str) -> Any:
+    return getattr(transformers, architecture).config_class
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("Qwen2ForCausalLM", 5), ("Gemma3ForCausalLM", 9)])
+def test_windows_of_layers_are_those_of_transformers(architecture: str, layers: int) -> None:
+    fields = {"num_hidden_layers": layers, "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}
+    made = config_class(architecture)(**fields)
+    expected = tuple(32 if kind == "sliding_attention" else 0 for kind in made.layer_types)
+    assert len(set(expected)) == 2
+    assert parse_config({**RAW, **fields, "architectures": [architecture]}, "").windows == expected
 
 
 def test_old_and_new_names_of_the_dtype_are_read() -> None:
@@ -169,7 +236,7 @@ def test_a_missing_or_misshapen_or_quantised_tensor_is_named(model: Path, tmp_pa
     for broken, message in (
         (None, rf"{name} is missing"),
         (torch.zeros(3, 5), rf"{name} has shape \[3, 5\], config.json says \[96, 64\]"),
-        (torch.zeros(96, 64, dtype=torch.int8), rf"{name} is torch.int8"),
+        (torch.zeros(96, 64, dtype=torch.int8), rf"{name} is I8"),
     ):
         changed = {key: value for key, value in tensors.items() if key != name}
         if broken is not None:

@@ -1,19 +1,24 @@
-"""Reads the weights of a Hugging Face directory: one safetensors file or shards with an index.
+"""Reads the weights of a Hugging Face directory: one safetensors file or shards with an index; or makes them up.
 
-Tensors are taken one at a time and cast on the way, so the peak is the weights plus one tensor. Nothing of the
-directory is executed; pickled checkpoints are refused.
+Tensors are read a few rows at a time, through no mapping, so that memory never holds more than what was packed and one
+piece. Nothing of the directory is executed; pickled checkpoints are refused.
+Format: https://github.com/huggingface/safetensors, "Format".
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.models.config import read_json
@@ -21,78 +26,207 @@ from shared.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ITEM_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1, "I16": 2, "I32": 4, "I64": 8}
+HEADER_BYTES = 100 << 20  # more than that is no header
+PIECE_BYTES = 8 << 20  # of a tensor at a time
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
 
-class Checkpoint:
-    """The tensors of a model directory by name."""
+class Source(ABC):
+    """Tensors by name."""
+
+    model: Path
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ModelError when that tensor is missing, has another shape or is no float tensor."""
+
+    @abstractmethod
+    def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
+        """Rows first .. first + rows of a checked tensor, in the type that it is stored in."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """16 characters that differ between models which are not the same."""
+
+    @abstractmethod
+    def unread(self) -> list[str]:
+        """Names of the tensors that nobody read."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The whole tensor in `dtype`. Raises ModelError."""
+        self.check(name, shape)
+        return self.read(name, shape, 0, shape[0]).to(dtype)
+
+    def pieces(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """The tensor from top to bottom in `dtype`, a few rows at a time. Raises ModelError."""
+        self.check(name, shape)
+        rows = max(1, PIECE_BYTES // (shape[1] * 4))
+        for first in range(0, shape[0], rows):
+            yield self.read(name, shape, first, min(rows, shape[0] - first)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+
+
+class Checkpoint(Source):
+    """The safetensors of a model directory."""
 
     def __init__(self, model: Path, progress: Progress | None = None) -> None:
+        """Reads the headers. Raises ModelError."""
         self.model = model
         self._progress = progress
-        self._files: dict[str, Any] = {}
-        self._where: dict[str, str] = {}
-        names = self._shards()
-        self.bytes_total = sum((model / name).stat().st_size for name in names)
+        self._where: dict[str, _Place] = {}
+        self._sizes: dict[str, int] = {}
+        self._read: set[str] = set()
         self._bytes_read = 0
-        for name in names:
-            try:
-                shard = safe_open(model / name, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"cannot read {model / name}: {error}; the file may be cut off") from error
-            self._files[name] = shard
-            for tensor in shard.keys():  # noqa: SIM118 - safe_open is no mapping
-                self._where[tensor] = name
+        for name in _shards(model):
+            size, places = _header(model / name)
+            self._sizes[name] = size
+            self._where.update(places)
+        self.bytes_total = sum(self._sizes.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor of that name in `dtype`. Raises ModelError when it is missing or has another shape."""
-        if name not in self._where:
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        place = self._where.get(name)
+        if place is None:
             raise ModelError(f"{self.model}: tensor {name} is missing from the checkpoint")
-        try:
-            tensor: Tensor = self._files[self._where[name]].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{self.model / self._where[name]}: cannot read tensor {name}: {error}") from error
-        if tuple(tensor.shape) != shape:
+        if place.shape != shape:
             raise ModelError(
-                f"{self.model}: tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+                f"{self.model}: tensor {name} has shape {list(place.shape)}, config.json says {list(shape)}"
             )
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ModelError(f"{self.model}: tensor {name} is {tensor.dtype}; use an unquantized checkpoint")
-        self._bytes_read += tensor.nbytes
+        if place.dtype not in DTYPES:
+            raise ModelError(f"{self.model}: tensor {name} is {place.dtype}; use an unquantized checkpoint")
+
+    def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
+        place = self._where[name]
+        found = torch.empty(rows, *shape[1:], dtype=DTYPES[place.dtype])
+        row_bytes = found.nbytes // rows
+        # A mapping would leave every page that was read in this process's memory until the file is closed.
+        with (self.model / place.file).open("rb", buffering=0) as file:
+            file.seek(place.start + first * row_bytes)
+            into = found.view(-1).view(torch.uint8).numpy().data
+            while into.nbytes:
+                count = file.readinto(into)
+                if not count:
+                    raise ModelError(f"{self.model / place.file}: cannot read tensor {name}: the file is cut off")
+                into = into[count:]
+        self._read.add(name)
+        self._bytes_read += found.nbytes
         if self._progress:
             self._progress(self._bytes_read, self.bytes_total)
-        return tensor.to(dtype)
+        return found
+
+    def unread(self) -> list[str]:
+        return sorted(self._where.keys() - self._read)
 
     def fingerprint(self) -> str:
         """16 hex digits over config.json and every tensor's name, type and shape, and the files' sizes."""
         digest = hashlib.sha256((self.model / "config.json").read_bytes())
-        for tensor in sorted(self._where):
-            part = self._files[self._where[tensor]].get_slice(tensor)
-            digest.update(f"{tensor} {part.get_dtype()} {part.get_shape()}\n".encode())
-        for name in sorted(self._files):
-            digest.update(f"{name} {(self.model / name).stat().st_size}\n".encode())
+        for name, place in sorted(self._where.items()):
+            digest.update(f"{name} {place.dtype} {list(place.shape)}\n".encode())
+        for name, size in sorted(self._sizes.items()):
+            digest.update(f"{name} {size}\n".encode())
         return digest.hexdigest()[:16]
 
-    def _shards(self) -> list[str]:
-        if (self.model / SINGLE).is_file():
-            return [SINGLE]
-        if not (self.model / INDEX).is_file():
-            pickled = any(self.model.glob("*.bin"))
-            raise ModelError(
-                f"{self.model} has no weights: neither {SINGLE} nor {INDEX} is there"
-                + ("; convert its pickled .bin weights to safetensors" if pickled else "")
-            )
-        shards = read_json(self.model / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise ModelError(f"{self.model / INDEX} holds no weight_map")
-        names = sorted(set(shards.values()))
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ModelError(f"{self.model / INDEX}: {json.dumps(name)} is no file name")
-            if not (self.model / name).is_file():
-                raise ModelError(f"{self.model}: shard {name} of {INDEX} is missing")
-        return names
+
+class Dummy(Source):
+    """Random weights of any shape, the same in every run: for benches, where only sizes matter."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Every tensor is there."""
+
+    def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
+        """Matrices keep the size of what they multiply (variance 1 / inputs), norms are near 1, biases small."""
+        found = torch.empty(rows, *shape[1:])
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
+        if len(shape) > 1:
+            bound = math.sqrt(3 / shape[-1])
+            return found.uniform_(-bound, bound, generator=generator)
+        center = 0.0 if name.endswith("bias") else 1.0
+        return found.uniform_(center - 0.1, center + 0.1, generator=generator)
+
+    def unread(self) -> list[str]:
+        return []
+
+    def fingerprint(self) -> str:
+        return "dummy-" + hashlib.sha256((self.model / "config.json").read_bytes()).hexdigest()[:10]
+
+
+def open_weights(
+    model: Path, load_format: Literal["auto", "safetensors", "dummy"], progress: Progress | None = None
+) -> Source:
+    """The weights as --load-format says; auto: what the directory has. Raises ModelError."""
+    return Dummy(model) if load_format == "dummy" else Checkpoint(model, progress)
+
+
+def _shards(model: Path) -> list[str]:
+    if (model / SINGLE).is_file():
+        return [SINGLE]
+    if not (model / INDEX).is_file():
+        pickled = any(model.glob("*.bin"))
+        raise ModelError(
+            f"{model} has no weights: neither {SINGLE} nor {INDEX} is there"
+            + ("; convert its pickled .bin weights to safetensors" if pickled else "")
+        )
+    shards = read_json(model / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ModelError(f"{model / INDEX} holds no weight_map")
+    for name in shards.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{model / INDEX}: {json.dumps(name)} is no file name")
+    names = sorted(set(shards.values()))
+    for name in names:
+        if not (model / name).is_file():
+            raise ModelError(f"{model}: shard {name} of {INDEX} is missing")
+    return names
+
+
+def _header(path: Path) -> tuple[int, dict[str, _Place]]:
+    """The file's size and its tensors. Raises ModelError for whatever the format does not allow."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, HEADER_BYTES):
+                raise ValueError("the file may be cut off")
+            entries = json.loads(file.read(length))
+        if not isinstance(entries, dict):
+            raise ValueError("its header is no JSON object")
+        begin = 8 + length
+        places = {name: _place(path.name, entry, begin) for name, entry in entries.items() if name != "__metadata__"}
+        for place in places.values():
+            item = ITEM_BYTES.get(place.dtype) or (DTYPES[place.dtype].itemsize if place.dtype in DTYPES else 0)
+            if place.start + math.prod(place.shape) * item > size:
+                raise ValueError("the file may be cut off")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    return size, places
+
+
+def _place(file: str, entry: Any, begin: int) -> _Place:
+    start, end = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+        raise ValueError("its header has a tensor of no size")
+    if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError("its header has a tensor whose size is not that of its shape")
+    return _Place(file, dtype, shape, begin + start)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.worker.models.families import Family
 from shared.errors import ModelError
-
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Rope:
 
     kind: str
     theta: float
-    head_dim: int
+    rotary: int  # numbers of a head that turn, the first ones
     factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -36,8 +35,8 @@ class Rope:
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
 
     def inverse_frequencies(self) -> Tensor:
-        """[head_dim / 2] float32."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).to(torch.float32) / self.head_dim
+        """[rotary / 2] float32."""
+        exponents = torch.arange(0, self.rotary, 2, dtype=torch.int64).to(torch.float32) / self.rotary
         powers = self.theta**exponents
         if self.kind == "linear":
             return 1.0 / powers / self.factor
@@ -48,7 +47,7 @@ class Rope:
         return 1.0 / powers
 
     def table(self, positions: int) -> Tensor:
-        """[positions, head_dim] float32: cosines, then sines."""
+        """[positions, rotary] float32: cosines, then sines."""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.inverse_frequencies())
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_factor
 
@@ -66,32 +65,57 @@ class Rope:
         low, high = self._correction(self.beta_fast), self._correction(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
+        low, high = max(low, 0), min(high, self.rotary - 1)
         span = high - low if high != low else 0.001
-        ramp = ((torch.arange(self.head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+        ramp = ((torch.arange(self.rotary // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
         return 1.0 / (self.factor * powers) * ramp + 1.0 / powers * (1 - ramp)
 
     def _correction(self, rotations: float) -> float:
         """The dimension that turns `rotations` times over the original context."""
         turns = self.original_context / (rotations * 2 * math.pi)
-        return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+        return self.rotary * math.log(turns) / (2 * math.log(self.theta))
 
 
-def rope_from(raw: dict[str, Any], head_dim: int, context: int, where: str) -> Rope:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). Raises ModelError."""
-    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+def ropes_from(raw: dict[str, Any], family: Family, head_dim: int, where: str) -> tuple[Rope | None, Rope | None]:
+    """The rotary embedding, and that of layers with a window where it is another. Raises ModelError.
+
+    Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """
+    if family.positions != "rope":
+        return None, None
+    scaling, settings = raw.get("rope_scaling"), raw.get("rope_parameters") or {}
+    beside = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    if not family.local_rope:
+        return _rope({**beside, **(scaling or settings)}, raw, family, head_dim, where), None
+    # The bases of Gemma 3's layers where none is given (transformers, models/gemma3/configuration_gemma3.py).
+    whole = {"rope_theta": raw.get("rope_theta") or 1e6, **(settings.get("full_attention") or {}), **(scaling or {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **(settings.get("sliding_attention") or {})}
+    return _rope(whole, raw, family, head_dim, where), _rope(local, raw, family, head_dim, where)
+
+
+def _rope(fields: dict[str, Any], raw: dict[str, Any], family: Family, head_dim: int, where: str) -> Rope:
     if any(isinstance(value, dict) for value in fields.values()):
-        raise ModelError(f"{where}: rope settings per layer type ({', '.join(fields)}) are not supported")
+        kinds = ", ".join(key for key, value in fields.items() if isinstance(value, dict))
+        raise ModelError(f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture")
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in SUPPORTED:
-        raise ModelError(f"{where}: rope_type {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported; only 1.0 is")
-    theta = fields.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    rope = Rope(kind=kind, theta=float(theta), head_dim=head_dim)
+    if kind not in family.rope_types:
+        raise ModelError(
+            f"{where}: rope_type {kind!r} is not supported for this architecture; "
+            f"supported: {', '.join(family.rope_types)}"
+        )
+    partial = fields.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0) and not family.partial_rotary:
+        raise ModelError(
+            f"{where}: partial_rotary_factor {partial} is not supported for this architecture; only 1.0 is"
+        )
+    rotary = int(head_dim * (1.0 if partial is None else partial))
+    if rotary % 2 or not 0 < rotary <= head_dim:
+        raise ModelError(f"{where}: of head_dim {head_dim}, {rotary} numbers would turn; it must be an even number")
+    theta = fields.get("rope_theta") or 10000.0
+    rope = Rope(kind=kind, theta=float(theta), rotary=rotary)
     if kind in ("default", "dynamic"):
         return rope
+    context = raw.get("max_position_embeddings") or 2048
     original = raw.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings") or context
     factor = fields.get("factor")
     if factor is None and kind == "yarn":
@@ -103,7 +127,7 @@ def rope_from(raw: dict[str, Any], head_dim: int, context: int, where: str) -> R
     return Rope(
         kind=kind,
         theta=float(theta),
-        head_dim=head_dim,
+        rotary=rotary,
         factor=float(factor),
         original_context=int(original),
         low_freq_factor=float(fields.get("low_freq_factor", 1.0)),

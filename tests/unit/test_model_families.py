@@ -1,0 +1,73 @@
+"""Every model family against transformers: logits, and greedy tokens of sequences in a batch, cut up and set aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models import make_llama
+from tests.unit.engine_driver import Driver, make_engine
+from tests.unit.test_engine_tokens import all_logits, close
+
+TOKENS = 64
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"kind": "mistral"},
+    "mistral-window": {"kind": "mistral", "sliding_window": 13},
+    "qwen2": {"kind": "qwen2"},
+    "qwen2-upper-windows": {
+        "kind": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    },
+    "qwen3": {"kind": "qwen3"},
+    "qwen3-biases-window-first": {
+        "kind": "qwen3",
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma": {"kind": "gemma"},
+    "gemma3": {"kind": "gemma3", "sliding_window": 11, "sliding_window_pattern": 2},
+    "gpt2": {"kind": "gpt2"},
+    "gpt2-narrow-relu": {"kind": "gpt2", "n_inner": 80, "activation_function": "relu"},
+    "bloom": {"kind": "bloom"},
+    "bloom-six-heads": {"kind": "bloom", "hidden_size": 96, "n_head": 6},
+    "opt": {"kind": "opt"},
+    "opt-without-biases": {"kind": "opt", "enable_bias": False},
+    "phi": {"kind": "phi"},
+    "phi3": {"kind": "phi3"},
+    "phi3-partial-window": {"kind": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 15},
+    "neox": {"kind": "neox"},
+    "neox-one-after-the-other": {"kind": "neox", "use_parallel_residual": False},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logits_of_a_family_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Three sequences of 64 new tokens in chunks of any size, one of them preempted twice and computed anew."""
+    reference = make_llama(tmp_path / "tiny", seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[family])
+    engine = make_engine(reference.path)
+    driver = Driver(engine)
+    slot_of = {request: request for request in range(3)}
+    for request, prompt in enumerate(reference.prompts):
+        driver.enter(request, prompt)
+    rng, preempted, free = np.random.default_rng(1), 0, [3, 4]
+    while any(len(driver.outputs[slot]) < TOKENS for slot in slot_of.values()):
+        driver.step({s: int(rng.integers(1, 24)) for s in slot_of.values() if len(driver.outputs[s]) < TOKENS})
+        if free and len(driver.outputs[slot_of[1]]) > 20 * (preempted + 1):
+            before, prompt = driver.outputs[slot_of[1]], reference.prompts[1]
+            driver.free(slot_of[1])
+            slot_of[1] = free.pop()
+            driver.enter(slot_of[1], prompt + before, prompt=len(prompt))
+            preempted += 1
+    assert preempted == 2
+    assert [driver.outputs[slot_of[request]][:TOKENS] for request in range(3)] == reference.outputs
+    tokens = reference.prompts[0] + reference.outputs[0]
+    close(all_logits(engine, tokens), reference.logits(tokens))
