@@ -41,7 +41,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Half a unit in the last place, relative."""
 
 
-def run(args: ctypes.Structure, rows: int, step: Step | None = None, threads: int = 2) -> None:
+def run(args: ctypes.Structure, rows: int, step: Step | None = None, threads: int = 1) -> None:
     made, step = command(rows, args), step or Step()
     LIBRARY.run(ctypes.addressof(made), 1, ctypes.addressof(step), threads)
 
@@ -85,7 +85,7 @@ def norm(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     layer_norm: bool = False,
-    threads: int = 2,
+    threads: int = 1,
 ) -> Tensor:
     out = torch.empty_like(x)
     args = NormArgs(
