@@ -78,6 +78,12 @@ policies: install-dev ## make the tables of docs/policies.md again (a quarter of
 policies-quick: install-dev ## the same runs in small, written nowhere
 	$(PY) -m bench.policies --quick
 
+peers: install-dev ## compare with other servers, docs/peers.md (installs them under .peers/; an hour, on a quiet machine)
+	$(PY) -m bench.peers $(ARGS)
+
+peers-quick: install-dev ## one short round of the peers that are installed, written nowhere
+	$(PY) -m bench.peers --quick $(ARGS)
+
 doctor: install ## check this machine
 	@$(PY) -m services.cli doctor $(UP_OPTIONS) $(ARGS)
 
@@ -93,6 +99,11 @@ compose-test: ## bring the containers up for real, stream a completion, take the
 kernels-check: install-dev ## test every kernel backend of the tree, compile its CUDA sources
 	$(PY) -m pytest tests/kernels
 	@[ -n "$$(find kernels/cuda -name '*.cu' -print -quit)" ] || { echo "kernels-check: kernels/cuda has no CUDA source to compile" >&2; exit 1; }
+
+# The sanitizers' runtime must come before everything else; Python itself never frees all it has.
+sanitizers: install-dev ## test the CPU kernels under AddressSanitizer and UBSan
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest tests/kernels --kernels-variant sanitized -k cpu
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/unit/test_demo_model.py
@@ -133,4 +144,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick doctor up down compose-test kernels-check demo-model-check clean
+.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-check sanitizers demo-model-check clean

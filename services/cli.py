@@ -154,6 +154,14 @@ def bench_scheduler(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@bench.command("engine", context_settings=PASS_ON, add_help_option=False)
+def bench_engine(context: typer.Context) -> None:
+    """Time of the engine's iterations beside what the machine could do."""
+    from bench.engine import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @bench.command("serve", context_settings=PASS_ON, add_help_option=False)
 def bench_serve(context: typer.Context) -> None:
     """Load on a running server: latencies and throughput."""

@@ -1,0 +1,59 @@
+"""What the machine can do at best: bytes a second from memory, multiplications a second. Measured, not looked up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kernels.cpu.build import BuildError
+from kernels.cpu.library import load
+from shared.errors import ConfigurationError
+
+READ_BYTES = 256 << 20  # past every cache
+ROUNDS = 2_000_000
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Peaks with all threads of torch."""
+
+    threads: int
+    read_gb_s: float
+    float32_gflop_s: float
+
+    def step_ms(self, read_bytes: float, operations: float, width: int) -> float:
+        """No iteration is shorter: it reads these bytes, does these operations, on numbers `width` bytes wide.
+
+        A register holds twice as many bfloat16 numbers as float32 ones, so their peak is taken to be twice as high.
+        """
+        return max(read_bytes / self.read_gb_s / 1e6, operations / (self.float32_gflop_s * 4 / width) / 1e6)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def machine_floor() -> Floor:
+    """Takes a second. Raises ConfigurationError where the CPU kernels, which do it, cannot be had."""
+    try:
+        library = load()
+    except BuildError as error:
+        raise ConfigurationError(f"the floor is measured with the cpu kernels: {error}") from error
+    threads = torch.get_num_threads()
+    data = torch.ones(READ_BYTES // 4)
+    read_s = _best_s(lambda: library.read(data.data_ptr(), READ_BYTES, threads))
+    multiply_s = _best_s(lambda: library.multiply(ROUNDS, threads))
+    return Floor(threads, READ_BYTES / read_s / 1e9, library.multiply(1, threads) * ROUNDS / multiply_s / 1e9)
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return min(times)
