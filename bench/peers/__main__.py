@@ -50,19 +50,21 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 def main(argv: list[str]) -> int:
     build = parser()
     options = build.parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, _stop)  # ended by another program, the servers still have to be stopped
     try:
         if options.action == "install":
             return install_all(options, build)
         if options.names:
             build.error(f"{options.names[0]}: only `install` takes names; use --peers")
         if options.action == "docs":
-            docs.write(json.loads(docs.RESULT.read_text()))
+            docs.write(docs.kept())
             return 0
         return compare(options, build, argv)
     except KeyboardInterrupt:
         say("stopped; no server is left")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def install_all(options: argparse.Namespace, build: argparse.ArgumentParser) -> int:
@@ -95,7 +97,7 @@ def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: l
         return 1
     result = run.measure(chosen, plan, shlex.join(["python", "-m", "bench.peers", *argv]), say)
     show(result, options, whole=not (options.quick or peers or classes))
-    return 1 if any(row["error"] and row["rounds"] for row in result["rows"]) else 0
+    return 1 if any(row["error"] and row["installed"] for row in result["rows"]) else 0
 
 
 def show(result: dict[str, Any], options: argparse.Namespace, whole: bool) -> None:

@@ -5,6 +5,7 @@ Everything measured on the page comes from the result; tests/unit/test_bench_pee
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ INTRODUCTION = """\
 # Other servers
 
 Orcinus and other servers, the same model, prompts and lengths, on one machine in one run. Written by
-`python -m bench.peers docs` from [`bench/results/peers.json`](../bench/results/peers.json). Figures of different runs
-or machines must not be compared with each other; ratios of one run may.
+`python -m bench.peers docs`. Figures of different runs or machines must not be compared with each other; ratios of
+one run may.
 """
+UNMEASURED = "No whole run on a quiet machine has been kept yet.\n"
 
 HOW = """\
 ## How it is run
@@ -60,14 +62,17 @@ pip's settings name no index with CPU builds of torch, give one with `--torch-in
 """
 
 
-def page(result: Row) -> str:
-    """The whole text of docs/peers.md."""
+def page(result: Row | None) -> str:
+    """The whole text of docs/peers.md; without a result what there is to say before the first one."""
+    if result is None:
+        return "\n".join([INTRODUCTION, UNMEASURED, HOW])
     machine = result["machine"]
     parts = [
         INTRODUCTION,
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}; "
         f"{result['date'][:10]}, commit {result['commit']}, {result['settings']['rounds']} rounds; "
-        f"load before the run {machine['load_1m_before']}. `{result['command']}`\n",
+        f"load before the run {machine['load_1m_before']}. `{result['command']}`; every round's figures are in "
+        "[`bench/results/peers.json`](../bench/results/peers.json).\n",
         "## Orcinus against the best of each class\n",
         table.ratio_table(result["ratios"]) + "\n",
         "![output tokens a second](img/peers.png)\n",
@@ -103,9 +108,15 @@ def disturbances(rows: Sequence[Row]) -> str:
     )
 
 
-def write(result: Row) -> None:
+def kept() -> Row | None:
+    """The committed result; None before the first."""
+    return json.loads(RESULT.read_text()) if RESULT.exists() else None
+
+
+def write(result: Row | None) -> None:
     PAGE.write_text(page(result))
-    chart(result, CHART)
+    if result is not None:
+        chart(result, CHART)
 
 
 def chart(result: Row, path: Path) -> None:

@@ -62,8 +62,8 @@ def measure(servers: Sequence[Server], plan: Plan, command: str, say: Say) -> Ro
     result["model_sha256"] = reference["weights_sha256"]
     for round_ in range(plan.rounds):
         for server, row in zip(servers, result["rows"], strict=True):
-            if row["error"]:
-                continue
+            if row["error"] and not row["rounds"]:
+                continue  # it never ran, so it is not tried again
             say(f"round {round_ + 1} of {plan.rounds}: {server.name}")
             one_round(server, row, round_, plan, reference["rows"], say)
             (install.HOME / "last.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -81,6 +81,7 @@ def new_row(server: Server) -> Row:
         "versions": versions,
         "same_answers": None,
         "of_answers": None,
+        "installed": found.ok,
         "error": "" if found.ok else f"{server.recipe}: {found.error}",
         "rounds": [],
     }
@@ -108,7 +109,7 @@ def one_round(server: Server, row: Row, round_: int, plan: Plan, reference: list
                 say(f"  long prompts: {describe(cell)}")
             found["memory_mib"] = round(running.memory_mib())
     except FAILURES as error:
-        row["error"] = f"{error or type(error).__name__}"[:300]
+        row["error"] = f"round {round_ + 1}: {error or type(error).__name__}"[:300]
         say(f"  failed: {row['error']}")
     if found["cells"]:
         row["rounds"].append(found)

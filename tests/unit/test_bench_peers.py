@@ -1,0 +1,309 @@
+"""The comparison with other servers: classes, medians, ratios, tables, command lines, the model's vocabulary."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.peers import client, docs, install, model, servers, table
+from bench.peers.servers import EXACT, INT8, OURS, REDUCED, SERVERS, Server
+from bench.stats import Record
+
+bench_main = importlib.import_module("bench.peers.__main__")
+
+
+def cell(rate: float, p99: float = 10.0, **changed: Any) -> dict[str, Any]:
+    return {
+        "requests": 4,
+        "finished": 4,
+        "short": 0,
+        "output_tok_s": rate,
+        "ttft_ms": {"p50": 20.0, "p99": 40.0},
+        "tbt_ms": {"p50": 5.0, "p99": p99, "max": 2 * p99},
+        "cpu_s_per_1000_tokens": 1.5,
+        "server_cores": 1.9,
+        "client_cores": 0.05,
+        "other_cores": 0.01,
+        **changed,
+    }
+
+
+def row(name: str, peer: str, declared: str, *rounds: dict[str, Any], same: int | None = 16) -> dict[str, Any]:
+    return {
+        "name": name,
+        "peer": peer,
+        "declared": declared,
+        "about": "as it comes",
+        "versions": {"engine": "1.0"},
+        "same_answers": same,
+        "of_answers": 16,
+        "installed": True,
+        "error": "" if rounds else "wheel | not found",
+        "rounds": [{"round": n + 1, "start_s": 3.0, "cells": cells} for n, cells in enumerate(rounds)],
+    }
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    return table.finish(
+        {
+            "rows": list(rows),
+            "machine": {"cpu": "C", "cores": 2, "memory_gib": 8.0, "system": "S", "load_1m_before": 0.1},
+            "date": "2026-01-02T03:04:05Z",
+            "commit": "abc",
+            "command": "python -m bench.peers",
+            "settings": {"rounds": 3},
+        }
+    )
+
+
+THREE = result(
+    row("ours", OURS, EXACT, {"c8": cell(1200)}, {"c8": cell(900)}, {"c8": cell(1100)}),
+    row("fast", "fast", EXACT, {"c8": cell(1000), "mix": cell(500, 8.0)}),
+    row("slow", "slow", EXACT, {"c8": cell(800)}),
+    row("loose", "loose", EXACT, {"c8": cell(4000)}, same=15),
+    row("broken", "broken", REDUCED, same=None),
+)
+
+
+def test_a_server_is_exact_only_with_every_answer_right() -> None:
+    assert table.class_of(EXACT, 16, 16) == EXACT
+    assert table.class_of(EXACT, 15, 16) == REDUCED
+    assert table.class_of(REDUCED, 16, 16) == REDUCED
+    assert table.class_of(INT8, 0, 16) == INT8
+
+
+def test_a_server_that_never_ran_keeps_the_class_it_declared() -> None:
+    assert table.class_of(EXACT, None, None) == EXACT
+
+
+def test_median_and_range_are_over_rounds() -> None:
+    figures = THREE["rows"][0]["medians"]["c8"]["output_tok_s"]
+    assert figures == {"median": 1100, "low": 900, "high": 1200, "n": 3}
+
+
+@pytest.mark.parametrize("changed", [{"finished": 3}, {"short": 1}, {"requests": 0, "finished": 0}])
+def test_a_cell_with_a_lost_or_short_request_does_not_count(changed: dict[str, int]) -> None:
+    found = table.medians([{"cells": {"c8": cell(100)}}, {"cells": {"c8": cell(900, **changed)}}])
+    assert found["c8"]["output_tok_s"] == {"median": 100, "low": 100, "high": 100, "n": 1}
+
+
+def test_the_ratio_is_that_to_the_best_peer_of_the_class() -> None:
+    (line,) = THREE["ratios"]  # only c8 has both sides; the peer with 15 answers is not of this class
+    assert (line["best_peer"], line["best"], line["orcinus"], line["ratio"]) == ("fast", 1000, 1100, 1.1)
+    assert line["reached"]
+
+
+def test_less_time_between_tokens_is_better() -> None:
+    found = result(
+        row("ours", OURS, EXACT, {"mix": cell(400, 30.0)}),
+        row("a", "a", EXACT, {"mix": cell(500, 40.0)}),
+        row("b", "b", EXACT, {"mix": cell(300, 60.0)}),
+    )["ratios"]
+    gaps, rate = found
+    assert (gaps["best_peer"], gaps["ratio"], gaps["reached"]) == ("a", 0.75, True)
+    assert (rate["best_peer"], rate["ratio"], rate["goal"], rate["reached"]) == ("a", 0.8, None, None)
+
+
+def test_goals_are_those_of_the_classes() -> None:
+    assert [table.goal("tok/s at 8", kind) for kind in (EXACT, REDUCED)] == [1.1, 1.5]
+    assert table.goal("tok/s at 1", EXACT) == 0.95
+    assert table.goal("P99 TBT in the mix", REDUCED) == 1.0
+
+
+def test_the_table_names_each_server_once_with_range_answers_and_error() -> None:
+    lines = table.closed_table(THREE["rows"], EXACT).splitlines()
+    assert lines[2] == "| **ours** | 16/16 | - | 1,100 (900-1,200) | - | 20.0 / 40.0 | 5.00 / 10.0 | - |"
+    assert [line.split(" | ")[0] for line in lines[3:]] == ["| fast", "| slow"]
+    (broken,) = [line for line in table.closed_table(THREE["rows"], REDUCED).splitlines() if "broken" in line]
+    assert r"does not run: wheel \| not found" in broken
+    assert {line.replace(r"\|", "").count("|") for line in [*lines, broken]} == {9}
+
+
+def test_the_ratio_table_says_whether_the_goal_is_reached() -> None:
+    last = table.ratio_table(THREE["ratios"]).splitlines()[-1]
+    assert last == "| exact | tok/s at 8 | 1,100 | fast | 1,000 | 1.10 | >= 1.1 | yes |"
+
+
+def test_busy_measurements_are_named() -> None:
+    busy = row("x", "x", EXACT, {"c1": cell(1.0, other_cores=0.5), "c8": cell(1.0)})
+    assert table.disturbed([busy]) == ["x, round 1, c1: 0.50 cores"]
+
+
+def test_the_page_shows_every_server_and_the_chart_is_drawn(tmp_path: Path) -> None:
+    text = docs.page(THREE)
+    assert all(one["name"] in text for one in THREE["rows"])
+    assert "commit abc" in text
+    docs.chart(THREE, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_committed_page_is_made_of_the_committed_result() -> None:
+    assert docs.PAGE.read_text() == docs.page(docs.kept())
+
+
+def test_the_vocabulary_is_full_and_every_word_is_one_token() -> None:
+    vocab, merges = model.vocabulary()
+    assert sorted(vocab.values()) == list(range(model.VOCAB_SIZE))
+    assert len(set(model.byte_letters())) == 256
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for tokens in (1, 128, 1500):
+        text = model.prompt(tokens, 3, 1, 4)
+        ids = tokenizer.encode(text).ids
+        assert len(ids) == tokens
+        assert tokenizer.decode(ids) == text
+
+
+def test_prompts_depend_on_their_key_alone() -> None:
+    assert model.prompt(20, 1, 2) == model.prompt(20, 1, 2)
+    assert len({model.prompt(20, kind, number) for kind in range(5) for number in range(50)}) == 250
+
+
+def named(name: str) -> Server:
+    return next(server for server in SERVERS if server.name == name)
+
+
+def test_orcinus_is_started_whole_with_its_own_state_and_no_prefix_cache() -> None:
+    command = named("orcinus bfloat16").command(4321, Path("/scratch"))
+    assert command[:4] == [sys.executable, "-m", "services.cli", "up"]
+    given = dict(zip(command[5::2], command[6::2], strict=True))
+    assert given["--dtype"] == "bfloat16"
+    assert given["--run-dir"] == "/scratch/run"
+    assert given["--port"] == "4321"
+    assert given["--prefix-cache"] == "off"
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
+def test_every_server_is_given_its_port_and_has_a_recipe(server: Server) -> None:
+    assert "4321" in server.command(4321, Path("/scratch"))
+    assert server.recipe in install.RECIPES
+    assert set(server.concurrency) <= set(client.REQUESTS)
+
+
+def test_exact_llama_server_keeps_keys_and_values_in_float32_without_flash_attention() -> None:
+    words = " ".join(named("llama.cpp F32").command(1, Path()))
+    assert "-ctk f32 -ctv f32 -fa off" in words
+    assert "llama-30m-f32.gguf" in words
+
+
+def test_end_of_text_is_ignored_in_the_way_of_each_server() -> None:
+    fields = servers.request(named("vllm float32"), "p", 64, stream=True)
+    assert fields["ignore_eos"] is True
+    assert fields["stream_options"] == {"include_usage": True}
+    strict = servers.request(named("transformers CB float32"), "p", 64, stream=True)
+    assert not {"ignore_eos", "stream_options"} & set(strict)
+    assert json.loads(strict["generation_config"])["eos_token_id"] == -1
+    assert servers.request(named("llama.cpp F16"), "p", 64, stream=False)["cache_prompt"] is False
+
+
+def test_chosen_peers_run_beside_ours_and_a_new_name_is_refused() -> None:
+    assert [server.name for server in servers.chosen(["vllm"], [EXACT])] == ["vllm float32", "orcinus float32"]
+    assert servers.chosen([], []) == list(SERVERS)
+    with pytest.raises(KeyError, match="vlm"):
+        servers.chosen(["vlm"], [])
+
+
+def test_what_a_server_inherits_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCINUS_DTYPE", "bfloat16")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    kept = servers.environment(named("vllm float32"))
+    assert not {"ORCINUS_DTYPE", "OMP_NUM_THREADS"} & set(kept)
+    assert kept["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_recipes_come_after_what_they_need() -> None:
+    assert install.wanted(["openvino", "vllm"]) == ["model", "export", "openvino", "vllm"]
+
+
+def test_a_failed_log_is_told_by_its_last_error() -> None:
+    log = "collecting x\nERROR: No matching distribution found for x\n\nnotice: a new pip\n"
+    assert install.last_error(log) == "ERROR: No matching distribution found for x"
+    assert install.last_error("one\ntwo\n") == "two"
+    assert install.last_error("") == ""
+
+
+def test_a_failing_recipe_is_a_state_with_its_error_and_stops_only_what_needs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(_log: Path) -> None:
+        raise install.InstallError("no compiler")
+
+    monkeypatch.setattr(install, "HOME", tmp_path)
+    monkeypatch.setattr(install, "make_model", lambda _log: None)
+    monkeypatch.setattr(install, "make_environment", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(install, "installed_versions", lambda *_: {})
+    monkeypatch.setattr(install, "export_openvino", fails)
+    monkeypatch.setattr(install, "alias_vllm", lambda _log: None)
+    said: list[str] = []
+    states = install.install(["openvino", "vllm"], "", said.append)
+    assert {name: state.ok for name, state in states.items()} == {
+        "model": True,
+        "export": False,
+        "openvino": False,
+        "vllm": True,
+    }
+    assert states["openvino"].error == "needs export: no compiler"
+    assert install.state("vllm").ok
+    assert install.state("export").error == "no compiler"
+    assert "export: no compiler" in said
+
+
+def test_an_older_recipe_is_not_taken_for_the_present_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(install, "HOME", tmp_path)
+    (tmp_path / "vllm.json").write_text(json.dumps({"ok": True, "recipe": "another", "versions": {}}))
+    assert not install.state("vllm").ok
+    assert not install.state("transformers").ok
+
+
+def stream(start: float, times: list[float], tokens: int, asked: int = 4) -> Record:
+    return Record(
+        0, 128, asked, start, start, times[-1], event_s=times, event_tokens=[1] * len(times), reported_tokens=tokens
+    )
+
+
+def test_tokens_of_the_mix_are_those_that_came_within_the_window() -> None:
+    streams = [stream(10.0, [10.1, 10.2, 10.6, 11.5], 4), stream(10.0, [10.5, 11.0], 4)]
+    longs = [stream(10.2, [10.7], 1, asked=1)]
+    figures = client.mix_figures(streams, longs, 1.0)
+    # Three of the first stream's tokens by 11.0; the second's two events carried two tokens each.
+    assert figures["output_tok_s"] == 7.0
+    assert figures["long_ttft_ms"]["p50"] == 500.0
+    # Gaps 100, 400, 900, 500 ms and two of 0 between tokens that came together.
+    assert figures["tbt_ms"]["max"] == 900.0
+    assert figures["tbt_ms"]["p50"] == 250.0
+    assert (figures["finished"], figures["short"]) == (3, 0)
+
+
+def test_cpu_time_is_given_by_the_thousand_tokens() -> None:
+    assert client.with_cost({"output_tokens": 500}, {"server_cpu_s": 1.0})["cpu_s_per_1000_tokens"] == 2.0
+    assert client.with_cost({"output_tokens": 0}, {"server_cpu_s": 1.0})["cpu_s_per_1000_tokens"] is None
+
+
+def test_half_characters_do_not_make_two_answers_differ() -> None:
+    assert client.comparable("a\ufffdb\ufffd") == client.comparable("ab\ufffd\ufffd") == "ab"
+    assert client.comparable("ab") != client.comparable("ac")
+
+
+def test_only_a_whole_run_is_written_into_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(docs, "RESULT", tmp_path / "peers.json")
+    monkeypatch.setattr(docs, "PAGE", tmp_path / "peers.md")
+    monkeypatch.setattr(docs, "CHART", tmp_path / "peers.png")
+    options = bench_main.parser().parse_args([])
+    bench_main.show(THREE, options, whole=False)
+    assert not list(tmp_path.iterdir())
+    bench_main.show(THREE, options, whole=True)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("argv", [["--peers", "vlm"], ["run", "vllm"], ["install", "vlm"], ["--quik"]])
+def test_wrong_use_is_told_with_exit_code_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench_main.main(argv)
+    assert stopped.value.code == 2
