@@ -140,6 +140,9 @@ class WorkerSettings(CommonSettings):
     deterministic: bool = Field(
         False, description="a request's tokens and logits are the same to the bit whatever else runs"
     )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto", description="dummy: random weights in the shapes of config.json, for benches; auto: the directory's"
+    )
     block_size: int = Field(16, ge=1, le=256)
     max_seqs: int = Field(256, ge=1, le=8192)
     max_input_tokens: int = Field(0, ge=0, description="0: as much as the context allows")

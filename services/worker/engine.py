@@ -28,7 +28,7 @@ from services.worker.backend import choose
 from services.worker.cache import free_memory_bytes, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import Checkpoint, Progress
+from services.worker.models.loader import Progress, open_weights
 from services.worker.slots import Chunks, SlotTable
 from shared.columns import pack, pack_float, unpack
 from shared.errors import ConfigurationError, ProtocolError
@@ -50,9 +50,10 @@ class Engine:
         config = load_config(settings.model)
         lengths = wanted_lengths(settings, config)
         self._ops, self.dtype = choose(settings, config)
-        checkpoint = Checkpoint(settings.model, progress)
-        self.model_hash = checkpoint.fingerprint()
-        self._decoder = Decoder(config, checkpoint, self._ops, self.dtype, lengths.model)
+        weights = open_weights(settings.model, settings.load_format, progress)
+        self.model_hash = weights.fingerprint()
+        int8 = settings.quantize == "int8"
+        self._decoder = Decoder(config, weights, self._ops, self.dtype, lengths.model, int8)
         shape = CacheShape(
             blocks=1,
             host_blocks=0,

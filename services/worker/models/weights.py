@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.ops import AnyOps, Attention, Norm
 from services.worker.models.config import DecoderConfig
-from services.worker.models.loader import Source
+from services.worker.models.loader import Source, as_piece
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Ends of names that older checkpoints carry and that are computed, not learned."""
@@ -164,13 +164,12 @@ class _Loader:
         if family.transposed:
             whole = source.take(name, (inputs, outputs), self.dtype)
             step = -(-outputs // 8)
-            yield from (whole[:, first : first + step].t().contiguous() for first in range(0, outputs, step))
+            yield from (as_piece(whole[:, first : first + step].t(), self.dtype) for first in range(0, outputs, step))
         elif kind == "qkv" and family.interleaved:
             source.check(name, (outputs, inputs))
             for first in (0, size, 2 * size):
                 for head in range(self.config.heads):
-                    found = source.read(name, (outputs, inputs), 3 * size * head + first, size)
-                    yield found.to(self.dtype)
+                    yield as_piece(source.read(name, (outputs, inputs), 3 * size * head + first, size), self.dtype)
         else:
             yield from source.pieces(name, (outputs, inputs), self.dtype)
 
