@@ -75,7 +75,7 @@ def _measured(settings: WorkerSettings, config: DecoderConfig, library: Library)
     own_only = settings.deterministic or settings.quantize != "none"
     timings = measure(
         lambda path: CpuOps(library, threads, path),
-        _matrices(config),
+        layer_matrices(config),
         config.layers,
         dtypes,
         ["own"] if own_only else ["own", "torch"],
@@ -86,8 +86,8 @@ def _measured(settings: WorkerSettings, config: DecoderConfig, library: Library)
     return CpuOps(library, threads, best.path), best.dtype
 
 
-def _matrices(config: DecoderConfig) -> list[tuple[int, int]]:
+def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
     """[outputs, inputs] of one layer's matrices."""
-    hidden, inner, attention = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
+    hidden, attention = config.hidden_size, config.heads * config.head_dim
     qkv = attention + 2 * config.kv_heads * config.head_dim
-    return [(qkv, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
+    return [(qkv, hidden), (hidden, attention), (config.up_size, hidden), (hidden, config.intermediate_size)]

@@ -16,6 +16,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from kernels.cpu.backend import Compiled
 from kernels.ops import (
     STATUS_FINE,
     STATUS_NOT_FINITE,
@@ -159,6 +160,19 @@ class Engine:
     def read_block(self, block: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
         return self._cache.read_block(block)
+
+    def profile(self, step: worker_pb2.Step) -> list[tuple[str, int]]:
+        """Runs a step's forward pass; (operation, ns) in order, as the backend measures them. Samples nothing.
+
+        Raises ConfigurationError where the backend cannot tell.
+        """
+        if not isinstance(self._compiled, Compiled):
+            raise ConfigurationError("only the cpu kernels can be profiled; use --kernels cpu")
+        with torch.inference_mode():
+            chunks = self._slots.apply(step, self._cache)
+            found = self._compiled.profile(self._ops.prepare(self._slots.batch(chunks), self._cache))
+            self._slots.computed_through(chunks)
+        return found
 
     def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
         """Runs one step. `received_ns` is time.monotonic_ns() at its receipt.
