@@ -15,8 +15,14 @@ from shared.settings import WorkerSettings
 
 def make_engine(model: Path, host_blocks: int = 0, **settings: Any) -> Engine:
     """A small float32 engine unless settings say otherwise."""
-    values: dict[str, Any] = {"dtype": "float32", "max_seqs": 8, "block_size": 4, "max_step_tokens": 4096}
-    return Engine(WorkerSettings(model=model, device="cpu", threads=1, host_blocks=host_blocks, **(values | settings)))
+    values: dict[str, Any] = {
+        "dtype": "float32",
+        "max_seqs": 8,
+        "block_size": 4,
+        "max_step_tokens": 4096,
+        "threads": 1,
+    }
+    return Engine(WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings)))
 
 
 class Driver:
