@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import kernels.reference  # noqa: F401 - registers the backend
-from kernels import ops as kernel_ops
-from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, SamplingRows, Sparse
+from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, AnyOps, SamplingRows, Sparse
 from kernels.reference.philox import gumbel, philox4x32
-
-OPS = kernel_ops.create("reference", torch.device("cpu"))
+from tests.kernels.sequences import ops as ops  # the fixture: every backend
 
 
 def rows(count: int, **columns: Any) -> SamplingRows:
@@ -42,9 +39,9 @@ def sparse(triples: list[tuple[int, int, float]]) -> Sparse:
     return Sparse(np.array(row, np.int64), np.array(ids, np.int64), np.array(values, np.float32))
 
 
-def draw(logits: np.ndarray, **columns: Any) -> np.ndarray:
+def draw(ops: AnyOps, logits: np.ndarray, **columns: Any) -> np.ndarray:
     count = len(logits)
-    return OPS.sample(torch.tensor(logits, dtype=torch.float32), rows(count, **columns)).tokens.numpy()
+    return ops.sample(torch.tensor(logits, dtype=torch.float32), rows(count, **columns)).tokens.numpy()
 
 
 @pytest.mark.parametrize(
@@ -120,11 +117,12 @@ def truncated(logits: np.ndarray, temperature: float, top_k: int, top_p: float, 
         (0.9, 9, 0.7, 0.05),
     ],
 )
-def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_draws_follow_the_distribution(ops: AnyOps, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = np.random.default_rng(11).normal(0, 2, 24).astype(np.float32)
     tokens = np.concatenate(
         [
             draw(
+                ops,
                 np.tile(logits, (10_000, 1)),
                 temperature=temperature,
                 top_k=top_k,
@@ -139,29 +137,29 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     chi_square_accepts(tokens, truncated(logits, temperature, top_k, top_p, min_p))
 
 
-def test_draws_of_different_seeds_at_one_position_follow_the_distribution_too() -> None:
+def test_draws_of_different_seeds_at_one_position_follow_the_distribution_too(ops: AnyOps) -> None:
     logits = np.random.default_rng(5).normal(0, 1, 7).astype(np.float32)
-    tokens = draw(np.tile(logits, (40_000, 1)), temperature=1.0, seed=np.arange(40_000), position=9)
+    tokens = draw(ops, np.tile(logits, (40_000, 1)), temperature=1.0, seed=np.arange(40_000), position=9)
     chi_square_accepts(tokens, truncated(logits, 1.0, 0, 1.0, 0.0))
 
 
-def test_top_p_of_a_flat_distribution_looks_past_the_sorted_prefix() -> None:
+def test_top_p_of_a_flat_distribution_looks_past_the_sorted_prefix(ops: AnyOps) -> None:
     logits = np.linspace(0, 0.5, 2000).astype(np.float32)
-    tokens = draw(np.tile(logits, (3000, 1)), temperature=1.0, top_p=0.5, seed=np.arange(3000))
+    tokens = draw(ops, np.tile(logits, (3000, 1)), temperature=1.0, top_p=0.5, seed=np.arange(3000))
     allowed = np.flatnonzero(truncated(logits, 1.0, 0, 0.5, 0.0))
     assert tokens.min() >= allowed.min() and len(np.unique(tokens)) > 500
 
 
-def test_flat_and_peaked_rows_are_cut_each_by_its_own_mass() -> None:
+def test_flat_and_peaked_rows_are_cut_each_by_its_own_mass(ops: AnyOps) -> None:
     flat, peaked = np.linspace(0, 0.5, 2000), np.linspace(0, 200, 2000)
     logits = np.tile(np.stack([peaked, flat]), (1500, 1)).astype(np.float32)
-    tokens = draw(logits, temperature=1.0, top_p=0.5, seed=np.arange(3000))
+    tokens = draw(ops, logits, temperature=1.0, top_p=0.5, seed=np.arange(3000))
     for kind, found in ((peaked, tokens[0::2]), (flat, tokens[1::2])):
         allowed = np.flatnonzero(truncated(kind, 1.0, 0, 0.5, 0.0))
         assert found.min() >= allowed.min() and len(np.unique(found)) > 0.6 * min(1500, len(allowed))
 
 
-def test_a_row_draws_the_same_alone_and_among_rows_of_every_other_kind() -> None:
+def test_a_row_draws_the_same_alone_and_among_rows_of_every_other_kind(ops: AnyOps) -> None:
     logits = np.random.default_rng(3).normal(0, 2, (6, 50)).astype(np.float32)
     columns = {
         "temperature": [0.0, 0.7, 1.0, 1.3, 0.0, 1.0],
@@ -171,18 +169,20 @@ def test_a_row_draws_the_same_alone_and_among_rows_of_every_other_kind() -> None
         "seed": [1, 2, 3, 4, 5, 2**63 + 6],
         "position": [7, 8, 9, 10, 11, 12],
     }
-    together = draw(logits, **columns)
+    together = draw(ops, logits, **columns)
     alone = [
-        int(draw(logits[i : i + 1], **{name: [values[i]] for name, values in columns.items()})[0]) for i in range(6)
+        int(draw(ops, logits[i : i + 1], **{name: [values[i]] for name, values in columns.items()})[0])
+        for i in range(6)
     ]
     assert together.tolist() == alone
     assert together[[0, 4]].tolist() == logits[[0, 4]].argmax(1).tolist()
 
 
-def test_bias_bans_and_masks_apply_to_their_rows_alone() -> None:
+def test_bias_bans_and_masks_apply_to_their_rows_alone(ops: AnyOps) -> None:
     logits = np.tile(np.arange(40, dtype=np.float32), (5, 1))
     mask = np.array([[0b1010, 0]], np.uint32)
     tokens = draw(
+        ops,
         logits,
         bias=sparse([(0, 3, 100.0), (1, 39, -20.0), (1, 39, -20.0)]),
         banned=Sparse(np.array([2, 2]), np.array([39, 38])),
@@ -192,30 +192,30 @@ def test_bias_bans_and_masks_apply_to_their_rows_alone() -> None:
     assert tokens.tolist() == [3, 38, 37, 3, 39]
 
 
-def test_a_banned_token_stays_banned_whatever_its_bias() -> None:
+def test_a_banned_token_stays_banned_whatever_its_bias(ops: AnyOps) -> None:
     logits = np.zeros((1, 8), np.float32)
-    tokens = draw(logits, bias=sparse([(0, 2, 1e30)]), banned=Sparse(np.array([0]), np.array([2])))
+    tokens = draw(ops, logits, bias=sparse([(0, 2, 1e30)]), banned=Sparse(np.array([0]), np.array([2])))
     assert tokens[0] != 2
 
 
-def test_penalties_are_the_formulas() -> None:
+def test_penalties_are_the_formulas(ops: AnyOps) -> None:
     logits = np.zeros((3, 8), np.float32)
     logits[:, 1], logits[:, 2], logits[:, 3] = 4.0, 3.9, -1.0
     # Token 1 stands in the prompt of row 0 and twice in the output of rows 1 and 2.
     history = sparse([(0, 1, 0.0), (1, 1, 1.0), (1, 1, 1.0), (2, 1, 1.0), (2, 1, 1.0), (2, 2, 0.0)])
     columns = {"history": history, "presence": [0.05] * 3, "frequency": [0.04] * 3, "repetition": [1.0] * 3}
-    assert draw(logits, **columns).tolist() == [1, 2, 2], "0.05 + 2 x 0.04 > 0.1, and a prompt counts for neither"
+    assert draw(ops, logits, **columns).tolist() == [1, 2, 2], "0.05 + 2 x 0.04 > 0.1, and a prompt counts for neither"
     columns = {"history": history, "presence": 0.0, "frequency": 0.0, "repetition": [1.1, 1.1, 1.5]}
-    assert draw(logits, **columns).tolist() == [2, 2, 1], "repetition divides, in the prompt too: 4/1.5 > 3.9/1.5"
+    assert draw(ops, logits, **columns).tolist() == [2, 2, 1], "repetition divides, in the prompt too: 4/1.5 > 3.9/1.5"
     negative = np.array([[-2.0, -1.9]], np.float32)
     columns = {"history": sparse([(0, 1, 0.0)]), "presence": 0.0, "frequency": 0.0, "repetition": 1.2}
-    assert draw(negative, **columns).tolist() == [0], "a negative logit is multiplied"
+    assert draw(ops, negative, **columns).tolist() == [0], "a negative logit is multiplied"
 
 
-def test_log_probability_is_the_models_own_and_only_where_asked() -> None:
+def test_log_probability_is_the_models_own_and_only_where_asked(ops: AnyOps) -> None:
     logits = np.random.default_rng(1).normal(0, 2, (3, 30)).astype(np.float32)
     made = rows(3, want_logprob=[True, False, True], temperature=[0.0, 0.0, 0.3], bias=sparse([(0, 4, 50.0)]))
-    found = OPS.sample(torch.tensor(logits), made)
+    found = ops.sample(torch.tensor(logits), made)
     assert found.logprobs is not None
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
     tokens = found.tokens.numpy()
@@ -223,28 +223,30 @@ def test_log_probability_is_the_models_own_and_only_where_asked() -> None:
     values = found.logprobs.numpy()
     assert values[[0, 2]] == pytest.approx(exact[[0, 2], tokens[[0, 2]]], abs=1e-5)
     assert np.isnan(values[1])
-    assert OPS.sample(torch.tensor(logits), rows(3)).logprobs is None
+    assert ops.sample(torch.tensor(logits), rows(3)).logprobs is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_reported_and_leaves_the_others_alone(temperature: float, bad: float) -> None:
+def test_a_row_that_is_not_finite_is_reported_and_leaves_the_others_alone(
+    ops: AnyOps, temperature: float, bad: float
+) -> None:
     logits = np.random.default_rng(2).normal(0, 2, (3, 30)).astype(np.float32)
-    before = draw(logits.copy(), temperature=temperature, seed=[1, 2, 3])
+    before = draw(ops, logits.copy(), temperature=temperature, seed=[1, 2, 3])
     logits[1, 7] = bad
-    found = OPS.sample(torch.tensor(logits), rows(3, temperature=temperature, seed=[1, 2, 3]))
+    found = ops.sample(torch.tensor(logits), rows(3, temperature=temperature, seed=[1, 2, 3]))
     assert found.status.tolist() == [STATUS_FINE, STATUS_NOT_FINITE, STATUS_FINE]
     assert found.tokens[[0, 2]].tolist() == before[[0, 2]].tolist()
 
 
-def test_huge_finite_logits_are_not_taken_for_broken_ones() -> None:
+def test_huge_finite_logits_are_not_taken_for_broken_ones(ops: AnyOps) -> None:
     logits = np.full((1, 8), 3e38, np.float32)
     logits[0, 5] = 3.2e38
-    found = OPS.sample(torch.tensor(logits), rows(1))
+    found = ops.sample(torch.tensor(logits), rows(1))
     assert found.status.tolist() == [STATUS_FINE] and found.tokens.tolist() == [5]
 
 
-def test_a_row_without_an_allowed_token_is_reported() -> None:
+def test_a_row_without_an_allowed_token_is_reported(ops: AnyOps) -> None:
     logits = np.zeros((2, 8), np.float32)
     made = rows(2, temperature=[0.0, 1.0], banned=Sparse(np.repeat([0, 1], 8), np.tile(np.arange(8), 2)))
-    assert OPS.sample(torch.tensor(logits), made).status.tolist() == [STATUS_NOTHING_ALLOWED] * 2
+    assert ops.sample(torch.tensor(logits), made).status.tolist() == [STATUS_NOTHING_ALLOWED] * 2

@@ -1,0 +1,283 @@
+"""Every operation against float64 numpy, through the interface alone, on every backend that this machine can run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import ops as kernel_ops
+from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Norm
+from tests.kernels.sequences import Float64, Sequences, chunk, close, new_cache, random
+from tests.kernels.sequences import ops as ops  # the fixture
+
+DTYPES = [torch.float32, torch.bfloat16]
+FORMULAS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: np.maximum(x, 0),
+}
+PLAIN = Attention(heads=4, scale=0.25)
+
+
+def f64(x: Tensor) -> Float64:
+    return x.double().numpy()
+
+
+def normed(x: Float64, norm: Norm) -> Float64:
+    if norm.layer_norm:
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * f64(norm.weight)
+    return x if norm.bias is None else x + f64(norm.bias)
+
+
+def make_norm(kind: str, size: int) -> Norm:
+    weight, bias = random((size,), 3, torch.float32), random((size,), 4, torch.float32)
+    return Norm(weight, bias if kind == "layer" else None, 1e-5, kind == "layer")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("width", [48, 7, 515])
+def test_norms_are_their_formulas_and_the_residual_is_added_in_place(
+    ops: AnyOps, width: int, kind: str, dtype: torch.dtype
+) -> None:
+    x, residual, norm = random((5, width), 1, dtype) + 3, random((5, width), 2, dtype), make_norm(kind, width)
+    close(ops.norm(x.clone(), norm), normed(f64(x), norm), dtype)
+    total = f64(x) + f64(residual)
+    kept = residual.clone()
+    close(ops.add_norm(x.clone(), kept, norm), normed(total, norm), dtype)
+    close(kept, total, dtype)
+    ops.add(x, residual)
+    close(residual, total, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(24, 32), (130, 65), (1, 3)])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_linear_and_logits_are_products_however_the_weight_comes(
+    ops: AnyOps, rows: int, size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, weight, bias = random((rows, size[1]), 1, dtype), random(size, 2, dtype), random(size[:1], 3, torch.float32)
+    exact = f64(x) @ f64(weight).T
+    for parts in ([weight], [weight[first : first + 7] for first in range(0, size[0], 7)]):
+        close(ops.linear(x, ops.pack_linear(iter(parts), *size, None)), exact, dtype)
+        packed = ops.pack_linear(iter(parts), *size, bias)
+        close(ops.linear(x, packed), exact + f64(bias), dtype)
+        found = ops.logits(x, packed)
+        assert found.dtype == torch.float32
+        close(found, exact + f64(bias), dtype)
+
+
+def test_a_weight_of_too_few_rows_is_refused(ops: AnyOps) -> None:
+    with pytest.raises(ValueError, match=r"3 rows.* 4|4 rows.* 3"):
+        ops.pack_linear(iter([torch.ones(3, 8)]), 4, 8, None)
+    with pytest.raises(ValueError, match=r"3 rows.* 4|4 rows.* 3"):
+        ops.pack_embedding(iter([torch.ones(3, 8)]), 4, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_weights_are_rounded_row_by_row_or_refused(ops: AnyOps, dtype: torch.dtype) -> None:
+    x, weight = (
+        random((5, 65), 1, dtype),
+        random((40, 65), 2, dtype) * torch.linspace(0.01, 3, 40, dtype=dtype)[:, None],
+    )
+    try:
+        packed = ops.pack_linear(iter([weight[:9], weight[9:]]), 40, 65, None, int8=True)
+    except ValueError:
+        pytest.skip(f"{ops.name} has no int8 weights")
+    scale = np.abs(f64(weight)).max(1, keepdims=True) / 127
+    rounded = np.rint(f64(weight) / scale) * scale
+    # Rounding to nearest may go either way at a tie in float32: half a step of the widest row is allowed once.
+    close(ops.linear(x, packed), f64(x) @ rounded.T, dtype, extra=float(scale.max()) * float(x.abs().max()) / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [32, 50])
+def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dtype: torch.dtype) -> None:
+    weight, places = random((24, hidden), 1, dtype), random((9, hidden), 2, dtype)
+    tokens = [3, 0, 3, 23]
+    prepared = ops.prepare(chunk(tokens, 16, [3], first=5), new_cache(ops, CacheShape(1, 0, 1, 1, 16, 16, dtype)))
+    for table in (
+        ops.pack_embedding(iter([weight[:10], weight[10:]]), 24, hidden),
+        ops.pack_linear(iter([weight[:10], weight[10:]]), 24, hidden, None),  # a tied model's head
+    ):
+        assert torch.equal(ops.embed(prepared, table), weight[tokens])
+        close(ops.embed(prepared, table, 5.5), f64(weight[tokens]) * 5.5, dtype)
+        close(ops.embed(prepared, table, places=places), f64(weight[tokens]) + f64(places[5:]), dtype)
+        close(ops.embed(prepared, table, 0.5, places), f64(weight[tokens]) * 0.5 + f64(places[5:]), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_select_takes_the_rows_that_sample_in_their_order(ops: AnyOps, dtype: torch.dtype) -> None:
+    cache, x = new_cache(ops, CacheShape(1, 0, 1, 1, 16, 16, dtype)), random((6, 20), 1, dtype)
+    for rows in ([5], [0, 2, 3], [0, 1, 2, 3, 4, 5], []):
+        assert torch.equal(ops.select(x, ops.prepare(chunk([1] * 6, 16, rows), cache)), x[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("width", [16, 39])
+def test_activations_are_their_formulas(ops: AnyOps, width: int, activation: str, dtype: torch.dtype) -> None:
+    x = random((5, 2 * width), 1, dtype) * 4
+    exact = FORMULAS[activation](f64(x))
+    close(ops.activate(x.clone(), activation), exact, dtype)
+    close(ops.gated(x.clone(), activation), exact[:, :width] * f64(x)[:, width:], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (64, 64), (24, 24), (80, 32), (16, 0), (10, 4)])
+def test_q_and_k_are_normed_and_turned_and_k_and_v_are_written(
+    ops: AnyOps, head_dim: int, rotary: int, with_norms: bool, dtype: torch.dtype
+) -> None:
+    cache = new_cache(ops, CacheShape(4, 0, 2, 2, 16, head_dim, dtype))
+    angles = np.random.default_rng(0).uniform(0, 6, (40, rotary // 2))
+    rope = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).float()
+    norm = replace(make_norm("rms", head_dim), eps=1e-3)
+    attention = Attention(
+        heads=4,
+        scale=1.0,
+        rope=rope if rotary else None,
+        q_norm=norm if with_norms else None,
+        k_norm=replace(norm, weight=norm.weight.flip(0).contiguous()) if with_norms else None,
+    )
+    positions = np.array([29, 30, 31, 32, 33])
+    batch = replace(
+        chunk([0] * 5, 16, [4], first=29),
+        tables=np.array([[2, 3, 1]], np.int32),
+        write_blocks=np.array([3, 3, 3, 1, 1], np.int32),
+        write_offsets=(positions % 16).astype(np.int32),
+    )
+    qkv = random((5, 8 * head_dim), 7, dtype)
+    q, k, v = np.split(f64(qkv).reshape(5, 8, head_dim), [4, 6], axis=1)
+    if attention.q_norm and attention.k_norm:
+        q, k = normed(q, attention.q_norm), normed(k, attention.k_norm)
+    turns = np.exp(1j * angles[positions])[:, None, :]
+    for heads in (q, k):
+        turned = (heads[..., : rotary // 2] + 1j * heads[..., rotary // 2 : rotary]) * turns
+        heads[..., :rotary] = np.concatenate([turned.real, turned.imag], -1)
+    found = ops.rope_and_write(qkv.clone(), attention, ops.prepare(batch, cache), cache, 1)
+    close(found.view(5, 4, head_dim), q, dtype)
+    for block, offsets, rows in ((3, slice(13, 16), slice(0, 3)), (1, slice(0, 2), slice(3, 5))):
+        for index, wanted in ((0, k), (1, v)):
+            close(cache.read_block(block)[1, index, :, offsets], wanted[rows].transpose(1, 0, 2), dtype)
+    assert not cache.read_block(3)[:, :, :, :13].any() and not cache.read_block(1)[:, :, :, 2:].any(), "rows of nobody"
+    assert not cache.read_block(3)[0].any() and not cache.read_block(2).any() and not cache.read_block(0).any()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 7},
+    "window-of-one": {"window": 1},
+    "wide-window": {"window": 40},
+    "alibi": {"slopes": 2.0 ** -torch.arange(1, 9)},
+    "alibi-window": {"slopes": 2.0 ** -torch.arange(1, 9), "window": 12},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (2, 4), (4, 16), (4, 1), (2, 48)])
+def test_paged_attention_of_mixed_chunks_and_decodes_is_the_formula(
+    ops: AnyOps, group: int, block_size: int, feature: str, dtype: torch.dtype
+) -> None:
+    contexts = [1, 5, 16, 17, 33, 64, 3]
+    attention = Attention(heads=2 * group, scale=0.25, **FEATURES[feature])
+    if attention.slopes is not None:
+        attention = replace(attention, slopes=attention.slopes[: 2 * group])
+    world = Sequences(ops, dtype, contexts, block_size, attention)
+    before = [
+        (s, 0, n - cut) for s, (n, cut) in enumerate(zip(contexts, [0, 1, 1, 4, 1, 30, 3], strict=True)) if n > cut
+    ]
+    world.run(5, *(list(column) for column in zip(*before, strict=True)))
+    now = [(s, end, contexts[s]) for s, _, end in before if end < contexts[s]] + [(6, 0, 3)]
+    world.check(6, *(list(column) for column in zip(*now[::-1], strict=True)))
+    every = [(s, 0, n) for s, n in enumerate(contexts)]  # whole prompts, and one of a single token
+    world.check(7, *(list(column) for column in zip(*every, strict=True)))
+    last = [(s, n - 1, n) for s, n in enumerate(contexts)]  # decodes alone
+    world.check(8, *(list(column) for column in zip(*last, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
+def test_attention_of_any_head_size_is_the_formula(ops: AnyOps, head_dim: int, dtype: torch.dtype) -> None:
+    world = Sequences(ops, dtype, [40, 23], 16, Attention(heads=6, scale=head_dim**-0.5), head_dim)
+    world.check(1, [0, 1], [0, 0], [39, 20])
+    world.check(2, [0, 1], [39, 20], [40, 23])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 5])
+def test_numbers_that_an_earlier_owner_left_in_a_block_reach_nobody(
+    ops: AnyOps, window: int, dtype: torch.dtype
+) -> None:
+    world = Sequences(ops, dtype, [6, 16, 30], 16, replace(PLAIN, window=window))
+    world.keys[2][:] = torch.nan
+    world.values[2][:] = torch.nan
+    world.run(1, [2], [0], [30])
+    world.tables[0, 0], world.tables[1, 0] = world.tables[2, 0], world.tables[2, 1]  # their new owners
+    world.run(2, [0, 1], [0, 0], [5, 15])
+    world.check(3, [0, 1], [5, 15], [6, 16])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.01])])
+def test_what_pads_a_shorter_sequence_in_a_batch_reaches_nobody(
+    ops: AnyOps, slopes: Tensor | None, dtype: torch.dtype
+) -> None:
+    world = Sequences(ops, dtype, [33, 49, 16], 16, replace(PLAIN, slopes=slopes))  # three and four blocks: one group
+    world.keys[2][:] = torch.nan
+    world.values[2][:] = torch.nan
+    world.run(1, [2], [0], [16])
+    world.tables[0, 3:] = world.tables[2, 0]
+    world.run(2, [0, 1], [0, 0], [32, 48])
+    world.check(3, [0, 1], [32, 48], [33, 49])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_comes_back_from_the_host_bit_for_bit_and_elsewhere(ops: AnyOps, dtype: torch.dtype) -> None:
+    world = Sequences(ops, dtype, [80], 16, PLAIN)
+    world.run(1, [0], [0], [80])
+    blocks = world.tables[0, [4, 1]]
+    before = [world.cache.read_block(int(block)) for block in blocks]
+    unused = np.setdiff1d(np.arange(8), world.tables[0])[:2].astype(np.int32)
+    world.cache.copy_out(blocks, np.array([1, 0], np.int32))
+    world.cache.copy_in(np.array([1, 0], np.int32), unused)
+    for block, kept in zip(unused, before, strict=True):
+        assert kept.any() and torch.equal(world.cache.read_block(int(block)), kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_compiled_pass_gives_what_its_operations_give(ops: AnyOps, dtype: torch.dtype) -> None:
+    table = ops.pack_embedding(iter([random((30, 64), 1, dtype)]), 30, 64)
+    qkv, head = (ops.pack_linear(iter([random((n, 64), n, dtype) / 8]), n, 64, None) for n in (128, 30))
+    norm, attention = make_norm("rms", 64), replace(PLAIN, heads=4)
+
+    def forward(cache: Cache) -> Any:
+        def run(prepared: Any) -> Tensor:
+            residual = ops.embed(prepared, table)
+            query = ops.rope_and_write(ops.linear(ops.norm(residual, norm), qkv), attention, prepared, cache, 0)
+            attended = ops.attention(query, attention, prepared, cache, 0)
+            del query
+            attended, residual = ops.select(attended, prepared), ops.select(residual, prepared)
+            return ops.logits(ops.add_norm(attended, residual, norm), head)
+
+        return run
+
+    caches = [new_cache(ops, CacheShape(4, 0, 1, 2, 16, 16, dtype)) for _ in range(2)]
+    compiled = ops.compile(forward(caches[0]), caches[0], 40, 3)
+    for batch in (chunk(list(range(20)), 16, [19]), chunk([7], 16, [0], first=20), chunk([1] * 9, 16, [0, 4, 8])):
+        found = compiled(ops.prepare(batch, caches[0])).clone()
+        assert torch.equal(found, forward(caches[1])(ops.prepare(batch, caches[1])))
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(KeyError, match=r"'abacus'.*reference"):
+        kernel_ops.create("abacus", torch.device("cpu"))
