@@ -78,7 +78,7 @@ policies: install-dev ## make the tables of docs/policies.md again (a quarter of
 policies-quick: install-dev ## the same runs in small, written nowhere
 	$(PY) -m bench.policies --quick
 
-peers: install-dev ## compare with other servers, docs/peers.md (installs them under .peers/; an hour, on a quiet machine)
+peers: install-dev ## compare with other servers, docs/peers.md (installs them under .peers/; then half an hour on a quiet machine)
 	$(PY) -m bench.peers $(ARGS)
 
 peers-quick: install-dev ## one short round of the peers that are installed, written nowhere

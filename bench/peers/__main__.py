@@ -44,13 +44,16 @@ def say(text: str) -> None:
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a second one must not cut short the ending of the server
     raise KeyboardInterrupt
 
 
 def main(argv: list[str]) -> int:
     build = parser()
     options = build.parse_args(argv)
-    before = signal.signal(signal.SIGTERM, _stop)  # ended by another program, the servers still have to be stopped
+    # Also when another program ends this one, or a shell started it with `&`, the servers have to be stopped.
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if options.action == "install":
             return install_all(options, build)
@@ -64,7 +67,8 @@ def main(argv: list[str]) -> int:
         say("stopped; no server is left")
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def install_all(options: argparse.Namespace, build: argparse.ArgumentParser) -> int:

@@ -161,6 +161,7 @@ def mix_figures(streams: list[Record], longs: list[Record], window_s: float) -> 
         "errors": sorted({f"{record.error}: {record.detail[:100]}" for record in every if record.error}),
         "output_tok_s": round(tokens / window_s, 3),
         "output_tokens": sum(record.output_tokens for record in every),
+        "events": sum(len(record.event_s) for record in every),
         "tbt_ms": tbt(streams),
         "long_ttft_ms": percentiles_ms(record.ttft_s() for record in longs if record.finished),
     }

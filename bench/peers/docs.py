@@ -32,7 +32,7 @@ UNMEASURED = "No whole run on a quiet machine has been kept yet.\n"
 HOW = """\
 ## How it is run
 
-    make peers                                   installs what is missing, measures, writes this page
+    make peers                                   installs what is missing, measures (half an hour), writes this page
     make peers-quick                             one short round of what is installed, written nowhere
     python -m bench.peers install [NAME ...]     only installs: `model export openvino llama transformers vllm`
     python -m bench.peers --peers vllm,openvino  Orcinus and these; also --only-exact, --only-reduced, --rounds, --json
@@ -54,6 +54,9 @@ pip's settings name no index with CPU builds of torch, give one with `--torch-in
   1,500 tokens arrives every 1.5 s. TBT is that of the 8 streams; tokens that arrive in one event are 0 apart.
 - **Client**: one for all, that of `orcinus bench serve`, streaming, on the same machine, a new connection for every
   request. Tokens are counted by the server's usage.
+- **Settings** stand in `bench/peers/servers.py`. Token budgets of a step are each server's default, but for
+  transformers, whose cache and budget are bounded, since it would take most of the memory. vLLM computes on every
+  core: by default it keeps one for its front, which measured slower on two.
 - **CPU seconds** are those of all of the server's processes; for Orcinus that is Redis, gateway, scheduler, worker and
   launcher. OpenVINO GenAI has no HTTP server of its own on the package index: its engine stands behind a thin front
   of ours.
