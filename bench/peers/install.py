@@ -112,9 +112,13 @@ class State:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Changes with the recipe, so that an environment of an older one is made again."""
-    extra = (LLAMA_SDIST, LLAMA_FLAGS) if recipe.name == "llama" else ()
-    return hashlib.sha256(repr((recipe, extra)).encode()).hexdigest()[:12]
+    """Changes with the recipe and with the model that it turns into files, so that what is older is made again."""
+    made_of: list[object] = [recipe]
+    if recipe.name == "llama":
+        made_of += [LLAMA_SDIST, LLAMA_FLAGS]
+    if recipe.name in ("model", "export", "llama"):
+        made_of += [model.CONFIG, model.vocabulary(), model.prompt(128, 0)]
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
 
 
 def state(name: str) -> State:

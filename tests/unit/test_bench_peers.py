@@ -262,6 +262,13 @@ def test_an_older_recipe_is_not_taken_for_the_present_one(monkeypatch: pytest.Mo
     assert not install.state("transformers").ok
 
 
+def test_files_made_of_another_model_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: install.fingerprint(recipe) for name, recipe in install.RECIPES.items()}
+    monkeypatch.setitem(model.CONFIG, "hidden_size", 1024)
+    changed = {name for name, recipe in install.RECIPES.items() if install.fingerprint(recipe) != before[name]}
+    assert changed == {"model", "export", "llama"}
+
+
 def stream(start: float, times: list[float], tokens: int, asked: int = 4) -> Record:
     return Record(
         0, 128, asked, start, start, times[-1], event_s=times, event_tokens=[1] * len(times), reported_tokens=tokens
