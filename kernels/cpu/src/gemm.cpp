@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t BLOCK_TILES = 8;          // tiles of rows per block
 constexpr int64_t GROUP = 4;                // panels per piece, at most
-constexpr int64_t BLOCK_INPUTS = 512;       // inputs per pass when several tiles share the weights
+constexpr int64_t PASS_STEPS = 512;         // of a panel that the tiles of a block go through before the next one
+constexpr int64_t AHEAD = 8192;             // bytes of weights that a lone tile fetches ahead: 53 GB/s times latency
 constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when they have to be copied
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -152,30 +153,60 @@ class Linear {
     x_ = copy_;
   }
 
+  // Some panels of the block at hand; while it computes, each kernel fetches weights that are needed soon.
   void multiply(int64_t panel, int64_t count) {
-    const int64_t steps = ceil_div(args_.inputs, W::DEPTH);
-    const int64_t passes = end_tile_ - first_tile_ == 1 ? 1 : ceil_div(args_.inputs, BLOCK_INPUTS);
-    const char* weights = static_cast<const char*>(args_.weight) + panel * packed_.panel_bytes;
+    if (end_tile_ - first_tile_ == 1) return stream(panel, count);
+    const int64_t steps = ceil_div(args_.inputs, W::DEPTH), tiles = end_tile_ - first_tile_;
+    const int64_t passes = ceil_div(steps, PASS_STEPS);
     for (int64_t pass = 0; pass < passes; pass++) {
       const int64_t first = cut(steps, passes, pass), last = cut(steps, passes, pass + 1);
-      for (int64_t p = 0, together; p < count; p += together) {
-        together = panels_together(first_row(first_tile_ + 1) - begin_);
-        while (together > count - p) together /= 2;
-        for (int64_t tile = first_tile_; tile < end_tile_; tile++) {
-          const int64_t row = first_row(tile), rows = first_row(tile + 1) - row;
-          Tile<Input> t;
-          t.x = x_ + (row - begin_) * stride_ + first * W::DEPTH;
-          t.x_stride = stride_;
-          t.weights = weights + p * packed_.panel_bytes + first * W::BYTES;
-          t.panel_bytes = packed_.panel_bytes;
-          t.steps = last - first;
-          t.sums = sums_ + (p * block_rows_ + row - begin_) * WIDTH;
-          t.sums_rows = block_rows_;
-          t.resume = pass > 0;
-          pick<W>(rows, together)(t);
-        }
+      for (int64_t p = 0; p < count; p++) {
+        const char* next = p + 1 < count         ? weights(panel + p + 1, first)
+                           : pass + 1 < passes ? weights(panel, last)
+                                               : weights(likely_next(panel, count), 0);
+        for (int64_t tile = 0; tile < tiles; tile++)  // which share the fetching
+          call(first_tile_ + tile, panel + p, p, 1, first, last, next + (last - first) * W::BYTES / tiles * tile,
+               W::BYTES / tiles);
       }
     }
+  }
+
+  // The same for a lone tile: the weights flow by once, those that come AHEAD bytes later are fetched.
+  void stream(int64_t panel, int64_t count) {
+    const int64_t steps = ceil_div(args_.inputs, W::DEPTH);
+    for (int64_t p = 0, together = panels_together(end_ - begin_); p < count; p += together) {
+      while (together > count - p) together /= 2;
+      const int64_t ahead = std::min<int64_t>(steps, AHEAD / (W::BYTES * together));
+      const int64_t next = p + together < count ? panel + p + together : likely_next(panel, count);
+      if (steps > ahead)
+        call(first_tile_, panel + p, p, together, 0, steps - ahead, weights(panel + p, ahead), W::BYTES);
+      call(first_tile_, panel + p, p, together, steps - ahead, steps, weights(next, 0), W::BYTES);
+    }
+  }
+
+  // Threads take turns more often than not.
+  int64_t likely_next(int64_t panel, int64_t count) const { return panel + team_.threads() * count; }
+
+  // Steps first .. last of one tile and `together` panels, whose sums have place p.
+  void call(int64_t tile, int64_t panel, int64_t p, int64_t together, int64_t first, int64_t last, const char* ahead,
+            int64_t ahead_step) {
+    const int64_t row = first_row(tile);
+    Tile<Input> t;
+    t.x = x_ + (row - begin_) * stride_ + first * W::DEPTH;
+    t.x_stride = stride_;
+    t.weights = weights(panel, first);
+    t.panel_bytes = packed_.panel_bytes;
+    t.steps = last - first;
+    t.sums = sums_ + (p * block_rows_ + row - begin_) * WIDTH;
+    t.sums_rows = block_rows_;
+    t.resume = first > 0;
+    t.ahead = ahead;
+    t.ahead_step = ahead_step;
+    pick<W>(first_row(tile + 1) - row, together)(t);
+  }
+
+  const char* weights(int64_t panel, int64_t step) const {
+    return static_cast<const char*>(args_.weight) + panel * packed_.panel_bytes + step * W::BYTES;
   }
 
   void finish_panel(int64_t panel, const float* sums) {

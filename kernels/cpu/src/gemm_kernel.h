@@ -97,7 +97,9 @@ struct Tile {
   int64_t steps;
   float* sums;
   int64_t sums_rows;
-  bool resume;        // sums hold what earlier steps gave
+  bool resume;         // sums hold what earlier steps gave
+  const char* ahead;   // weights that are needed later, brought nearer meanwhile: the first panel's,
+  int64_t ahead_step;  // and how far this moves per step
 };
 
 template <class W, int R, int P>
@@ -111,8 +113,13 @@ void kernel(const Tile<typename W::Input>& t) {
     for (int c = 0; c < 2 * P; c++)
       sums[r][c] = t.resume ? load(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES) : vf{};
   const typename W::Input* x = t.x;
-  const char* w = t.weights;
-  for (const char* const end = w + t.steps * W::BYTES; w < end; w += W::BYTES, x += W::DEPTH) {
+  const char *w = t.weights, *ahead = t.ahead;
+  const int64_t ahead_step = t.ahead_step;
+  for (const char* const end = w + t.steps * W::BYTES; w < end; w += W::BYTES, x += W::DEPTH, ahead += ahead_step) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+      for (int at = 0; at < W::BYTES; at += 64) __builtin_prefetch(ahead + p * panel_bytes + at);
     typename W::Register weights[2 * P];
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * P; c++)
