@@ -1,0 +1,263 @@
+"""The CPU's linear layers against float64, in every instruction set that this machine can run.
+
+Only gemm.cpp and the runner are compiled here; the other operations are empty.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import run
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kernels.cpu.build import FLAGS, SOURCES, VARIANTS, cpu_flags
+from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, LinearArgs, Step, command
+
+REST = """
+#include "kernels.h"
+void run_embed(const EmbedArgs&, const Step&, int64_t, Team&) {}
+void run_norm(const NormArgs&, int64_t, Team&) {}
+void run_gated(const GatedArgs&, int64_t, Team&) {}
+void run_activate(const ActivateArgs&, int64_t, Team&) {}
+void run_add(const AddArgs&, int64_t, Team&) {}
+void run_select(const SelectArgs&, const Step&, int64_t, Team&) {}
+void run_rope(const RopeArgs&, const Step&, int64_t, Team&) {}
+void run_attention(const AttentionArgs&, const Step&, int64_t, Team&) {}
+void run_sample(const SampleArgs&, int64_t, Team&) {}
+void run_copy(const CopyArgs&, int64_t, Team&) {}
+extern "C" void unpack(const void* packed, int32_t type, int64_t inputs, int64_t outputs, int64_t row, float* out) {
+  unpack_row(packed, type, inputs, outputs, row, out);
+}
+"""
+SETS = {"plain": ()} | {variant.name: variant.flags for variant in VARIANTS if variant.needs <= cpu_flags()}
+KINDS = (
+    # weights, activations, output
+    (FLOAT32, FLOAT32, FLOAT32),
+    (BFLOAT16, BFLOAT16, BFLOAT16),
+    (BFLOAT16, BFLOAT16, FLOAT32),
+    (BFLOAT16, FLOAT32, FLOAT32),
+    (INT8, FLOAT32, FLOAT32),
+    (INT8, BFLOAT16, BFLOAT16),
+)
+KIND_NAMES = [f"{w}-{x}-{out}" for w, x, out in np.array(("f32", "bf16", "i8"))[np.array(KINDS)]]
+SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
+"""Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""
+ROWS = (1, 2, 3, 4, 6, 7, 13, 14, 15, 29)
+LONG, MANY_ROWS = (65, 1024), 250
+
+Array = NDArray[np.generic]
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+def to_bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """To nearest, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(x: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def stored(x: NDArray[np.float32], dtype: int) -> Array:
+    return x if dtype == FLOAT32 else to_bf16(x)
+
+
+def read(x: Array, dtype: int) -> NDArray[np.float64]:
+    return (x if dtype == FLOAT32 else from_bf16(x.view(np.uint16))).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    memory: Array
+    packed: int
+    dtype: int
+    outputs: int
+    inputs: int
+
+
+class Gemm:
+    """The compiled library, on numpy arrays."""
+
+    def __init__(self, path: Path) -> None:
+        self._lib = ctypes.CDLL(str(path))
+        self._lib.orcinus_packed_bytes.argtypes = (c_int32, c_int64, c_int64)
+        self._lib.orcinus_packed_bytes.restype = c_int64
+        self._lib.orcinus_pack.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int32)
+        self._lib.orcinus_run.argtypes = (c_void_p, c_int64, c_void_p, c_int32, c_void_p)
+        self._lib.unpack.argtypes = (c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p)
+
+    def pack(self, dtype: int, parts: list[Array], source: int) -> Weight:
+        """Parts, [rows, inputs] each, packed last one first into memory that was not zero."""
+        outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        size = self._lib.orcinus_packed_bytes(dtype, outputs, inputs)
+        memory = np.full(size + 64, 0xA5, np.uint8)
+        packed = -(-memory.ctypes.data // 64) * 64
+        for i in reversed(range(len(parts))):
+            first = sum(len(part) for part in parts[:i])
+            part = np.ascontiguousarray(parts[i])
+            self._lib.orcinus_pack(dtype, packed, outputs, inputs, first, len(part), part.ctypes.data, source)
+        end = packed - memory.ctypes.data + size
+        assert (memory[end:] == 0xA5).all()
+        return Weight(memory[end - size : end], packed, dtype, outputs, inputs)
+
+    def unpack(self, weight: Weight) -> NDArray[np.float64]:
+        out = np.empty((weight.outputs, weight.inputs), np.float32)
+        for row in range(weight.outputs):
+            self._lib.unpack(
+                weight.packed,
+                weight.dtype,
+                weight.inputs,
+                weight.outputs,
+                row,
+                out.ctypes.data + row * weight.inputs * 4,
+            )
+        return out.astype(np.float64)
+
+    def linear(
+        self, x: Array, dtype: int, weight: Weight, bias: NDArray[np.float32] | None, out_dtype: int, threads: int = 1
+    ) -> Array:
+        """What surrounds x is NaN, and what surrounds the output must stay."""
+        guarded = np.full((len(x) + 2, weight.inputs), 0xFFFF if dtype == BFLOAT16 else np.nan, x.dtype)
+        guarded[1:-1] = x
+        kind = np.float32 if out_dtype == FLOAT32 else np.uint16
+        out = np.full((len(x) + 2, weight.outputs), 12345, kind)
+        args = LinearArgs(
+            x=guarded[1:].ctypes.data,
+            weight=weight.packed,
+            bias=None if bias is None else bias.ctypes.data,
+            out=out[1:].ctypes.data,
+            inputs=weight.inputs,
+            outputs=weight.outputs,
+            dtype=dtype,
+            weight_dtype=weight.dtype,
+            out_dtype=out_dtype,
+        )
+        made, step = command(len(x), args), Step()
+        self._lib.orcinus_run(ctypes.addressof(made), 1, ctypes.addressof(step), threads, None)
+        assert (out[0] == 12345).all() and (out[-1] == 12345).all()
+        return out[1:-1]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gemm]:
+    folder = tmp_path_factory.mktemp("gemm")
+    (folder / "rest.cpp").write_text(REST)
+    sources = [str(SOURCES / "gemm.cpp"), str(SOURCES / "run.cpp"), str(folder / "rest.cpp")]
+
+    def build(name: str) -> Gemm:
+        out = folder / f"{name}.so"
+        run(["g++", *FLAGS, "-Werror", *SETS[name], "-shared", f"-I{SOURCES}", *sources, "-o", str(out)], check=True)
+        return Gemm(out)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SETS, pool.map(build, SETS), strict=True))
+
+
+@pytest.fixture(params=SETS)
+def gemm(request: pytest.FixtureRequest, libraries: dict[str, Gemm]) -> Gemm:
+    return libraries[request.param]
+
+
+class Expected:
+    """x @ w.T + bias in float64, and the worst that float32 sums of such products can be off."""
+
+    def __init__(self, x: NDArray[np.float64], w: NDArray[np.float64], bias: NDArray[np.float32] | None) -> None:
+        add = np.float64(0) if bias is None else bias.astype(np.float64)
+        self._exact = x @ w.T + add
+        self._bound = (np.abs(x) @ np.abs(w).T + np.abs(add)) * (x.shape[1] + 3) * 2.0**-24 + 1e-37
+
+    def check(self, out: Array, out_dtype: int) -> None:
+        found, exact, bound = read(out, out_dtype), self._exact[: len(out)], self._bound[: len(out)]
+        if out_dtype == BFLOAT16:
+            bound = bound + np.abs(exact) * 2.0**-8
+        assert np.isfinite(found).all()
+        assert (np.abs(found - exact) <= bound).all(), np.abs(found - exact).max()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
+def test_product_equals_float64_for_any_shape(gemm: Gemm, kind: tuple[int, int, int]) -> None:
+    weight_dtype, dtype, out_dtype = kind
+    rng = np.random.default_rng(1)
+    for i, (outputs, inputs) in enumerate(SHAPES):
+        source = BFLOAT16 if weight_dtype == BFLOAT16 else FLOAT32
+        weight = gemm.pack(weight_dtype, [stored(rng.standard_normal((outputs, inputs), np.float32), source)], source)
+        bias = rng.standard_normal(outputs, np.float32) if i % 2 else None
+        rows = (*ROWS, MANY_ROWS) if inputs in LONG else ROWS
+        x = stored(rng.standard_normal((max(rows), inputs), np.float32), dtype)
+        expected = Expected(read(x, dtype), gemm.unpack(weight), bias)
+        for count in rows:
+            expected.check(gemm.linear(x[:count], dtype, weight, bias, out_dtype), out_dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
+def test_a_row_is_the_same_to_the_bit_alone_in_any_batch_at_any_place_and_with_any_threads(
+    gemm: Gemm, kind: tuple[int, int, int]
+) -> None:
+    weight_dtype, dtype, out_dtype = kind
+    rng = np.random.default_rng(2)
+    for outputs, inputs in ((200, 1111), (65, 1024)):
+        weight = gemm.pack(weight_dtype, [rng.standard_normal((outputs, inputs), np.float32)], FLOAT32)
+        bias = rng.standard_normal(outputs, np.float32)
+        x = stored(rng.standard_normal((MANY_ROWS, inputs), np.float32), dtype)
+        whole = gemm.linear(x, dtype, weight, bias, out_dtype, 1)
+        for threads in (2, 5):
+            assert np.array_equal(whole, gemm.linear(x, dtype, weight, bias, out_dtype, threads))
+        for rows in (*range(1, 17), 27, 45, 113):
+            at = int(rng.integers(0, MANY_ROWS - rows + 1))
+            part = gemm.linear(x[at : at + rows], dtype, weight, bias, out_dtype, 1 + rows % 8 // 7)
+            assert np.array_equal(part, whole[at : at + rows]), rows
+        places = rng.permutation(MANY_ROWS)[:40]
+        assert np.array_equal(gemm.linear(x[places], dtype, weight, bias, out_dtype), whole[places])
+
+
+def test_one_output_is_one_ascending_chain_of_float32_sums(gemm: Gemm) -> None:
+    """Numbers whose float32 products are exact, so that the oracle needs no fused multiply-add."""
+    rng = np.random.default_rng(6)
+    w, x = (rng.integers(-2000, 2000, (rows, 700)).astype(np.float32) for rows in (33, 20))
+    scale = np.float32(2.0) ** rng.integers(-12, 12, 700).astype(np.float32)
+    sums = np.zeros((20, 33), np.float32)
+    for k in range(700):
+        sums += np.outer(x[:, k] * scale[k], w[:, k])
+    out = gemm.linear(x * scale, FLOAT32, gemm.pack(FLOAT32, [w], FLOAT32), None, FLOAT32)
+    assert np.array_equal(out, sums)
+
+
+@pytest.mark.parametrize("source", (FLOAT32, BFLOAT16))
+@pytest.mark.parametrize("weight_dtype", (FLOAT32, BFLOAT16, INT8))
+def test_packing_in_parts_is_packing_the_whole(gemm: Gemm, weight_dtype: int, source: int) -> None:
+    rng = np.random.default_rng(3)
+    for inputs in (64, 37):
+        parts = [rng.standard_normal((rows, inputs), np.float32) for rows in (48, 3, 1, 70, 9)]
+        one = gemm.pack(weight_dtype, [stored(np.concatenate(parts), source)], source)
+        many = gemm.pack(weight_dtype, [stored(part, source) for part in parts], source)
+        assert np.array_equal(gemm.unpack(one), gemm.unpack(many))
+        x = rng.standard_normal((9, inputs), np.float32)
+        assert np.array_equal(gemm.linear(x, FLOAT32, one, None, FLOAT32), gemm.linear(x, FLOAT32, many, None, FLOAT32))
+
+
+def test_unpacked_rows_are_the_source(gemm: Gemm) -> None:
+    w = np.random.default_rng(4).standard_normal((71, 39), np.float32)
+    assert np.array_equal(gemm.unpack(gemm.pack(FLOAT32, [w], FLOAT32)), w)
+    assert np.array_equal(gemm.unpack(gemm.pack(BFLOAT16, [w], FLOAT32)), from_bf16(to_bf16(w)))
+    assert np.array_equal(gemm.unpack(gemm.pack(FLOAT32, [to_bf16(w)], BFLOAT16)), from_bf16(to_bf16(w)))
+
+
+def test_int8_rows_are_scaled_by_their_largest_number_and_rounded_to_nearest(gemm: Gemm) -> None:
+    rng = np.random.default_rng(5)
+    w = rng.standard_normal((71, 39), np.float32) * np.exp(rng.standard_normal((71, 1), np.float32))
+    w[17] = 0
+    found = gemm.unpack(gemm.pack(INT8, [w], FLOAT32))
+    scale = np.abs(w).max(1, keepdims=True).astype(np.float64) / 127
+    assert (np.abs(found - w) <= scale * 0.50001).all()
+    steps = found[scale[:, 0] > 0] / scale[scale[:, 0] > 0]
+    assert np.abs(steps - np.rint(steps)).max() < 1e-4
+    assert np.abs(steps).max() == pytest.approx(127)
