@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.models import make_llama
+from tests.models import Reference, make_llama
 from tests.unit.engine_driver import Driver, make_engine
 from tests.unit.test_engine_tokens import all_logits, close
 
@@ -49,11 +49,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logits_of_a_family_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path = tmp_path_factory.mktemp(request.param) / "tiny"
+    return make_llama(path, seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[request.param])
+
+
+@pytest.mark.parametrize(("kernels", "block_size"), [("reference", 4), ("cpu", 16)])
+def test_tokens_and_logits_of_a_family_are_those_of_transformers(
+    reference: Reference, kernels: str, block_size: int
+) -> None:
     """Three sequences of 64 new tokens in chunks of any size, one of them preempted twice and computed anew."""
-    reference = make_llama(tmp_path / "tiny", seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[family])
-    engine = make_engine(reference.path)
+    if kernels == "cpu" and shutil.which("g++") is None:
+        pytest.skip("no g++")
+    # Deterministic: the kernels of this tree, not those that happen to be faster here.
+    engine = make_engine(reference.path, kernels=kernels, block_size=block_size, deterministic=kernels == "cpu")
     driver = Driver(engine)
     slot_of = {request: request for request in range(3)}
     for request, prompt in enumerate(reference.prompts):
