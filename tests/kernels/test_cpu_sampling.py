@@ -108,7 +108,8 @@ VOCABS = (1, 5, 31, 33, 64, 500, 1027, 5003)
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_greedy_takes_the_first_of_the_largest(vocab: int) -> None:
-    logits = np.random.default_rng(vocab).integers(-3, 3, (20, vocab)).astype(np.float32) * np.float32(-0.0 + 1)
+    logits = np.random.default_rng(vocab).integers(-3, 3, (20, vocab)).astype(np.float32)
+    logits *= np.where(np.arange(20) % 2, 1, -1)[:, None]  # zeros of both signs
     found = draw(logits, rows(20))
     assert found.tokens.tolist() == logits.argmax(-1).tolist()
     assert found.status.tolist() == [STATUS_FINE] * 20
@@ -188,6 +189,16 @@ def test_the_largest_vocabulary_gives_the_tokens_of_the_reference() -> None:
     same_as_reference(normal(6, vocab, 3), rows(6, temperature=[1, 1, 1, 2, 5, 0.7], **given))
 
 
+def test_a_penalty_is_rounded_before_it_is_subtracted() -> None:
+    count, rng = 200, np.random.default_rng(4)
+    frequency = rng.random(count).astype(np.float32)
+    logits = normal(count, 4, 4)
+    for token in (1, 2):  # three times in the output; an untouched token has exactly the score that is left
+        logits[:, 3 * (token - 1)] = logits[:, token] - frequency * np.float32(3)
+        entries = Sparse(np.arange(count).repeat(3), np.full(3 * count, token), np.ones(3 * count, np.float32))
+        same_as_reference(logits, rows(count, history=entries, frequency=frequency, presence=0, repetition=1))
+
+
 @pytest.mark.parametrize("vocab", [40, 1500, 5003])
 def test_ties_with_the_last_one_kept_are_kept(vocab: int) -> None:
     count, rng = 60, np.random.default_rng(vocab)
@@ -259,12 +270,8 @@ def test_the_only_allowed_token_is_drawn_however_unlikely(options: dict[str, Any
 def test_a_row_is_the_same_alone_in_a_batch_and_with_any_threads(threads: int) -> None:
     count, vocab = 23, 3001
     logits, rng = normal(count, vocab, 11), np.random.default_rng(11)
-    columns = {
-        "temperature": rng.choice([0.5, 1.0], count),
-        "top_k": rng.choice([0, 50], count),
-        "top_p": rng.choice([1.0, 0.9], count),
-        "seed": np.arange(count),
-    }
+    columns = {"temperature": rng.choice([0.5, 1.0], count), "top_k": rng.choice([0, 50], count)}
+    columns |= {"top_p": rng.choice([1.0, 0.9], count), "seed": np.arange(count)}
     together = draw(logits, rows(count, want_logprob=True, **columns), threads)
     alone = [
         draw(logits[i : i + 1], rows(1, want_logprob=True, **{k: v[i] for k, v in columns.items()}), 1)
@@ -280,9 +287,8 @@ def test_log_probabilities_are_those_of_the_given_logits_in_float64(vocab: int) 
     count = 24
     logits, rng = normal(count, vocab, 12, 6.0), np.random.default_rng(12)
     asked = rng.random(count) < 0.6
-    how = rows(
-        count, temperature=2.0, top_k=40, seed=np.arange(count), want_logprob=asked, bias=some(rng, count, vocab, 300)
-    )
+    bias = some(rng, count, vocab, 300)
+    how = rows(count, temperature=2.0, top_k=40, seed=np.arange(count), want_logprob=asked, bias=bias)
     found = draw(logits, how)
     assert found.logprobs is not None
     wide = logits.astype(np.float64)
@@ -376,7 +382,7 @@ def test_draws_have_the_distribution_of_float64(name: str) -> None:
         if "bias" in s:
             ids, values = zip(*BIASES, strict=True)
             given["bias"] = Sparse(
-                every.repeat(len(BIASES)), np.tile(ids, each), np.tile(values, each).astype(np.float32)
+                every.repeat(len(ids)), np.tile(ids, each), np.tile(np.array(values, np.float32), each)
             )
         if "banned" in s:
             given["banned"] = Sparse(every.repeat(len(BANNED)), np.tile(BANNED, each))
@@ -385,7 +391,7 @@ def test_draws_have_the_distribution_of_float64(name: str) -> None:
         if "repetition" in s:
             ids, values = zip(*HISTORY, strict=True)
             given["history"] = Sparse(
-                every.repeat(len(HISTORY)), np.tile(ids, each), np.tile(values, each).astype(np.float32)
+                every.repeat(len(ids)), np.tile(ids, each), np.tile(np.array(values, np.float32), each)
             )
         how = rows(each, seed=every + first, position=every % 7, **given)
         found = draw(np.broadcast_to(logits, (each, SMALL)), how)

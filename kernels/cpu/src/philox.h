@@ -1,5 +1,5 @@
 // The sampler's noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), many
-// counters at a time, and the Gumbel number that one of its words stands for. Which words: SamplingRows, kernels/ops.py.
+// counters at a time, and the Gumbel number that a word stands for. Which words: SamplingRows, kernels/ops.py.
 #pragma once
 #include <algorithm>
 #include <cmath>

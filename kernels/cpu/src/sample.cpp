@@ -83,7 +83,8 @@ int64_t draw(const float* scores, int64_t vocab, float temperature, float most, 
     vf ahead = v * inverse - bar;
     ahead = ahead < -80.0f ? splat(-80.0f) : ahead;
     ahead = ahead > 60.0f ? splat(60.0f) : ahead;
-    const vf bound = (vf)__builtin_convertvector(multiply_add(ahead, splat(0x1p23f * 1.44269504f), splat(0x1p23f * 159)), vi);
+    const vf exponent = multiply_add(ahead, splat(0x1p23f * 1.44269504f), splat(0x1p23f * 159));
+    const vf bound = (vf)__builtin_convertvector(exponent, vi);
     uint32_t which = at_least(bound, __builtin_convertvector(words, vf));
     if (!which) return;
     for (; which; which &= which - 1) {

@@ -118,21 +118,27 @@ static inline double sum_exp(const float* row, int64_t n, float most) {
   return total.value();
 }
 
-// Writes those of the row that are at least `floor` to `kept` in order; returns how many. `kept` has room for LANES more.
+// Writes the lanes of v whose bits are set to `to`, closed up; returns how many. Overwrites LANES numbers.
+static inline int64_t close_up(float* to, vf v, uint32_t which) {
+#if LANES == 16
+  store(to, (vf)_mm512_maskz_compress_ps(which, (__m512)v));
+  return __builtin_popcount(which);
+#else
+  float lanes[LANES];
+  store(lanes, v);
+  int64_t count = 0;
+  for (int i = 0; i < LANES; i++) to[count] = lanes[i], count += which >> i & 1;
+  return count;
+#endif
+}
+
+// Writes those of the row that are at least `floor` to `kept`, in order; returns how many. `kept` has room for LANES
+// more. A zero comes out without a sign: the sampler orders numbers by their bits, too.
 static inline int64_t gather(const float* row, int64_t n, float floor, float* kept) {
   int64_t count = 0;
   const vf least = splat(floor);
   scan(row, n, NAN, [&](int64_t, vf v) {
-    const uint32_t which = at_least(v, least);
-    if (!which) return;
-#if LANES == 16
-    store(kept + count, (vf)_mm512_maskz_compress_ps(which, (__m512)v));
-    count += __builtin_popcount(which);
-#else
-    float lanes[LANES];
-    store(lanes, v);
-    for (int i = 0; i < LANES; i++) kept[count] = lanes[i], count += which >> i & 1;
-#endif
+    if (const uint32_t which = at_least(v, least)) count += close_up(kept + count, v + 0.0f, which);
   });
   return count;
 }

@@ -18,8 +18,9 @@ static inline void store_part(T* p, vf v, int64_t n) {
   memcpy(p, whole, n * sizeof(T));
 }
 
-// The standard normal distribution function, (1 + erf(x / sqrt 2)) / 2; relative error below 1e-6, far tails included (4e-6 without FMA).
-// For a = |x|, Phi(-a) = exp(-a^2 / 2) * t * P(t) with t = 1 / (1 + 0.3 a); P is minimax on 0 <= a <= 14 (Remez, 3.5e-9).
+// The standard normal distribution function, (1 + erf(x / sqrt 2)) / 2; relative error below 1e-6 (4e-6 without FMA),
+// far tails included. For a = |x|, Phi(-a) = exp(-a^2 / 2) t P(t) with t = 1 / (1 + 0.3 a); P is minimax in relative
+// error on 0 <= a <= 14 (Remez, 3.5e-9).
 static inline vf vec_normal_cdf(vf x) {
   vf a = x < 0.0f ? -x : x;
   a = a > 14.5f ? splat(14.5f) : a;  // the rest is 0, and a^2 stays finite
