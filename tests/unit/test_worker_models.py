@@ -20,6 +20,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.families import FAMILIES
 from services.worker.models.loader import Checkpoint
 from shared.errors import ModelError
+from shared.settings import ROOT
 from tests.models import make_llama
 
 RAW: dict[str, Any] = {
@@ -156,6 +157,14 @@ def test_a_sliding_window_that_is_switched_off_is_no_obstacle() -> None:
     raw = {**RAW, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
     config = parse_config(raw, "config.json")
     assert config.biases == {"qkv"} and config.windows == (0, 0)
+
+
+def test_the_page_of_models_names_every_architecture_and_every_field_that_is_refused() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    for architecture, family in FAMILIES.items():
+        assert f"| `{architecture}` |" in page
+        for key in family.only:
+            assert f"`{key}`" in page, (architecture, key)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
