@@ -16,29 +16,34 @@ const float LOG2_E = 1.44269504f;
 int smaller(int a, int b) { return a < b ? a : b; }
 int larger(int a, int b) { return a > b ? a : b; }
 
-vf lane_numbers() {
-  vf v{};
-  for (int i = 0; i < LANES; i++) v[i] = float(i);
+using Lanes = std::make_integer_sequence<int, LANES>;
+
+template <int... I>
+vf numbers(std::integer_sequence<int, I...>) {
+  return vf{float(I)...};
+}
+vf lane_numbers() { return numbers(Lanes()); }
+
+// Lanes i and i ^ WIDTH change places.
+template <int WIDTH, int... I>
+vf exchange(vf v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I ^ WIDTH)...);
+}
+// Folds the lanes of a vector, halves first; each lane of the result holds it.
+template <int WIDTH = LANES / 2, typename Fold>
+vf fold(vf v, Fold both) {
+  v = both(v, exchange<WIDTH>(v, Lanes()));
+  if constexpr (WIDTH > 1) v = fold<WIDTH / 2>(v, both);
   return v;
 }
-
-float largest(vf v) {
-  alignas(64) float x[LANES];
-  store(x, v);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-  return x[0];
+vf largest(vf v) {
+  return fold(v, [](vf a, vf b) { return vec_max(a, b); });
 }
-
 float total(vf v) {
-  alignas(64) float x[LANES];
-  store(x, v);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return x[0];
+  return fold(v, [](vf a, vf b) { return a + b; })[0];
 }
 
-void scale_row(float* x, int64_t size, float factor) {
+void scale_row(float* x, int64_t size, vf factor) {
   for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * factor);
 }
 
@@ -77,38 +82,68 @@ void merge_row(State first, State second, int64_t row, int64_t stride) {
   first.most[row] = most;
 }
 
-// Scores of one row of a segment, keys begin .. end - 1 of which it sees, become weights; its state follows.
+// Brings the greatest score and the sum of weights of a row to a segment with the greatest score `highest`. Returns
+// what exp is taken relative to, and the factor that the row's values still need.
+inline vf raise(State state, int64_t row, vf highest, float* keep) {
+  const float before = state.most[row], now = highest[0] > before ? highest[0] : before;
+  const vf relative = splat(reference(now)), factor = vec_exp2(splat(before) - relative);
+  float* weights = state.weights + row * 16;
+  store(weights, multiply_add(load(weights), factor, vf{}));
+  state.most[row] = now;
+  *keep = factor[0];
+  return relative;
+}
+
+// Scores of one row of a segment become weights; its state follows. The row sees keys begin .. end - 1.
 template <bool ALIBI>
-void weigh(float* s, int begin, int end, float scale, float slope, int distance, State state, int64_t row,
-           int64_t stride) {
+void weigh_part(float* s, int begin, int end, float scale, float slope, int distance, State state, int64_t row,
+                float* keep) {
   vf most = splat(NOTHING);
   const vf lanes = lane_numbers();
   for (int at = begin / LANES * LANES; at < end; at += LANES) {
-    vf bias{};
-    if (ALIBI) bias = (lanes + float(at + distance)) * slope;
+    const vf number = lanes + float(at);
+    const vf bias = ALIBI ? (number + float(distance)) * slope : vf{};
     vf x = multiply_add(load(s + at), splat(scale), bias);
-    if (at < begin || at + LANES > end) {
-      const vf number = lanes + float(at);
-      x = number >= float(begin) && number < float(end) ? x : splat(NOTHING);
-    }
+    x = number >= float(begin) && number < float(end) ? x : splat(NOTHING);
     store(s + at, x);
     most = vec_max(x, most);
   }
-  const float before = state.most[row], highest = largest(most);
-  const float now = highest > before ? highest : before, relative = reference(now);
+  const vf relative = raise(state, row, largest(most), keep);
   vf sum = load(state.weights + row * 16);
-  if (now != before) {
-    const float keep = power(before - relative);
-    sum = multiply_add(sum, splat(keep), vf{});
-    scale_row(state.values + row * stride, stride, keep);
-    state.most[row] = now;
-  }
   for (int at = begin / LANES * LANES; at < end; at += LANES) {
     const vf weight = vec_exp2(load(s + at) - relative);
     store(s + at, weight);
     sum += weight;
   }
   store(state.weights + row * 16, sum);
+}
+
+// The same in registers, for a row that sees the whole segment.
+template <bool ALIBI>
+void weigh_whole(float* s, float scale, float slope, int distance, State state, int64_t row, float* keep) {
+  const int vectors = SEGMENT / LANES;
+  const vf lanes = lane_numbers();
+  vf x[vectors], most = splat(NOTHING);
+  times<vectors>([&](auto i) INLINE {
+    const vf bias = ALIBI ? (lanes + float(i * LANES) + float(distance)) * slope : vf{};
+    x[i] = multiply_add(load(s + i * LANES), splat(scale), bias);
+    most = vec_max(x[i], most);
+  });
+  const vf relative = raise(state, row, largest(most), keep);
+  vf sum = load(state.weights + row * 16);
+  times<vectors>([&](auto i) INLINE {
+    x[i] = vec_exp2(x[i] - relative);
+    store(s + i * LANES, x[i]);
+    sum += x[i];
+  });
+  store(state.weights + row * 16, sum);
+}
+
+template <bool ALIBI>
+void weigh(float* s, int begin, int end, float scale, float slope, int distance, State state, int64_t row,
+           float* keep) {
+  if (begin == 0 && end == SEGMENT) return weigh_whole<ALIBI>(s, scale, slope, distance, state, row, keep);
+  weigh_part<ALIBI>(s, begin, end, scale, slope, distance, state, row, keep);
 }
 
 template <typename T>
@@ -119,13 +154,17 @@ template <typename T>
 class Worker {
  public:
   Worker(const AttentionArgs& a, const Step& step, char* memory, int64_t most_rows)
-      : a_(a), step_(step), pool_(*a.pool), stride_(a.pool->head_stride), group_(a.heads / a.pool->kv_heads) {
+      : a_(a), step_(step), pool_(*a.pool), stride_(a.pool->head_stride), group_(a.heads / a.pool->kv_heads),
+        tiles_in_block_(pool_.block_size / TILE),
+        tile_bytes_(tile_bytes(pool_)),
+        to_v_(v_part(pool_, 0, 0, 0) - k_part(pool_, 0, 0, 0)) {
     scores_ = reinterpret_cast<float*>(memory);
-    query_ = reinterpret_cast<char*>(scores_ + MOST_ROWS * SEGMENT);
-    states_ = reinterpret_cast<float*>(query_ + most_rows * stride_ * sizeof(float));
+    positions_ = reinterpret_cast<int32_t*>(scores_ + MOST_ROWS * SEGMENT);
+    query_ = reinterpret_cast<float*>(positions_ + (most_rows + 15) / 16 * 16);
+    states_ = query_ + most_rows * stride_;
   }
   static int64_t memory(int64_t most_rows, int64_t stride, int64_t state) {
-    return (MOST_ROWS * SEGMENT + most_rows * stride + 2 * state) * sizeof(float);
+    return (MOST_ROWS * SEGMENT + (most_rows + 15) / 16 * 16 + most_rows * stride + 2 * state) * sizeof(float);
   }
 
   // The query rows of a piece and KV head.
@@ -138,10 +177,12 @@ class Worker {
     end_ = position_ + piece.count;
     rows_ = piece.count * group_;
     blocks_ = (rows_ + MOST_ROWS - 1) / MOST_ROWS;
-    for (int b = 0; b < blocks_; b++)
-      for (int row = block_begin(b); row < block_begin(b + 1); row++)
-        pack_query(head_of(static_cast<const T*>(a_.q), row), pool_.head_dim, stride_,
-                   block_begin(b + 1) - block_begin(b), row - block_begin(b), query_of(b));
+    per_block_ = rows_ / blocks_;
+    larger_blocks_ = rows_ % blocks_;
+    heads_k_ = k_part(pool_, 0, a_.layer, kv_head);
+    for (int row = 0; row < rows_; row++) positions_[row] = position_ + row / group_;
+    for (int row = 0; row < rows_; row++)
+      pack_query(head_of(static_cast<const T*>(a_.q), row), pool_.head_dim, stride_, query_ + row * stride_);
   }
 
   float* own_state(int number, int64_t state_size) { return states_ + number * state_size; }
@@ -179,8 +220,7 @@ class Worker {
 
  private:
   // Rows of a piece: position by position, the heads of the group one after another. A block is what the kernels take.
-  int block_begin(int b) const { return int(int64_t(rows_) * b / blocks_); }
-  char* query_of(int b) const { return query_ + block_begin(b) * stride_ * sizeof(float); }
+  int block_begin(int b) const { return b * per_block_ + smaller(b, larger_blocks_); }
   template <typename Q>
   Q* head_of(Q* base, int row) const {
     const int64_t head = kv_head_ * group_ + row % group_;
@@ -189,19 +229,24 @@ class Worker {
 
   // Where the tiles of a segment lie. Those behind `end` are never read; they stand for the one at `known`.
   void find_tiles(int segment, int end, int known, const char** k, const char** v) const {
+    const int start = segment < end ? segment : known;
+    int entry = start / pool_.block_size, tile = start % pool_.block_size / TILE;
     for (int t = 0; t < SEGMENT_TILES; t++) {
-      const int at = segment + t * TILE < end ? segment + t * TILE : known;
-      const int64_t block = table_[at / pool_.block_size], in_block = at % pool_.block_size / TILE * tile_bytes(pool_);
-      k[t] = k_part(pool_, block, a_.layer, kv_head_) + in_block;
-      v[t] = v_part(pool_, block, a_.layer, kv_head_) + in_block;
+      k[t] = heads_k_ + table_[entry] * pool_.block_bytes + tile * tile_bytes_;
+      v[t] = k[t] + to_v_;
+      if (start + (t + 1) * TILE >= smaller(end, start + SEGMENT)) {
+        for (int rest = t + 1; rest < SEGMENT_TILES; rest++) k[rest] = k[t], v[rest] = v[t];
+        return;
+      }
+      if (++tile == tiles_in_block_) entry++, tile = 0;
     }
   }
 
   // Keys of a segment that a row sees, as begin and end within it.
   int sees_from(int row, int segment) const {
-    return a_.window ? larger(0, position_ + row / group_ - a_.window + 1 - segment) : 0;
+    return a_.window ? larger(0, positions_[row] - a_.window + 1 - segment) : 0;
   }
-  int sees_to(int row, int segment) const { return smaller(SEGMENT, position_ + row / group_ + 1 - segment); }
+  int sees_to(int row, int segment) const { return smaller(SEGMENT, positions_[row] + 1 - segment); }
 
   void attend_segment(int segment, int b, State state) {
     const int top = block_begin(b), bottom = block_begin(b + 1), rows = bottom - top;
@@ -217,41 +262,46 @@ class Worker {
         keys[c] = k_[at / TILE] + at % TILE * 4;
         ahead[c] = v_[at / TILE];
       }
-      products<T>.score[rows - 1][count - 1](query_of(b), keys, b ? nullptr : ahead, stride_, scores_ + vector * LANES);
+      products<T>.score[rows - 1][count - 1](query_ + top * stride_, keys, b ? nullptr : ahead, stride_, scores_ + vector * LANES);
     }
-    int common_begin = 0, common_end = SEGMENT;
-    for (int row = top; row < bottom; row++) {
-      const int row_begin = sees_from(row, segment), row_end = sees_to(row, segment);
-      common_begin = larger(common_begin, row_begin);
-      common_end = smaller(common_end, row_end);
-      if (row_begin < row_end) weigh_row(row, row - top, row_begin, row_end, segment, state);
-    }
-    const bool common = common_begin < common_end;
     float* out = state.values + top * stride_;
+    const char* const* next = b ? nullptr : next_k_;
+    const int common_begin = sees_from(bottom - 1, segment), common_end = sees_to(top, segment);
     for (int row = top; row < bottom; row++)
-      add_values(1, row - top, sees_from(row, segment), common ? common_begin : sees_to(row, segment), nullptr, out);
+      weigh_row(row, row - top, sees_from(row, segment), sees_to(row, segment), segment, state);
+    if (common_begin == 0 && common_end == SEGMENT) return add_values(rows, 0, 0, SEGMENT, keep_, next, out);
+    // Each row alone: the keys that only some of the rows see.
+    const bool common = common_begin < common_end;
+    for (int row = top; row < bottom; row++) {
+      const int from = sees_from(row, segment), to = sees_to(row, segment);
+      if (from >= to) continue;
+      scale_row(state.values + row * stride_, stride_, splat(keep_[row - top]));
+      add_values(1, row - top, from, common ? common_begin : to, nullptr, nullptr, out);
+    }
     if (!common) return;
-    add_values(rows, 0, common_begin, common_end, b ? nullptr : next_k_, out);
+    add_values(rows, 0, common_begin, common_end, nullptr, next, out);
     for (int row = top; row < bottom; row++)
-      add_values(1, row - top, common_end, sees_to(row, segment), nullptr, out);
+      add_values(1, row - top, common_end, sees_to(row, segment), nullptr, nullptr, out);
   }
 
   void weigh_row(int row, int place, int begin, int end, int segment, State state) {
+    if (begin >= end) return;
     float* s = scores_ + place * SEGMENT;
     const float scale = a_.scale * LOG2_E;
-    if (!a_.slopes) return weigh<false>(s, begin, end, scale, 0, 0, state, row, stride_);
+    if (!a_.slopes) return weigh<false>(s, begin, end, scale, 0, 0, state, row, keep_ + place);
     const float slope = a_.slopes[kv_head_ * group_ + row % group_] * LOG2_E;
-    weigh<true>(s, begin, end, scale, slope, segment - position_ - row / group_, state, row, stride_);
+    weigh<true>(s, begin, end, scale, slope, segment - positions_[row], state, row, keep_ + place);
   }
 
   // Values of keys begin .. end - 1 for `rows` rows of a block from `place` on.
-  void add_values(int rows, int place, int begin, int end, const char* const* ahead, float* out) const {
+  void add_values(int rows, int place, int begin, int end, const float* keep, const char* const* ahead,
+                  float* out) const {
     if (begin >= end) return;
     const int vectors = stride_ / LANES;
     for (int vector = 0, count; vector < vectors; vector += count) {
       count = smaller(MOST_VECTORS, vectors - vector);
-      products<T>.value[rows - 1][count - 1](scores_ + place * SEGMENT, v_, ahead, stride_, vector * LANES, begin, end,
-                                             out + place * stride_);
+      products<T>.value[rows - 1][count - 1](scores_ + place * SEGMENT, keep, v_, ahead, stride_, vector * LANES,
+                                             begin, end, out + place * stride_);
     }
   }
 
@@ -259,13 +309,18 @@ class Worker {
   const Step& step_;
   const Pool& pool_;
   const int64_t stride_;
-  const int group_;
+  const int group_, tiles_in_block_;
+  const int64_t tile_bytes_, to_v_;
+  int32_t* positions_;  // [rows]
   float* scores_;  // [MOST_ROWS, SEGMENT]
-  char* query_;
+  float keep_[MOST_ROWS];  // what a segment's greatest score leaves of the values before
+  float* query_;   // [rows, stride]
   float* states_;
   const int32_t* table_ = nullptr;
   int64_t kv_head_ = 0;
-  int first_row_ = 0, position_ = 0, end_ = 0, rows_ = 0, blocks_ = 0;
+  const char* heads_k_ = nullptr;  // K of this layer and head, were it in block 0
+  int first_row_ = 0, position_ = 0, end_ = 0, rows_ = 0;
+  int blocks_ = 0, per_block_ = 0, larger_blocks_ = 0;  // the first ones have a row more
   const char *k_[SEGMENT_TILES], *v_[SEGMENT_TILES], *next_k_[SEGMENT_TILES], *next_v_[SEGMENT_TILES];
 };
 
