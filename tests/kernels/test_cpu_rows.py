@@ -16,6 +16,7 @@ from kernels.cpu.commands import (
     ACTIVATIONS,
     BFLOAT16,
     FLOAT32,
+    INT8,
     ROWS_SAMPLES,
     ROWS_TOKENS,
     ActivateArgs,
@@ -55,7 +56,7 @@ def wide(x: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
     return x.to(torch.float64).numpy()
 
 
-def close(found: Tensor, expected: Any, absolute: float = 1e-6, relative: float = 2e-6) -> None:
+def close(found: Tensor, expected: Any, absolute: Any = 1e-6, relative: float = 2e-6) -> None:
     """Equal but for `absolute`, `relative` and one rounding to the type that was stored."""
     limit = absolute + (relative + ROUNDING[found.dtype]) * np.abs(expected)
     error = np.abs(wide(found) - expected)
@@ -223,6 +224,22 @@ def test_embed_scales_and_adds_places(width: int, dtype: torch.dtype, table_dtyp
     run(args, ROWS_TOKENS, step)
     expected = wide(table)[tokens] * 1.5 + (wide(position_table)[positions] if places else 0)
     close(out, expected)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "width"), [(50, 5), (131, 64), (70, 130)])
+def test_embed_reads_rows_of_a_packed_matrix(vocab: int, width: int, dtype: torch.dtype, int8: bool) -> None:
+    table, code = numbers(vocab, width, dtype=dtype), INT8 if int8 else CODES[dtype]
+    packed = torch.empty(LIBRARY.packed_bytes(code, vocab, width), dtype=torch.uint8)
+    LIBRARY.pack(code, packed.data_ptr(), (vocab, width), 0, vocab, table.data_ptr(), CODES[dtype])
+    tokens, out = np.array([vocab - 1, 0, 33, 17], np.int32), torch.empty(4, width, dtype=dtype)
+    args = EmbedArgs(packed.data_ptr(), None, out.data_ptr(), width, vocab, CODES[dtype], code, True, 2.0)
+    run(args, ROWS_TOKENS, Step(tokens_count=4, tokens=tokens.ctypes.data))
+    expected = wide(table)[tokens]
+    # int8 is the nearest of 255 levels of its row.
+    step = np.abs(expected).max(-1, keepdims=True) / 127 if int8 else 0
+    close(out, expected * 2, absolute=1e-6 + 1.001 * step)
 
 
 def test_nothing_is_written_beyond_the_last_number() -> None:
