@@ -127,7 +127,9 @@ class Linear {
 
   void run() {
     Pieces pieces(blocks_, packed_.panels, GROUP, team_.threads());
-    while (pieces.seek(team_.next())) {
+    for (int64_t index; pieces.seek(index = team_.next());) {
+      Pieces later = pieces;  // threads take turns more often than not
+      next_ = later.seek(index + team_.threads()) ? later.panel : pieces.panel;
       if (pieces.block != block_) enter(pieces.block);
       multiply(pieces.panel, pieces.count);
       for (int64_t p = 0; p < pieces.count; p++) finish_panel(pieces.panel + p, sums_ + p * block_rows_ * WIDTH);
@@ -163,7 +165,7 @@ class Linear {
       for (int64_t p = 0; p < count; p++) {
         const char* next = p + 1 < count         ? weights(panel + p + 1, first)
                            : pass + 1 < passes ? weights(panel, last)
-                                               : weights(likely_next(panel, count), 0);
+                                               : weights(next_, 0);
         for (int64_t tile = 0; tile < tiles; tile++)  // which share the fetching
           call(first_tile_ + tile, panel + p, p, 1, first, last, next + (last - first) * W::BYTES / tiles * tile,
                W::BYTES / tiles);
@@ -177,15 +179,12 @@ class Linear {
     for (int64_t p = 0, together = panels_together(end_ - begin_); p < count; p += together) {
       while (together > count - p) together /= 2;
       const int64_t ahead = std::min<int64_t>(steps, AHEAD / (W::BYTES * together));
-      const int64_t next = p + together < count ? panel + p + together : likely_next(panel, count);
+      const int64_t next = p + together < count ? panel + p + together : next_;
       if (steps > ahead)
         call(first_tile_, panel + p, p, together, 0, steps - ahead, weights(panel + p, ahead), W::BYTES);
       call(first_tile_, panel + p, p, together, steps - ahead, steps, weights(next, 0), W::BYTES);
     }
   }
-
-  // Threads take turns more often than not.
-  int64_t likely_next(int64_t panel, int64_t count) const { return panel + team_.threads() * count; }
 
   // Steps first .. last of one tile and `together` panels, whose sums have place p.
   void call(int64_t tile, int64_t panel, int64_t p, int64_t together, int64_t first, int64_t last, const char* ahead,
@@ -233,6 +232,7 @@ class Linear {
   Input* copy_;
   float* sums_;
   int64_t block_ = -1, first_tile_ = 0, end_tile_ = 0, begin_ = 0, end_ = 0;
+  int64_t next_ = 0;  // panel of the piece that this thread will likely take next
   const Input* x_ = nullptr;
 };
 
