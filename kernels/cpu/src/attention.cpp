@@ -169,33 +169,40 @@ class Worker {
 
   // The query rows of a piece and KV head.
   void begin(const Piece& piece, int64_t kv_head) {
-    const int count = step_.query_start[piece.sequence + 1] - step_.query_start[piece.sequence];
     kv_head_ = kv_head;
-    table_ = step_.tables + int64_t(piece.sequence) * step_.table_stride;
+    keys_ = keys_of(piece, kv_head);
     first_row_ = step_.query_start[piece.sequence] + piece.first;
-    position_ = step_.context[piece.sequence] - count + piece.first;
-    end_ = position_ + piece.count;
     rows_ = piece.count * group_;
     blocks_ = (rows_ + MOST_ROWS - 1) / MOST_ROWS;
     per_block_ = rows_ / blocks_;
     larger_blocks_ = rows_ % blocks_;
-    heads_k_ = k_part(pool_, 0, a_.layer, kv_head);
-    for (int row = 0; row < rows_; row++) positions_[row] = position_ + row / group_;
-    for (int row = 0; row < rows_; row++)
+    for (int row = 0; row < rows_; row++) {
+      positions_[row] = keys_.position + row / group_;
       pack_query(head_of(static_cast<const T*>(a_.q), row), pool_.head_dim, stride_, query_ + row * stride_);
+    }
+    find_tiles(keys_, keys_.end - 1, after_k_, next_v_);  // nothing else, unless `follow` says so
+  }
+  // The piece that this thread takes next: its first keys are fetched while the last ones of this are worked on.
+  void follow(const Piece& piece, int64_t kv_head) {
+    const Keys keys = keys_of(piece, kv_head);
+    const char* v[SEGMENT_TILES];
+    find_tiles(keys, first_segment(keys, piece.split + (piece.slot < 0 ? 0 : piece.index)), after_k_, v);
   }
 
   float* own_state(int number, int64_t state_size) { return states_ + number * state_size; }
   State state(float* memory) const { return State(memory, rows_, stride_); }
 
-  // The softmax state of the keys of one split.
-  void attend(int split, State state) {
+  // The softmax state of the keys of one split; `last` of this piece?
+  void attend(int split, bool last, State state) {
     state.clear(rows_, stride_);
-    const int lowest = a_.window && position_ >= a_.window ? position_ - a_.window + 1 : 0;
-    const int begin = larger(lowest / SEGMENT * SEGMENT, split * SPLIT), end = smaller(end_, (split + 1) * SPLIT);
-    find_tiles(begin, end, begin, k_, v_);
-    for (int segment = begin; segment < end; segment += SEGMENT) {
-      find_tiles(segment + SEGMENT, end, segment, next_k_, next_v_);
+    const int end = smaller(keys_.end, (split + 1) * SPLIT);
+    int segment = first_segment(keys_, split);
+    find_tiles(keys_, segment, k_, v_);
+    for (; segment < end; segment += SEGMENT) {
+      if (segment + SEGMENT < end || !last)
+        find_tiles(keys_, segment + SEGMENT, next_k_, next_v_);
+      else
+        memcpy(next_k_, after_k_, sizeof next_k_);
       for (int b = 0; b < blocks_; b++) attend_segment(segment, b, state);
       memcpy(k_, next_k_, sizeof k_);
       memcpy(v_, next_v_, sizeof v_);
@@ -227,18 +234,35 @@ class Worker {
     return base + ((first_row_ + row / group_) * int64_t(a_.heads) + head) * pool_.head_dim;
   }
 
-  // Where the tiles of a segment lie. Those behind `end` are never read; they stand for the one at `known`.
-  void find_tiles(int segment, int end, int known, const char** k, const char** v) const {
-    const int start = segment < end ? segment : known;
-    int entry = start / pool_.block_size, tile = start % pool_.block_size / TILE;
+  // Where the keys of a piece are, and which.
+  struct Keys {
+    const int32_t* table;
+    const char* k;          // of this layer and KV head, were it in block 0
+    int32_t position, end;  // of the first row, behind the last one
+  };
+  Keys keys_of(const Piece& piece, int64_t kv_head) const {
+    const int count = step_.query_start[piece.sequence + 1] - step_.query_start[piece.sequence];
+    const int position = step_.context[piece.sequence] - count + piece.first;
+    const int32_t* table = step_.tables + int64_t(piece.sequence) * step_.table_stride;
+    return {table, k_part(pool_, 0, a_.layer, kv_head), position, position + piece.count};
+  }
+  int first_segment(const Keys& keys, int split) const {
+    const int lowest = a_.window ? larger(0, keys.position - a_.window + 1) : 0;
+    return larger(lowest / SEGMENT * SEGMENT, split * SPLIT);
+  }
+
+  // Where the tiles of a segment lie. Those behind the end are never read; they stand for the last one before it.
+  void find_tiles(const Keys& keys, int segment, const char** k, const char** v) const {
+    int entry = segment / pool_.block_size, tile = segment % pool_.block_size / TILE;
     for (int t = 0; t < SEGMENT_TILES; t++) {
-      k[t] = heads_k_ + table_[entry] * pool_.block_bytes + tile * tile_bytes_;
-      v[t] = k[t] + to_v_;
-      if (start + (t + 1) * TILE >= smaller(end, start + SEGMENT)) {
-        for (int rest = t + 1; rest < SEGMENT_TILES; rest++) k[rest] = k[t], v[rest] = v[t];
-        return;
+      if (t == 0 || segment + t * TILE < keys.end) {
+        k[t] = keys.k + keys.table[entry] * pool_.block_bytes + tile * tile_bytes_;
+        v[t] = k[t] + to_v_;
+        if (++tile == tiles_in_block_) entry++, tile = 0;
+      } else {
+        k[t] = k[t - 1];
+        v[t] = v[t - 1];
       }
-      if (++tile == tiles_in_block_) entry++, tile = 0;
     }
   }
 
@@ -316,12 +340,12 @@ class Worker {
   float keep_[MOST_ROWS];  // what a segment's greatest score leaves of the values before
   float* query_;   // [rows, stride]
   float* states_;
-  const int32_t* table_ = nullptr;
   int64_t kv_head_ = 0;
-  const char* heads_k_ = nullptr;  // K of this layer and head, were it in block 0
-  int first_row_ = 0, position_ = 0, end_ = 0, rows_ = 0;
+  Keys keys_{};
+  int first_row_ = 0, rows_ = 0;
   int blocks_ = 0, per_block_ = 0, larger_blocks_ = 0;  // the first ones have a row more
   const char *k_[SEGMENT_TILES], *v_[SEGMENT_TILES], *next_k_[SEGMENT_TILES], *next_v_[SEGMENT_TILES];
+  const char* after_k_[SEGMENT_TILES];  // the first segment of the piece after this one
 };
 
 template <typename T>
@@ -338,28 +362,34 @@ void attention(const AttentionArgs& a, const Step& step, Team& team) {
   if (plan.shared_states()) shared = team.shared(Team::SHARED_ZEROS + plan.shared_states() * sizeof(float));
   static_assert(Plan::MOST_SLOTS * sizeof(std::atomic<int32_t>) <= Team::SHARED_ZEROS, "a counter for each slot");
 
-  for (int64_t i; (i = team.next()) < plan.pieces() * kv_heads;) {
+  const int64_t pieces = plan.pieces() * kv_heads;
+  for (int64_t i = team.next(), after; i < pieces; i = after) {
     const Piece& piece = list[i / kv_heads];
     const int64_t kv_head = i % kv_heads;
     worker.begin(piece, kv_head);
+    // Taken before it is begun, so that its keys can be fetched.
+    after = team.next();
+    if (after < pieces) worker.follow(list[after / kv_heads], after % kv_heads);
     if (piece.slot < 0) {
       State state = worker.state(worker.own_state(0, state_size));
-      worker.attend(piece.split, state);
+      worker.attend(piece.split, piece.splits == 1, state);
       for (int split = 1; split < piece.splits; split++) {
         State more = worker.state(worker.own_state(1, state_size));
-        worker.attend(piece.split + split, more);
+        worker.attend(piece.split + split, split + 1 == piece.splits, more);
         worker.merge(state, more);
       }
       worker.finish(state);
       continue;
     }
     const int64_t size = plan.state_size(plan.rows(piece));
-    float* states = reinterpret_cast<float*>(shared + Team::SHARED_ZEROS) + piece.states + kv_head * piece.splits * size;
-    worker.attend(piece.split + piece.index, worker.state(states + piece.index * size));
+    float* states =
+        reinterpret_cast<float*>(shared + Team::SHARED_ZEROS) + piece.states + kv_head * piece.splits * size;
+    worker.attend(piece.split + piece.index, true, worker.state(states + piece.index * size));
     auto& done = reinterpret_cast<std::atomic<int32_t>*>(shared)[piece.slot * kv_heads + kv_head];
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < piece.splits) continue;
     done.store(0, std::memory_order_relaxed);
-    for (int split = 1; split < piece.splits; split++) worker.merge(worker.state(states), worker.state(states + split * size));
+    for (int split = 1; split < piece.splits; split++)
+      worker.merge(worker.state(states), worker.state(states + split * size));
     worker.finish(worker.state(states));
   }
 }

@@ -57,17 +57,20 @@ static inline void pack_query(const T* q, int64_t size, int64_t stride, float* p
 template <typename T, int ROWS, int VECTORS>
 static void scores(const float* q, const char* const* k, const char* const* ahead, int64_t stride, float* s) {
   vf sum[ROWS][VECTORS];
-  const char* keys_of[VECTORS];
+  const char *keys_of[VECTORS], *wanted[VECTORS];
   const float* query[ROWS];
   times<ROWS>([&](auto r) INLINE {
     query[r] = q + r * stride;
     times<VECTORS>([&](auto c) INLINE { sum[r][c] = vf{}; });
   });
-  times<VECTORS>([&](auto c) INLINE { keys_of[c] = k[c]; });
+  times<VECTORS>([&](auto c) INLINE {
+    keys_of[c] = k[c];
+    wanted[c] = ahead ? ahead[c] : nullptr;
+  });
   const int64_t words = sizeof(T) == 2 ? stride / 2 : stride;  // of 4 bytes, for each key
   for (int64_t i = 0; i < words; i++) {
     const int64_t at = i * TILE * 4;
-    if (ahead) times<VECTORS>([&](auto c) INLINE { __builtin_prefetch(ahead[c] + at); });
+    if (ahead) times<VECTORS>([&](auto c) INLINE { __builtin_prefetch(wanted[c] + at); });
     if constexpr (sizeof(T) == 4) {
       vf keys[VECTORS];
       times<VECTORS>([&](auto c) INLINE { keys[c] = load(reinterpret_cast<const float*>(keys_of[c] + at)); });
