@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.load_profile("explore" if os.environ.get("CI") else "repeat")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Here because pytest reads options from the conftest of the folder it is given only."""
+    parser.addoption("--kernels-variant", default="", help="test the CPU kernels in this instruction set only")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import BuildError
 from kernels.cpu.commands import (
     ACTIVATIONS,
     BFLOAT16,
@@ -28,12 +27,17 @@ from kernels.cpu.commands import (
     Step,
     command,
 )
-from kernels.cpu.library import load
+from kernels.cpu.library import Library
+from tests.kernels.cpu_variants import library
 
-try:
-    LIBRARY = load()
-except BuildError as error:
-    pytest.skip(f"no library of CPU kernels: {error}", allow_module_level=True)
+LIBRARY: Library
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library(variant: str) -> None:
+    global LIBRARY
+    LIBRARY = library(variant)
+
 
 CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 DTYPES = list(CODES)

@@ -10,19 +10,22 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kernels.cpu.build import BuildError
-from kernels.cpu.library import load
+from kernels.cpu.library import Library
 from kernels.cpu.program import Immediate
 from kernels.cpu.sampling import sample
 from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, Sampled, SamplingRows, Sparse
 from kernels.reference.sampling import sample as sample_in_torch
+from tests.kernels.cpu_variants import library
 
 Array = npt.NDArray[Any]
 
-try:
-    LIBRARY = load()
-except BuildError as error:
-    pytest.skip(f"no library of CPU kernels: {error}", allow_module_level=True)
+LIBRARY: Library
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library(variant: str) -> None:
+    global LIBRARY
+    LIBRARY = library(variant)
 
 
 @pytest.fixture(autouse=True, scope="module")
