@@ -1,0 +1,381 @@
+// One thread block on fibers: barriers, warp collectives, copies under way, and the scheduler that runs it all.
+//
+// Threads run one at a time, in the order that the launch asks for, and change only where they wait. Blocks run one
+// after another. What a GPU leaves undefined ends the launch with a text that names the source lines.
+#pragma once
+#include <algorithm>
+#include <cstdarg>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include "fibers.h"
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+namespace emulator {
+namespace {
+
+constexpr int WARP = 32;
+constexpr unsigned MAX_THREADS = 1024, MAX_GRID_YZ = 65535;
+constexpr size_t MAX_SHARED = 227 << 10;  // of a block on compute capability 9.0
+constexpr int SLOT = 64;                  // bytes that a lane may give to a collective or get from it
+constexpr int FORWARD = 0, REVERSE = 1;   // any other order is the seed of a random one
+
+enum class State : unsigned char { ready, at_barrier, in_warp, ended };
+
+struct Where {
+  const char* file;
+  int line;
+  bool operator==(const Where& other) const { return line == other.line && !strcmp(file, other.file); }
+  const char* name() const {
+    const char* slash = strrchr(file, '/');
+    return slash ? slash + 1 : file;
+  }
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  bool valid;  // else zeros are written
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index;
+  int lane, warp;
+  State state;
+  const char* what;  // it waits in, and where, and for which lanes
+  Where where;
+  unsigned mask;
+  std::vector<Copy> open;                 // copies of no group yet
+  std::deque<std::vector<Copy>> groups;  // committed, oldest first
+};
+
+struct Collective {
+  unsigned mask, arrived;
+  const char* what;
+  Where where;
+  alignas(16) unsigned char in[WARP][SLOT], out[WARP][SLOT];
+};
+
+struct Barrier {
+  int waiting, true_ones, found;
+  const char* what;
+  Where where;
+};
+
+// A piece of shared memory, exactly as large as was asked for, so that a sanitizer sees its end.
+struct Memory {
+  const void* key;
+  unsigned char* at;
+  size_t bytes;
+};
+
+struct Block {
+  dim3 grid, size;
+  uint3 index;
+  int threads, order;
+  bool failed;
+  char* error;
+  size_t error_room;
+  Barrier barrier;
+  std::vector<std::unique_ptr<Thread>> thread;
+  std::vector<std::vector<Collective>> warp;  // of each warp, one for every mask that it uses
+  Memory dynamic;
+  std::vector<Memory> declared;
+  std::mt19937 random;
+  void (*body)(const void*);
+  const void* params;
+};
+
+Block block;
+Thread* current = nullptr;
+std::mutex one_launch;
+
+// Notes what is wrong; the scheduler then ends the launch. The first text stays.
+__attribute__((format(printf, 1, 2))) void note(const char* format, ...) {
+  if (block.failed) return;
+  block.failed = true;
+  const uint3 at = block.index;
+  const int used = snprintf(block.error, block.error_room, "block (%u, %u, %u): ", at.x, at.y, at.z);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(block.error + used, block.error_room - used, format, arguments);
+  va_end(arguments);
+}
+
+// Called on a thread that cannot go on, after note().
+[[noreturn]] void stop() {
+  current->state = State::ended;
+  current->fiber.leave();
+  abort();
+}
+
+void wait(State state, const char* what, Where where, unsigned mask) {
+  current->state = state;
+  current->what = what;
+  current->where = where;
+  current->mask = mask;
+  current->fiber.leave();
+}
+
+// Waits until all threads of the block are here. Returns for how many of them `predicate` was true.
+int meet(const char* what, Where where, bool predicate) {
+  Barrier& barrier = block.barrier;
+  if (barrier.waiting == 0) {
+    barrier.what = what;
+    barrier.where = where;
+    barrier.true_ones = 0;
+  } else if (!(barrier.where == where) || strcmp(barrier.what, what)) {
+    note("threads wait at two barriers: %s at %s:%d and %s at %s:%d", barrier.what, barrier.where.name(),
+         barrier.where.line, what, where.name(), where.line);
+    stop();
+  }
+  barrier.true_ones += predicate;
+  if (++barrier.waiting == block.threads) {
+    barrier.waiting = 0;
+    barrier.found = barrier.true_ones;
+    for (int i = 0; i < block.threads; i++)
+      if (block.thread[i]->state == State::at_barrier) block.thread[i]->state = State::ready;
+  } else {
+    wait(State::at_barrier, what, where, 0);
+  }
+  return barrier.found;  // nobody passes the next barrier before this thread comes there
+}
+
+// What the lanes of `mask` do together: each gives `in`; the last to come calls finish(in of all lanes, out of all
+// lanes); each returns its own out. Lanes outside the mask have 0xff in every byte, and so has an out not written.
+template <typename Out, typename In, typename Finish>
+Out together(unsigned mask, const char* what, Where where, const In& in, Finish finish) {
+  static_assert(sizeof(In) <= SLOT && sizeof(Out) <= SLOT, "larger than a lane's slot");
+  static_assert(std::is_trivially_copyable<In>::value && std::is_trivially_copyable<Out>::value, "copied as bytes");
+  if (!(mask >> current->lane & 1)) {
+    note("lane %d calls %s at %s:%d with the mask %08x, which it is not in", current->lane, what, where.name(),
+         where.line, mask);
+    stop();
+  }
+  std::vector<Collective>& all = block.warp[current->warp];
+  size_t slot = 0;
+  while (slot < all.size() && all[slot].mask != mask) slot++;
+  if (slot == all.size()) {
+    all.emplace_back();
+    all[slot].mask = mask;
+    all[slot].arrived = 0;
+  }
+  Collective& mine = all[slot];
+  if (mine.arrived == 0) {
+    mine.what = what;
+    mine.where = where;
+  } else if (!(mine.where == where) || strcmp(mine.what, what)) {
+    note("lanes of warp %d diverge: %s at %s:%d and %s at %s:%d", current->warp, mine.what, mine.where.name(),
+         mine.where.line, what, where.name(), where.line);
+    stop();
+  }
+  memcpy(mine.in[current->lane], &in, sizeof in);
+  mine.arrived |= 1u << current->lane;
+  if (mine.arrived == mask) {
+    In given[WARP];
+    Out made[WARP];
+    memset(static_cast<void*>(given), 0xff, sizeof given);
+    memset(static_cast<void*>(made), 0xff, sizeof made);
+    for (int lane = 0; lane < WARP; lane++)
+      if (mask >> lane & 1) memcpy(static_cast<void*>(given + lane), mine.in[lane], sizeof(In));
+    finish(given, made);
+    mine.arrived = 0;
+    for (int lane = 0; lane < WARP; lane++) {
+      if (!(mask >> lane & 1)) continue;
+      memcpy(mine.out[lane], made + lane, sizeof(Out));
+      Thread& other = *block.thread[current->warp * WARP + lane];
+      if (&other != current) other.state = State::ready;
+    }
+  } else {
+    wait(State::in_warp, what, where, mask);
+  }
+  Out out;
+  memcpy(static_cast<void*>(&out), block.warp[current->warp][slot].out[current->lane], sizeof out);
+  return out;
+}
+
+void poison(const Memory& memory) { memset(memory.at, 0xff, memory.bytes); }  // NaN in every float type
+
+Memory allocate(const void* key, size_t bytes) {
+  void* at = nullptr;
+  if (posix_memalign(&at, 1024, bytes ? bytes : 1)) {
+    perror("emulator: no memory for what a block shares");
+    abort();
+  }
+  const Memory made = {key, static_cast<unsigned char*>(at), bytes};
+  poison(made);
+  return made;
+}
+
+// The declared array of that key, the same for all threads of a block.
+void* declared(const void* key, size_t bytes) {
+  for (const Memory& memory : block.declared)
+    if (memory.key == key) return memory.at;
+  block.declared.push_back(allocate(key, bytes));
+  return block.declared.back().at;
+}
+
+bool in_shared(const void* address) {
+  const auto holds = [address](const Memory& memory) {
+    const unsigned char* at = static_cast<const unsigned char*>(address);
+    return at >= memory.at && at < memory.at + memory.bytes;
+  };
+  return holds(block.dynamic) || std::any_of(block.declared.begin(), block.declared.end(), holds);
+}
+
+void land(const Copy& copy) {
+  if (copy.valid)
+    memcpy(copy.to, copy.from, copy.bytes);
+  else
+    memset(copy.to, 0, copy.bytes);
+}
+
+// An asynchronous copy may land anywhere between its start and the wait for it. Forward order: as late as it can, so
+// that a missing wait shows. Reverse: at once, so that overwriting what others still read shows. Random: either.
+void start_copy(const Copy& copy) {
+  if (block.order == REVERSE || (block.order != FORWARD && block.random() % 2))
+    land(copy);
+  else
+    current->open.push_back(copy);
+}
+
+void land_all_but(size_t groups) {
+  while (current->groups.size() > groups) {
+    for (const Copy& copy : current->groups.front()) land(copy);
+    current->groups.pop_front();
+  }
+}
+
+// What the threads wait for, the same lines together.
+void note_deadlock() {
+  char text[1024];
+  int used = 0, ended = 0;
+  std::vector<const Thread*> seen;
+  for (int i = 0; i < block.threads; i++) {
+    const Thread* one = block.thread[i].get();
+    if (one->state == State::ended) {
+      ended++;
+      continue;
+    }
+    const auto alike = [one](const Thread* other) { return other->where == one->where && other->mask == one->mask; };
+    if (std::any_of(seen.begin(), seen.end(), alike)) continue;
+    seen.push_back(one);
+    int count = 0;
+    for (int j = 0; j < block.threads; j++) {
+      const Thread* other = block.thread[j].get();
+      count += other->state != State::ended && alike(other);
+    }
+    if (used < int(sizeof text) - 200)
+      used += snprintf(text + used, sizeof text - used, "%s%d wait in %s at %s:%d", used ? ", " : "", count, one->what,
+                       one->where.name(), one->where.line);
+  }
+  note("deadlock: of %d threads %s, %d have ended", block.threads, text, ended);
+}
+
+void thread_body() {
+  block.body(block.params);
+  current->state = State::ended;
+  current->fiber.leave();
+}
+
+void run_block(std::vector<int>& order) {
+  block.barrier = {};
+  poison(block.dynamic);
+  for (const Memory& memory : block.declared) poison(memory);
+  for (auto& warp : block.warp) warp.clear();
+  for (int i = 0; i < block.threads; i++) {
+    Thread& one = *block.thread[i];
+    one.state = State::ready;
+    one.open.clear();
+    one.groups.clear();
+    one.fiber.start(thread_body);
+  }
+  bool running = true;
+  while (running && !block.failed) {
+    if (block.order != FORWARD && block.order != REVERSE) std::shuffle(order.begin(), order.end(), block.random);
+    bool moved = false;
+    running = false;
+    for (int i : order) {
+      Thread& one = *block.thread[i];
+      if (one.state == State::ready) {
+        current = &one;
+        one.fiber.enter();
+        moved = true;
+        if (block.failed) return;
+      }
+      running |= one.state != State::ended;
+    }
+    if (running && !moved) note_deadlock();
+  }
+}
+
+bool bad_launch(dim3 grid, dim3 size, size_t shared, unsigned max_threads) {
+  const uint64_t threads = uint64_t(size.x) * size.y * size.z;
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ)
+    note("no GPU takes the grid %u x %u x %u", grid.x, grid.y, grid.z);
+  else if (threads < 1 || threads > MAX_THREADS || threads > max_threads)
+    note("a block of %llu threads; the kernel is made for 1 to %u", (unsigned long long)threads, max_threads);
+  else if (shared > MAX_SHARED)
+    note("%zu bytes of dynamic shared memory; a block has %zu at most", shared, MAX_SHARED);
+  return block.failed;
+}
+
+// Runs every block of a grid. dims: grid x y z, block x y z. Returns 0, or 1 with the reason in `error`.
+int launch(void (*body)(const void*), const void* params, const unsigned* dims, size_t shared, unsigned max_threads,
+           int order, char* error, size_t error_room) {
+  std::lock_guard<std::mutex> alone(one_launch);
+  block.index = {};
+  block.failed = false;
+  block.error = error;
+  block.error_room = error_room;
+  block.grid = dim3(dims[0], dims[1], dims[2]);
+  block.size = dim3(dims[3], dims[4], dims[5]);
+  if (bad_launch(block.grid, block.size, shared, max_threads)) return 1;
+  block.threads = block.size.x * block.size.y * block.size.z;
+  block.order = order;
+  block.random.seed(order);
+  block.body = body;
+  block.params = params;
+  block.dynamic = allocate(nullptr, shared);
+  while (int(block.thread.size()) < block.threads) block.thread.push_back(std::make_unique<Thread>());
+  block.warp.resize((block.threads + WARP - 1) / WARP);
+  std::vector<int> turns(block.threads);
+  for (int i = 0; i < block.threads; i++) {
+    Thread& one = *block.thread[i];
+    one.lane = i % WARP;
+    one.warp = i / WARP;
+    one.index = {i % block.size.x, i / block.size.x % block.size.y, i / block.size.x / block.size.y};
+    turns[i] = order == REVERSE ? block.threads - 1 - i : i;
+  }
+  const uint64_t blocks = uint64_t(block.grid.x) * block.grid.y * block.grid.z;
+  std::vector<uint64_t> sequence(blocks);
+  for (uint64_t i = 0; i < blocks; i++) sequence[i] = order == REVERSE ? blocks - 1 - i : i;
+  if (order != FORWARD && order != REVERSE) std::shuffle(sequence.begin(), sequence.end(), block.random);
+  for (uint64_t i : sequence) {
+    const uint64_t row = i / block.grid.x;
+    block.index = {unsigned(i % block.grid.x), unsigned(row % block.grid.y), unsigned(row / block.grid.y)};
+    run_block(turns);
+    if (block.failed) break;
+  }
+  free(block.dynamic.at);
+  for (const Memory& memory : block.declared) free(memory.at);
+  block.declared.clear();
+  return block.failed;
+}
+
+}  // namespace
+}  // namespace emulator

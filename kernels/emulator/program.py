@@ -1,0 +1,119 @@
+"""A .cu source compiled for the CPU, and its kernels launched by name. Tests and the `emulator` backend call this.
+
+The launch is that of kernels.cuda.loader, so that the code above works with either. Libraries are kept in
+.cache/kernels/emulator under a hash of sources, flags and compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import tempfile
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernels.cpu import build as cpu_build
+from kernels.cpu.build import BuildError
+
+FORWARD, REVERSE = 0, 1
+"""Orders in which threads and blocks run; every other number from 2 on is the seed of a random one."""
+
+INCLUDE = Path(__file__).parent / "include"
+FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-DCUDA_EMULATOR"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-parameter"),
+)
+SANITIZERS = (
+    "-g",
+    "-O1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)
+"""Out-of-bounds accesses end the process, so it must be one that was started with libasan in LD_PRELOAD."""
+
+KEPT = 32
+"""Libraries in the cache; the oldest go."""
+
+ERROR_BYTES = 2048
+Sizes = tuple[int, int, int]
+
+
+class EmulatorError(Exception):
+    """A kernel did what a GPU leaves undefined; the text names the block and the source lines."""
+
+
+class Program:
+    """The kernels of one source. `order` is that of every launch that does not say otherwise."""
+
+    def __init__(
+        self, source: Path, order: int = FORWARD, include: tuple[Path, ...] = (), flags: tuple[str, ...] = ()
+    ) -> None:
+        """Compiles unless that was done before; see `compiled`. Raises BuildError."""
+        self.source, self.order = source, order
+        self._library = ctypes.CDLL(str(compiled(source, include, flags)))
+
+    def params_bytes(self, name: str) -> int:
+        """The size of a kernel's Params. Raises KeyError when the source has no such kernel."""
+        try:
+            return c_uint.in_dll(self._library, f"{name}_params").value
+        except ValueError as error:
+            raise KeyError(f"{self.source.name} has no kernel {name!r}") from error
+
+    def launch(
+        self,
+        name: str,
+        grid: Sizes,
+        block: Sizes,
+        shared: int,
+        params: np.ndarray[Any, np.dtype[np.void]],
+        stream: int = 0,
+        order: int | None = None,
+    ) -> None:
+        """Runs the kernel to its end. shared: bytes of dynamic shared memory; params: one item of a structured dtype.
+
+        Nothing runs beside it, so `stream` means nothing. Raises KeyError, ValueError when params is not as large as
+        the kernel's, and EmulatorError.
+        """
+        expected = self.params_bytes(name)
+        if params.size != 1 or params.nbytes != expected:
+            raise ValueError(f"{name} takes {expected} bytes of parameters, not {params.nbytes}")
+        function = getattr(self._library, f"{name}_launch")
+        function.restype = c_int
+        function.argtypes = (c_void_p, POINTER(c_uint), c_size_t, c_int, c_char_p, c_size_t)
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        order = self.order if order is None else order
+        if function(params.ctypes.data, (c_uint * 6)(*grid, *block), shared, order, error, ERROR_BYTES):
+            raise EmulatorError(f"{name}, order {order}, {error.value.decode(errors='replace')}")
+
+
+@cache
+def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...] = ()) -> Path:
+    """The shared library of a source, its headers being in `include` or beside it; flags are g++'s, such as SANITIZERS.
+
+    Raises BuildError with what the compiler says; its warnings are errors.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise BuildError("no g++ is installed to compile the emulated kernels with (sudo apt-get install g++)")
+    folders = (INCLUDE, *include, source.parent)
+    headers = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".cuh"))
+    flags = (*FLAGS, *flags)
+    version = cpu_build._run([compiler, "-dumpfullversion", "-dumpmachine"])
+    digest = cpu_build._digest([source, *headers], flags, version)
+    target = cpu_build.CACHE / "emulator" / f"{source.stem}-{digest}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        made = Path(name) / "made.so"
+        places = [f"-I{folder}" for folder in folders]
+        cpu_build._run([compiler, *flags, *places, "-x", "c++", str(source), "-o", str(made)])
+        made.replace(target)
+    for old in sorted(target.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return target
