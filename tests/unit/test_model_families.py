@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     path = tmp_path_factory.mktemp(request.param) / "tiny"
     return make_llama(path, seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[request.param])
+
+
+def test_int8_weights_of_the_layers_stay_near_whatever_way_the_matrices_lie(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    for family in ("llama", "phi3", "qwen2"):
+        found = make_llama(tmp_path / family, seed=5, requests=1, output_tokens=1, **FAMILIES[family])
+        engine = make_engine(found.path, kernels="cpu", block_size=16, quantize="int8")
+        expected = found.logits(found.prompts[0])
+        error = float((all_logits(engine, found.prompts[0]) - expected).abs().max() / expected.abs().max())
+        assert 1e-4 < error < 0.05, (family, error)
 
 
 @pytest.mark.parametrize(("kernels", "block_size"), [("reference", 4), ("cpu", 16)])

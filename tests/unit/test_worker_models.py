@@ -196,6 +196,51 @@ def test_windows_of_layers_are_those_of_transformers(architecture: str, layers: 
     assert parse_config({**RAW, **fields, "architectures": [architecture]}, "").windows == expected
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [  # as older checkpoints spell them
+        ("GPT2LMHeadModel", {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 99, "n_ctx": 99}),
+        ("GPT2LMHeadModel", {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_inner": 100, "layer_norm_epsilon": 1e-3}),
+        ("BloomForCausalLM", {"n_embed": 48, "n_layer": 3, "num_attention_heads": 6}),
+        ("OPTForCausalLM", {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 3, "ffn_dim": 100}),
+        ("GPTNeoXForCausalLM", {"rotary_pct": 0.5, "rotary_emb_base": 5000, "num_attention_heads": 4}),
+        ("PhiForCausalLM", {"partial_rotary_factor": 0.4, "hidden_size": 80, "num_attention_heads": 4}),
+        ("Phi3ForCausalLM", {"rope_scaling": None, "rope_theta": 7e4, "sliding_window": 2047, "hidden_size": 3072}),
+        ("Gemma3ForCausalLM", {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": None}),
+        ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_attention_heads": 4}),
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 100, "hidden_activation": "gelu"}),
+    ],
+)
+def test_fields_as_older_checkpoints_spell_them_mean_what_transformers_makes_of_them(
+    architecture: str, fields: dict[str, Any]
+) -> None:
+    made = config_class(architecture)(**fields)
+    given = made.to_dict()
+    rest = {key: given[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers") if key in given}
+    sizes = {key: given[key] for key in ("hidden_size", "num_attention_heads") if key in given}
+    raw = {**rest, **({} if "n_embed" in fields else sizes), **fields, "architectures": [architecture]}
+    config, heads = parse_config(raw, ""), made.num_attention_heads
+    assert (config.hidden_size, config.heads, config.layers) == (made.hidden_size, heads, made.num_hidden_layers)
+    assert config.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // heads)
+    inner = getattr(made, FAMILIES[architecture].called.get("intermediate_size", "intermediate_size"), None)
+    assert config.intermediate_size == (inner or 4 * made.hidden_size)
+    assert config.context == getattr(made, "max_position_embeddings", 2048)
+    assert config.scale == getattr(made, "query_pre_attn_scalar", config.head_dim) ** -0.5
+    parameters = getattr(made, "rope_parameters", None)
+    if parameters is None:
+        assert config.rope is None
+        return
+    assert config.rope is not None
+    if architecture == "Gemma3ForCausalLM":
+        assert config.local_rope is not None
+        assert config.local_rope.theta == parameters["sliding_attention"]["rope_theta"]
+        assert config.local_rope.kind == parameters["sliding_attention"]["rope_type"] == "default"
+        parameters = parameters["full_attention"]
+    assert (config.rope.theta, config.rope.kind) == (parameters["rope_theta"], parameters["rope_type"])
+    assert config.rope.rotary == int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    assert config.rope.factor == parameters.get("factor", 1.0)
+
+
 def test_old_and_new_names_of_the_dtype_are_read() -> None:
     assert parse_config({**RAW, "torch_dtype": "bfloat16"}, "").checkpoint_dtype == torch.bfloat16
     assert parse_config({**RAW, "dtype": "float16"}, "").checkpoint_dtype == torch.float16

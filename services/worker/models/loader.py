@@ -236,7 +236,7 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
             item = ITEM_BYTES.get(place.dtype) or (DTYPES[place.dtype].itemsize if place.dtype in DTYPES else 0)
             if place.start + math.prod(place.shape) * item > size:
                 raise ValueError("the file may be cut off")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     return size, places
 
