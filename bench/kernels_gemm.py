@@ -14,14 +14,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, Command, LinearArgs, Step, command
-from kernels.cpu.library import load
+from kernels.cpu.library import Library, load
 
 CHUNK = 8
 MEMORY_GBS = 55.0
@@ -30,23 +29,6 @@ SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896",
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 TYPES = {"float32": (FLOAT32, torch.float32), "bfloat16": (BFLOAT16, torch.bfloat16), "int8": (INT8, torch.float32)}
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-
-
-class Gemm(Protocol):
-    """What is used of kernels.cpu.library.Library."""
-
-    def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None: ...
-    def packed_bytes(self, weight_dtype: int, outputs: int, inputs: int) -> int: ...
-    def pack(
-        self,
-        weight_dtype: int,
-        packed: int,
-        shape: Sequence[int],
-        first: int,
-        rows: int,
-        source: int,
-        source_dtype: int,
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +48,7 @@ class Row:
 
 
 def measure(
-    gemm: Gemm, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
+    library: Library, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
 ) -> list[Row]:
     outputs, inputs = shape
     weight_dtype, dtype = TYPES[name]
@@ -76,10 +58,10 @@ def measure(
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(min(copies, 4))]
     packed = []
     for i in range(copies):
-        memory = torch.empty(gemm.packed_bytes(weight_dtype, outputs, inputs) + 64, dtype=torch.uint8)
+        memory = torch.empty(library.packed_bytes(weight_dtype, outputs, inputs) + 64, dtype=torch.uint8)
         at = -(-memory.data_ptr() // 64) * 64
         source = weights[i % len(weights)]
-        gemm.pack(
+        library.pack(
             weight_dtype, at, shape, 0, outputs, source.data_ptr(), BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         )
         packed.append((memory, at))
@@ -98,7 +80,7 @@ def measure(
 
         def own(i: int, commands: list[ctypes.Array[Command]] = commands, step: Step = step) -> None:
             program = commands[i]
-            gemm.run(ctypes.addressof(program), len(program), ctypes.addressof(step), options.threads)
+            library.run(ctypes.addressof(program), len(program), ctypes.addressof(step), options.threads)
 
         def linear(i: int, x: Tensor = x) -> None:
             for weight in plain[i * CHUNK : (i + 1) * CHUNK]:
@@ -160,7 +142,7 @@ def _fastest(ways: Sequence[tuple[Callable[[int], None], int]], repeats: int, se
     return [sum(times) / count for times, (_, count) in zip(best, ways, strict=True)]
 
 
-def main(arguments: Sequence[str] | None = None, gemm: Gemm | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels_gemm", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTPUTSxINPUTS")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
@@ -173,7 +155,7 @@ def main(arguments: Sequence[str] | None = None, gemm: Gemm | None = None) -> No
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    gemm = gemm or load()
+    library = load()
     rows: list[Row] = []
     if not options.json:
         print("type      out x in      rows        us  GFLOP/s    GB/s  of floor  F.linear  prepacked")
@@ -181,7 +163,7 @@ def main(arguments: Sequence[str] | None = None, gemm: Gemm | None = None) -> No
         for name in options.types:
             for shape in options.shapes:
                 outputs, inputs = map(int, shape.split("x"))
-                for row in measure(gemm, name, (outputs, inputs), options.rows, options):
+                for row in measure(library, name, (outputs, inputs), options.rows, options):
                     rows.append(row)
                     if not options.json:
                         print(

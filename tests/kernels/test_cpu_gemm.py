@@ -1,42 +1,18 @@
-"""The CPU's linear layers against float64, in every instruction set that this machine can run.
-
-Only gemm.cpp and the runner are compiled here; the other operations are empty.
-"""
+"""The CPU's linear layers against float64, in every instruction set that this machine can run."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
-from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from pathlib import Path
-from subprocess import run
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernels.cpu.build import FLAGS, SOURCES, VARIANTS, cpu_flags
-from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, LinearArgs, Step, command
+from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, EmbedArgs, LinearArgs, Step, command
+from kernels.cpu.library import Library
+from tests.kernels import cpu_variants
 
-REST = """
-#include "kernels.h"
-void run_embed(const EmbedArgs&, const Step&, int64_t, Team&) {}
-void run_norm(const NormArgs&, int64_t, Team&) {}
-void run_gated(const GatedArgs&, int64_t, Team&) {}
-void run_activate(const ActivateArgs&, int64_t, Team&) {}
-void run_add(const AddArgs&, int64_t, Team&) {}
-void run_select(const SelectArgs&, const Step&, int64_t, Team&) {}
-void run_rope(const RopeArgs&, const Step&, int64_t, Team&) {}
-void run_attention(const AttentionArgs&, const Step&, int64_t, Team&) {}
-void run_sample(const SampleArgs&, int64_t, Team&) {}
-void run_copy(const CopyArgs&, int64_t, Team&) {}
-extern "C" void unpack(const void* packed, int32_t type, int64_t inputs, int64_t outputs, int64_t row, float* out) {
-  unpack_row(packed, type, inputs, outputs, row, out);
-}
-"""
-SETS = {"plain": ()} | {variant.name: variant.flags for variant in VARIANTS if variant.needs <= cpu_flags()}
 KINDS = (
     # weights, activations, output
     (FLOAT32, FLOAT32, FLOAT32),
@@ -53,8 +29,6 @@ ROWS = (1, 2, 3, 4, 6, 7, 13, 14, 15, 29)
 LONG, MANY_ROWS = (65, 1024), 250
 
 Array = NDArray[np.generic]
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 def to_bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -87,39 +61,39 @@ class Weight:
 class Gemm:
     """The compiled library, on numpy arrays."""
 
-    def __init__(self, path: Path) -> None:
-        self._lib = ctypes.CDLL(str(path))
-        self._lib.orcinus_packed_bytes.argtypes = (c_int32, c_int64, c_int64)
-        self._lib.orcinus_packed_bytes.restype = c_int64
-        self._lib.orcinus_pack.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int32)
-        self._lib.orcinus_run.argtypes = (c_void_p, c_int64, c_void_p, c_int32, c_void_p)
-        self._lib.unpack.argtypes = (c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p)
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
     def pack(self, dtype: int, parts: list[Array], source: int) -> Weight:
         """Parts, [rows, inputs] each, packed last one first into memory that was not zero."""
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-        size = self._lib.orcinus_packed_bytes(dtype, outputs, inputs)
+        size = self._library.packed_bytes(dtype, outputs, inputs)
         memory = np.full(size + 64, 0xA5, np.uint8)
         packed = -(-memory.ctypes.data // 64) * 64
         for i in reversed(range(len(parts))):
             first = sum(len(part) for part in parts[:i])
             part = np.ascontiguousarray(parts[i])
-            self._lib.orcinus_pack(dtype, packed, outputs, inputs, first, len(part), part.ctypes.data, source)
+            self._library.pack(dtype, packed, (outputs, inputs), first, len(part), part.ctypes.data, source)
         end = packed - memory.ctypes.data + size
         assert (memory[end:] == 0xA5).all()
         return Weight(memory[end - size : end], packed, dtype, outputs, inputs)
 
     def unpack(self, weight: Weight) -> NDArray[np.float64]:
+        """Row by row, as embeddings read it."""
         out = np.empty((weight.outputs, weight.inputs), np.float32)
-        for row in range(weight.outputs):
-            self._lib.unpack(
-                weight.packed,
-                weight.dtype,
-                weight.inputs,
-                weight.outputs,
-                row,
-                out.ctypes.data + row * weight.inputs * 4,
-            )
+        rows = np.arange(weight.outputs, dtype=np.int32)
+        args = EmbedArgs(
+            table=weight.packed,
+            out=out.ctypes.data,
+            hidden=weight.inputs,
+            vocab=weight.outputs,
+            dtype=FLOAT32,
+            table_dtype=weight.dtype,
+            packed=1,
+            scale=1,
+        )
+        made, step = command(weight.outputs, args), Step(tokens_count=weight.outputs, tokens=rows.ctypes.data)
+        self._library.run(ctypes.addressof(made), 1, ctypes.addressof(step), 1)
         return out.astype(np.float64)
 
     def linear(
@@ -142,29 +116,14 @@ class Gemm:
             out_dtype=out_dtype,
         )
         made, step = command(len(x), args), Step()
-        self._lib.orcinus_run(ctypes.addressof(made), 1, ctypes.addressof(step), threads, None)
+        self._library.run(ctypes.addressof(made), 1, ctypes.addressof(step), threads)
         assert (out[0] == 12345).all() and (out[-1] == 12345).all()
         return out[1:-1]
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gemm]:
-    folder = tmp_path_factory.mktemp("gemm")
-    (folder / "rest.cpp").write_text(REST)
-    sources = [str(SOURCES / "gemm.cpp"), str(SOURCES / "run.cpp"), str(folder / "rest.cpp")]
-
-    def build(name: str) -> Gemm:
-        out = folder / f"{name}.so"
-        run(["g++", *FLAGS, "-Werror", *SETS[name], "-shared", f"-I{SOURCES}", *sources, "-o", str(out)], check=True)
-        return Gemm(out)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(SETS, pool.map(build, SETS), strict=True))
-
-
-@pytest.fixture(params=SETS)
-def gemm(request: pytest.FixtureRequest, libraries: dict[str, Gemm]) -> Gemm:
-    return libraries[request.param]
+@pytest.fixture
+def gemm(variant: str) -> Gemm:
+    return Gemm(cpu_variants.library(variant))
 
 
 class Expected:
