@@ -94,10 +94,12 @@ class ModelText:
 
 
 def _context(directory: Path, config: dict[str, Any]) -> int:
-    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
         value = config.get(name)
         if isinstance(value, int) and value > 0:
             return value
+    if config.get("model_type") == "bloom":  # its positions have no end; the worker takes this many
+        return 2048
     raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings")
 
 

@@ -171,6 +171,18 @@ def test_a_directory_that_cannot_be_served_says_what_is_wrong(tmp_path: Path, br
         ModelText(model)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"n_positions": 77}, 77), ({"model_type": "bloom", "seq_length": 99}, 99), ({"model_type": "bloom"}, 2048)],
+)
+def test_the_context_is_found_under_the_names_of_every_family(
+    tmp_path: Path, fields: dict[str, Any], expected: int
+) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "config.json").write_text(json.dumps(fields))
+    assert ModelText(model).max_model_len == expected
+
+
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         ModelText(tmp_path / "nothing")
