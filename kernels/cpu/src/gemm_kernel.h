@@ -29,46 +29,50 @@ static inline vf fused(vf a, vf b, vf sum) {
 }
 
 // The kinds of weights. Input: what activations are read as. DEPTH: inputs per step. BYTES: of a panel per step.
-// `load` brings a step of LANES outputs into a register, `add` adds its products with one row to the sums.
+// `load_weights` brings a step of LANES outputs into a register, which holds PARTS vectors of factors; `add` adds the
+// products of one part with one row to the sums.
 struct FloatWeights {
   typedef float Input;
   typedef vf Register;
-  static constexpr int DEPTH = 1, BYTES = 4 * WIDTH;
+  static constexpr int DEPTH = 1, BYTES = 4 * WIDTH, PARTS = 1;
   static Register load_weights(const char* p) { return load(reinterpret_cast<const float*>(p)); }
-  static vf add(const float* x, Register w, vf sum) { return fused(splat(*x), w, sum); }
+  static vf part(Register w, int) { return w; }
+  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
 };
 
 struct Int8Weights {
   typedef float Input;
   typedef vf Register;
-  static constexpr int DEPTH = 1, BYTES = WIDTH;
+  static constexpr int DEPTH = 1, BYTES = WIDTH, PARTS = 1;
   static Register load_weights(const char* p) {
+#if LANES == 16
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (vf)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
     typedef int8_t vb __attribute__((vector_size(LANES)));
     vb bytes;
     memcpy(&bytes, p, sizeof bytes);
-#if LANES == 16
-    return (vf)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)bytes));
-#else
     return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
 #endif
   }
-  static vf add(const float* x, Register w, vf sum) { return fused(splat(*x), w, sum); }
+  static vf part(Register w, int) { return w; }
+  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
 };
 
-// A step is a pair of inputs; both numbers of an output lie together in 32 bits. Two links of the chain, in order.
+// A step is a pair of inputs; both numbers of an output lie together in 32 bits.
 struct WidenedWeights {
   typedef float Input;
   typedef vu Register;
-  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH;
+  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 2;
   static Register load_weights(const char* p) {
     vu v;
     memcpy(&v, p, sizeof v);
     return v;
   }
-  static vf add(const float* x, Register w, vf sum) {
-    sum = fused(splat(x[0]), (vf)(w << 16), sum);
-    return fused(splat(x[1]), (vf)(w & 0xffff0000u), sum);
-  }
+  static vf part(Register w, int i) { return (vf)(i == 0 ? w << 16 : w & 0xffff0000u); }
+  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
 };
 
 #if LANES == 16 && defined(__AVX512BF16__)
@@ -77,8 +81,9 @@ struct WidenedWeights {
 struct PairWeights {
   typedef bf16 Input;
   typedef vu Register;
-  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH;
+  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 1;
   static Register load_weights(const char* p) { return WidenedWeights::load_weights(p); }
+  static Register part(Register w, int) { return w; }
   static vf add(const bf16* x, Register w, vf sum) {
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
@@ -124,10 +129,13 @@ void kernel(const Tile<typename W::Input>& t) {
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * P; c++)
       weights[c] = W::load_weights(w + c / 2 * panel_bytes + c % 2 * (W::BYTES / 2));
+#pragma GCC unroll 2
+    for (int i = 0; i < W::PARTS; i++)
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int c = 0; c < 2 * P; c++) sums[r][c] = W::add(x + r * x_stride, weights[c], sums[r][c]);
+        for (int c = 0; c < 2 * P; c++)
+          sums[r][c] = W::add(x + r * x_stride + i, W::part(weights[c], i), sums[r][c]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
