@@ -1,0 +1,79 @@
+"""What a compiled program says of itself: registers and shared memory from ptxas's log, constants from the ELF file."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+_WARNING = re.compile(r"warning", re.IGNORECASE)
+
+_SYMBOLS = 2  # section type SHT_SYMTAB
+_EMPTY = 8  # SHT_NOBITS: no bytes in the file
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one kernel takes of a multiprocessor. Shared memory is what it declares, without the dynamic part."""
+
+    registers: int  # of a thread
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int  # written and read
+
+
+def usage(log: str) -> dict[str, Usage]:
+    """The kernels of a log made with --ptxas-options=-v."""
+    found = {}
+    name, stack, spills = "", 0, 0
+    for line in log.splitlines():
+        if match := _ENTRY.search(line):
+            name = match[1]
+        elif match := _FRAME.search(line):
+            stack, spills = int(match[1]), int(match[2]) + int(match[3])
+        elif name and (match := _USED.search(line)):
+            found[name] = Usage(int(match[1]), int(match[2] or 0), stack, spills)
+            name = ""
+    return found
+
+
+def warnings(log: str) -> list[str]:
+    """The lines of a log that warn."""
+    return [line.strip() for line in log.splitlines() if _WARNING.search(line)]
+
+
+def constants(image: bytes, suffix: str) -> dict[str, int]:
+    """The 32-bit constants whose names end in `suffix`, by what stands before it. Raises ValueError when not an ELF."""
+    if image[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF file")
+    sections_at = struct.unpack_from("<Q", image, 40)[0]
+    size, count = struct.unpack_from("<HH", image, 58)
+    # name, type, flags, address, offset, bytes, link, info, alignment, bytes of an entry
+    sections = [struct.unpack_from("<IIQQQQIIQQ", image, sections_at + i * size) for i in range(count)]
+    found = {}
+    for section in sections:
+        if section[1] != _SYMBOLS:
+            continue
+        names_at = sections[section[6]][4]
+        for at in range(section[4], section[4] + section[5], section[9]):
+            name = _text(image, names_at + struct.unpack_from("<I", image, at)[0])
+            index, value, length = struct.unpack_from("<HQQ", image, at + 6)
+            if name.endswith(suffix) and length == 4 and index < count and sections[index][1] != _EMPTY:
+                found[name.removesuffix(suffix)] = int(struct.unpack_from("<I", image, sections[index][4] + value)[0])
+    return found
+
+
+def _text(image: bytes, at: int) -> str:
+    return image[at : image.index(b"\0", at)].decode()
+
+
+def as_json(table: dict[str, Usage]) -> dict[str, dict[str, Any]]:
+    """The rows of registers.json."""
+    return {
+        name: {"registers": row.registers, "shared_bytes": row.shared_bytes, "spill_bytes": row.spill_bytes}
+        for name, row in sorted(table.items())
+    }

@@ -1,0 +1,200 @@
+"""CUDA sources to kernels: compiled by NVRTC for one architecture, kept in a cache, loaded and launched through CuPy.
+
+Compiling needs no GPU and no driver, so CI does what a worker does, up to the launch. Nothing else of ours is imported
+here: numpy, CuPy and NVRTC are enough to run the kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda import cubin
+
+SOURCES = Path(__file__).parent / "src"
+CACHE = Path(__file__).parents[2] / ".cache" / "kernels" / "cuda"
+ARCHITECTURES = ("sm_80", "sm_90")
+"""What CI compiles for and images carry."""
+
+OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+KEPT = 128
+"""Files in the cache; the oldest go."""
+
+STATIC_LIMIT_BYTES = 48 << 10
+"""A kernel gets more dynamic shared memory than this only when it was asked for before."""
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's API
+Sizes = tuple[int, int, int]
+
+
+class CudaError(Exception):
+    """A source does not compile, or there is no GPU to launch on; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A compiled source."""
+
+    image: bytes
+    log: str
+
+    def usage(self) -> dict[str, cubin.Usage]:
+        """What each kernel takes of a multiprocessor."""
+        return cubin.usage(self.log)
+
+    def params_bytes(self) -> dict[str, int]:
+        """The size of each kernel's Params, as the compiler laid it out."""
+        return cubin.constants(self.image, "_params")
+
+
+class _Stream:
+    """What CuPy asks of a stream. Its own class for streams of others warns at every construction."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class Program:
+    """The kernels of one source. Where there is no GPU they are compiled, and only a launch raises."""
+
+    def __init__(self, source: Path, arch: str | None = None) -> None:
+        """arch: such as "sm_90"; by default the present GPU's. Raises CudaError with what the compiler says."""
+        self.source = source
+        self.cubin = compiled(source, arch or present_architecture())
+        self._params = self.cubin.params_bytes()
+        self._functions: dict[str, Any] = {}
+        self._shared: dict[str, int] = {}
+        self._streams: dict[int, _Stream] = {}
+        if _has_gpu():
+            self._load()
+
+    def _load(self) -> None:
+        from cupy.cuda import function
+
+        module = function.Module()
+        module.load(self.cubin.image)
+        self._functions = {name: module.get_function(name) for name in self._params}
+
+    def params_bytes(self, name: str) -> int:
+        """The size of a kernel's Params. Raises KeyError when the source has no such kernel."""
+        if name not in self._params:
+            raise KeyError(f"{self.source.name} has no kernel {name!r}")
+        return self._params[name]
+
+    def launch(
+        self, name: str, grid: Sizes, block: Sizes, shared: int, params: np.ndarray[Any, np.dtype[np.void]], stream: int
+    ) -> None:
+        """Puts the kernel on a stream, a cudaStream_t such as torch.cuda.current_stream().cuda_stream, and returns.
+
+        shared: bytes of dynamic shared memory; params: one item of a structured dtype, copied by the launch. Raises
+        KeyError, ValueError when params is not as large as the kernel's, and CudaError without a GPU. More than 48 KiB
+        of shared memory are asked for at the first launch, which must not be in a graph that is being captured.
+        """
+        expected = self.params_bytes(name)
+        if params.size != 1 or params.nbytes != expected:
+            raise ValueError(f"{name} takes {expected} bytes of parameters, not {params.nbytes}")
+        if not self._functions:
+            raise CudaError(f"no GPU to launch {name} on")
+        function = self._functions[name]
+        if shared > self._shared.get(name, STATIC_LIMIT_BYTES):
+            from cupy.cuda import driver
+
+            driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared)
+            self._shared[name] = shared
+        if stream not in self._streams:
+            self._streams[stream] = _Stream(stream)
+        function(grid, block, (params,), shared, self._streams[stream])
+
+
+def sources() -> list[Path]:
+    """Every source with kernels, sorted."""
+    return sorted(SOURCES.glob("*.cu"))
+
+
+@cache
+def nvrtc_version() -> str:
+    """The compiler's version; with its last number where it came as a wheel. Another one makes other code."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        return metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        return ".".join(map(str, nvrtc.getVersion()))
+
+
+@cache
+def _has_gpu() -> bool:
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+@cache
+def present_architecture() -> str:
+    """Of the current device. Raises CudaError when there is none."""
+    if not _has_gpu():
+        raise CudaError(f"no GPU is here: name an architecture to compile for, such as {ARCHITECTURES[-1]}")
+    import cupy
+
+    return f"sm_{cupy.cuda.Device().compute_capability}"
+
+
+def compiled(source: Path, arch: str) -> Cubin:
+    """A source for one architecture, from the cache if it is there; its headers are in SOURCES. Raises CudaError."""
+    headers = sorted(SOURCES.glob("*.cuh"))
+    options = (*OPTIONS, f"-arch={arch}")
+    digest = hashlib.sha256(repr((options, nvrtc_version())).encode())
+    for path in (source, *headers):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    target = CACHE / f"{source.stem}-{arch}-{digest.hexdigest()[:20]}"
+    image, log = target.with_suffix(".cubin"), target.with_suffix(".log")
+    try:
+        return Cubin(image.read_bytes(), log.read_text())
+    except OSError:
+        made = _compile(source, headers, options)
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        _write(log, made.log.encode())  # first: who finds the image finds the log
+        _write(image, made.image)
+        for old in sorted(CACHE.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError:  # a checkout that is not ours to write to: compiled again next time
+        pass
+    return made
+
+
+def _compile(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cubin:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise CudaError(f"CuPy is not installed (pip install 'orcinus[cuda]'): {error}") from error
+    program = nvrtc.createProgram(
+        source.read_text(),
+        source.name,
+        [path.read_bytes() for path in headers],
+        [path.name.encode() for path in headers],
+    )
+    try:
+        nvrtc.compileProgram(program, options)
+        return Cubin(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).rstrip("\0\n "))
+    except nvrtc.NVRTCError as error:
+        raise CudaError(f"{source.name} does not compile ({error}):\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _write(target: Path, content: bytes) -> None:
+    """Others see the whole file or none."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, target)
