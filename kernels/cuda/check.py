@@ -1,0 +1,80 @@
+"""`python -m kernels.cuda.check`: compiles every source for every architecture and compares with registers.json.
+
+No warning, no spill, no kernel with more registers or shared memory than recorded; `--write` records what is there.
+Run by `make kernels-check`; needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kernels.cuda import cubin
+from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, nvrtc_version, sources
+
+RECORDED = Path(__file__).parent / "registers.json"
+Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
+
+
+def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
+    """What the compiler makes of the sources, and what it warns of. Raises CudaError when one does not compile."""
+    jobs = [(path, arch) for arch in ARCHITECTURES for path in paths]
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda job: compiled(*job), jobs))
+    table: Table = {arch: {} for arch in ARCHITECTURES}
+    complaints = []
+    for (path, arch), one in zip(jobs, made, strict=True):
+        table[arch] |= cubin.as_json(one.usage())
+        complaints += [f"{path.name}, {arch}: {line}" for line in cubin.warnings(one.log)]
+    return table, complaints
+
+
+def compare(found: Table, recorded: Table) -> list[str]:
+    """What is worse than recorded, and what the two do not have in common."""
+    complaints = []
+    for arch in sorted({*found, *recorded}):
+        now, before = found.get(arch, {}), recorded.get(arch, {})
+        complaints += [f"{name}, {arch}: not recorded" for name in sorted(now.keys() - before.keys())]
+        complaints += [
+            f"{name}, {arch}: recorded, but there is no such kernel" for name in sorted(before.keys() - now.keys())
+        ]
+        for name in sorted(now.keys() & before.keys()):
+            if now[name]["spill_bytes"]:
+                complaints.append(f"{name}, {arch}: spills {now[name]['spill_bytes']} bytes")
+            for figure in ("registers", "shared_bytes"):
+                if now[name][figure] > before[name][figure]:
+                    complaints.append(f"{name}, {arch}: {figure} {now[name][figure]}, recorded {before[name][figure]}")
+    return complaints
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when all is as recorded."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.cuda.check", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="record what is there in registers.json")
+    options = parser.parse_args(arguments)
+    try:
+        found, complaints = measure(sources())
+    except CudaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.write:
+        RECORDED.write_text(json.dumps({"nvrtc": nvrtc_version(), "kernels": found}, indent=1) + "\n")
+    document = json.loads(RECORDED.read_text())
+    if document["nvrtc"] != nvrtc_version():
+        complaints.append(f"recorded with NVRTC {document['nvrtc']}, this is {nvrtc_version()}: register counts differ")
+    complaints += compare(found, document["kernels"])
+    for arch, kernels in found.items():
+        for name, row in kernels.items():
+            print(f"{arch}  {name:24} {row['registers']:4} registers  {row['shared_bytes']:6} bytes of shared memory")
+    for complaint in complaints:
+        print(f"error: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The CUDA sources as tests launch them: emulated, in several orders of threads, on numbers with a fence around.
+
+Under a preloaded libasan (`make sanitizers`) the programs are instrumented.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cuda.calls import BF16, F16, Call
+from kernels.cuda.loader import sources
+from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, Program
+
+ORDERS = (FORWARD, REVERSE, 2)
+TYPES = {BF16: torch.bfloat16, F16: torch.float16}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Half a unit in the last place, relative."""
+SMALLEST = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+"""Half of the smallest number, which numbers near zero are off."""
+FENCE = 64
+UNTOUCHED = -77.0
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+@cache
+def program_of(kernel: str) -> Program:
+    """The emulated program that has a kernel of that name."""
+    flags = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
+    for source in sources():
+        if f"KERNEL({kernel}," in source.read_text():
+            return Program(source, flags=flags)
+    raise KeyError(kernel)
+
+
+def launch(call: Call, order: int) -> None:
+    program_of(call.name).launch(*call, order=order)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return fenced(made.to(dtype))
+
+
+def fenced(values: Tensor) -> Tensor:
+    """A copy with a fence before and behind it in memory, at a multiple of 16 bytes; `assert_fences` looks at them."""
+    whole = torch.full((values.numel() + 2 * FENCE,), UNTOUCHED, dtype=values.dtype)
+    part = whole[FENCE:-FENCE].view(values.shape)
+    part.copy_(values)
+    return part
+
+
+def untouched(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Room for results, fenced, so filled that one that is not written shows."""
+    return fenced(torch.full(shape, UNTOUCHED, dtype=dtype))
+
+
+def assert_fences(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        whole = tensor.new_empty(0).set_(tensor.untyped_storage())
+        assert (whole[:FENCE] == UNTOUCHED).all() and (whole[-FENCE:] == UNTOUCHED).all()
+
+
+def wide(x: Tensor) -> Any:
+    return x.double().numpy()
+
+
+def close(found: Tensor, expected: Any, absolute: float = 1e-6, relative: float = 3e-6) -> None:
+    """Equal up to `absolute`, `relative` and one rounding to the type that was stored."""
+    limit = absolute + SMALLEST[found.dtype] + (relative + ROUNDING[found.dtype]) * np.abs(expected)
+    error = np.abs(wide(found) - expected)
+    assert (error <= limit).all(), f"{np.nanmax(error - limit)} too far"
+
+
+def int32(*values: int) -> Any:
+    return np.array(values, np.int32)
