@@ -1,0 +1,400 @@
+"""Paged attention, rope and block copies of the CPU library: float64 oracles, NaN in what is stale, bits that stay."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kernels.cpu.build import FLAGS, SOURCES, VARIANTS, BuildError, cpu_flags
+from kernels.cpu.commands import BFLOAT16 as BF16
+from kernels.cpu.commands import FLOAT32 as F32
+from kernels.cpu.commands import AttentionArgs, CopyArgs, Pool, RopeArgs, Step, command
+from kernels.cpu.library import load
+
+Array = npt.NDArray[Any]
+
+try:
+    NATIVE = load().path
+except BuildError as error:
+    pytest.skip(f"no library of CPU kernels: {error}", allow_module_level=True)
+
+LESSER: dict[str, tuple[str, ...]] = {"plain": ()}
+LESSER |= {v.name: v.flags for v in [v for v in VARIANTS if v.needs <= cpu_flags()][1:]}
+"""Instruction sets that this machine can run beside its own."""
+FILES = ("run.cpp", "rope.cpp", "attention.cpp", "copy.cpp")
+
+
+def address(array: Array | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def to_bf16(x: Array) -> Array:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def encode(x: Array, dtype: int) -> Array:
+    return np.ascontiguousarray(x, np.float32) if dtype == F32 else to_bf16(x)
+
+
+def decode(x: Array) -> Array:
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return x.astype(np.float64)
+
+
+def empty(shape: tuple[int, ...], dtype: int) -> Array:
+    return np.full(shape, np.nan, np.float32) if dtype == F32 else np.full(shape, 0x7FC0, np.uint16)
+
+
+class Library:
+    """The compiled kernels, one command at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.c = ctypes.CDLL(str(path))
+        self.c.orcinus_block_bytes.restype = ctypes.c_int64
+
+    def run(self, args: ctypes.Structure, rows: int, step: Step, threads: int) -> None:
+        made = command(rows, args)
+        self.c.orcinus_run(ctypes.byref(made), ctypes.c_int64(1), ctypes.byref(step), ctypes.c_int32(threads), None)
+
+    def move_block(self, verb: str, pool: Pool, block: int, plain: Array) -> None:
+        function = getattr(self.c, f"orcinus_{verb}_block")
+        function(ctypes.byref(pool), ctypes.c_int64(block), ctypes.c_void_p(plain.ctypes.data))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Library]:
+    """The library of this machine, and lesser variants as far as these files go."""
+    folder = tmp_path_factory.mktemp("kernels")
+    stubs = folder / "stubs.cpp"
+    declared = re.findall(r"void run_(\w+)(\(.*?\));", (SOURCES / "kernels.h").read_text())
+    others = [(verb, types.replace(" rows", "")) for verb, types in declared if f"{verb}.cpp" not in FILES]
+    stubs.write_text("\n".join(['#include "kernels.h"', *(f"void run_{verb}{types} {{}}" for verb, types in others)]))
+    compiler = shutil.which("g++")
+    running = {}
+    for name, flags in LESSER.items():
+        sources = [*(str(SOURCES / file) for file in FILES), str(stubs)]
+        made = ["-shared", f"-I{SOURCES}", *sources, "-o", str(folder / f"{name}.so")]
+        if compiler:
+            running[name] = subprocess.Popen([compiler, *FLAGS, *flags, "-Werror", *made])
+    for name, process in running.items():
+        assert process.wait() == 0, name
+    return {"native": Library(NATIVE)} | {name: Library(folder / f"{name}.so") for name in running}
+
+
+@pytest.fixture(params=["native", *LESSER])
+def library(request: pytest.FixtureRequest, libraries: dict[str, Library]) -> Library:
+    if request.param not in libraries:
+        pytest.skip("no g++ is installed")
+    return libraries[request.param]
+
+
+@pytest.fixture
+def native(libraries: dict[str, Library]) -> Library:
+    return libraries["native"]
+
+
+@dataclass
+class World:
+    """Sequences with random K and V in a pool whose every other place is NaN."""
+
+    library: Library
+    contexts: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: int = F32
+    layers: int = 2
+    layer: int = 1
+    window: int = 0
+    alibi: bool = False
+    seed: int = 0
+    spread: float = 1.0
+    k: list[Array] = field(default_factory=list)
+    v: list[Array] = field(default_factory=list)
+    q: list[Array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        for context in self.contexts:
+            shape = (context, self.kv_heads, self.head_dim)
+            self.k.append(encode(rng.standard_normal(shape), self.dtype))
+            self.v.append(encode(rng.standard_normal(shape), self.dtype))
+            shape = (context, self.heads, self.head_dim)
+            self.q.append(encode(self.spread * rng.standard_normal(shape), self.dtype))
+        self.scale = self.head_dim**-0.5
+        self.slopes = (2.0 ** -np.arange(1, self.heads + 1)).astype(np.float32) if self.alibi else None
+        self.place(self.seed)
+
+    def place(self, seed: int) -> None:
+        """Puts the KV into blocks drawn at random; the pool around them and the tables behind them are poison."""
+        rng = np.random.default_rng(seed)
+        c, size = self.library.c, self.block_size
+        block_bytes = c.orcinus_block_bytes(self.layers, self.kv_heads, size, self.head_dim, self.dtype)
+        needed = [-(-context // size) for context in self.contexts]
+        blocks = sum(needed) + 2
+        word, poison = (np.uint32, 0x7FC00000) if self.dtype == F32 else (np.uint16, 0x7FC0)
+        raw = np.full(blocks * block_bytes + 64, 0, np.uint8)
+        start = -raw.ctypes.data % 64
+        self.memory = raw[start : start + blocks * block_bytes].reshape(blocks, block_bytes)
+        self.memory.view(word)[:] = poison
+        stride = c.orcinus_head_stride(self.head_dim)
+        self.pool = Pool(
+            self.memory.ctypes.data, block_bytes, self.layers, self.kv_heads, size, self.head_dim, stride, self.dtype
+        )
+        order = rng.permutation(blocks).astype(np.int32)
+        self.tables = np.full((len(self.contexts), max(needed) + 1), 2**30, np.int32)
+        taken = 0
+        for s, count in enumerate(needed):
+            self.tables[s, :count] = order[taken : taken + count]
+            taken += count
+            for b in range(count):
+                plain = empty((self.layers, 2, self.kv_heads, size, self.head_dim), self.dtype)
+                k, v = (x[s][b * size : (b + 1) * size].transpose(1, 0, 2) for x in (self.k, self.v))
+                plain[self.layer, 0, :, : k.shape[1]], plain[self.layer, 1, :, : v.shape[1]] = k, v
+                self.library.move_block("write", self.pool, int(self.tables[s, b]), plain)
+
+    def read_block(self, block: int) -> Array:
+        out = empty((self.layers, 2, self.kv_heads, self.block_size, self.head_dim), self.dtype)
+        self.library.move_block("read", self.pool, block, out)
+        return out
+
+    def attend(self, chunks: list[tuple[int, int, int]], threads: int = 2) -> list[Array]:
+        """Of each (sequence, first position, end): the rows' outputs [count, heads, head_dim]."""
+        counts = [end - first for _, first, end in chunks]
+        q = np.concatenate([self.q[s][first:end] for s, first, end in chunks])
+        query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        context = np.array([end for _, _, end in chunks], np.int32)
+        tables = np.full((len(chunks), self.tables.shape[1]), 2**30, np.int32)
+        for row, (s, _, end) in enumerate(chunks):
+            known = -(-end // self.block_size)
+            tables[row, :known] = self.tables[s, :known]
+        out = empty(q.shape, self.dtype)
+        step = Step(len(q), 0, len(chunks), tables.shape[1], None, None, address(query_start), address(context))
+        step.tables = address(tables)
+        args = AttentionArgs(address(q), address(out), address(self.slopes), ctypes.pointer(self.pool))
+        args.heads, args.layer, args.dtype = self.heads, self.layer, self.dtype
+        args.window, args.scale = self.window, self.scale
+        self.library.run(args, len(q), step, threads)
+        return np.split(out, np.cumsum(counts)[:-1])
+
+    def expected(self, s: int, first: int, end: int) -> Array:
+        q, k, v = (decode(x[s]) for x in (self.q, self.k, self.v))
+        q, k, v = q[first:end], k[:end], v[:end]
+        group = self.heads // self.kv_heads
+        k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+        scores = np.einsum("qhd,khd->hqk", q, k) * self.scale
+        distance = np.arange(end)[None, :] - np.arange(first, end)[:, None]
+        if self.slopes is not None:
+            scores = scores + self.slopes.astype(np.float64)[:, None, None] * distance
+        hidden = distance > 0
+        if self.window:
+            hidden |= distance <= -self.window
+        scores = np.where(hidden, -np.inf, scores)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out: Array = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+        return out
+
+    def check(self, chunks: list[tuple[int, int, int]], threads: int = 2) -> None:
+        for found, chunk in zip(self.attend(chunks, threads), chunks, strict=True):
+            expected = self.expected(*chunk)
+            close(decode(found), expected, self.dtype)
+
+
+def close(found: Array, expected: Array, dtype: int) -> None:
+    assert np.isfinite(found).all()
+    error = np.abs(found - expected)
+    if dtype == F32:
+        assert error.max() <= 1e-5 * max(1.0, np.abs(expected).max()), error.max()
+    else:
+        # Half a unit of the last place, and float32's own error where a result is close to a border.
+        assert (error <= np.abs(expected) * 2.0**-8 + 2e-5).all(), error.max()
+
+
+def mixed(contexts: list[int], seed: int) -> list[tuple[int, int, int]]:
+    """A decode row, a whole prompt or a chunk at the end of each sequence."""
+    rng = np.random.default_rng(seed)
+    chunks = []
+    for s, context in enumerate(contexts):
+        count = [1, context, int(rng.integers(1, context + 1))][s % 3]
+        chunks.append((s, context - count, context))
+    return chunks
+
+
+CONTEXTS = [1, 17, 200, 64, 130, 33, 600, 15, 47]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("window", [0, 7, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (8, 1)])
+def test_mixed_batches_are_the_formula(
+    native: Library, heads: int, kv_heads: int, window: int, alibi: bool, dtype: int
+) -> None:
+    world = World(native, CONTEXTS, heads, kv_heads, 32, dtype=dtype, window=window, alibi=alibi, seed=heads)
+    world.check(mixed(CONTEXTS, window))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("head_dim", [1, 8, 20, 64, 72, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_any_head_and_block_size(native: Library, block_size: int, head_dim: int, dtype: int) -> None:
+    world = World(native, CONTEXTS, 4, 2, head_dim, block_size, dtype, seed=head_dim)
+    world.check(mixed(CONTEXTS, block_size))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 64), (128, 32)])
+def test_every_variant_is_the_formula(library: Library, head_dim: int, block_size: int, dtype: int) -> None:
+    for window, alibi in ((0, False), (40, True)):
+        world = World(library, CONTEXTS, 6, 2, head_dim, block_size, dtype, window=window, alibi=alibi, seed=1)
+        world.check(mixed(CONTEXTS, 1))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("window", [0, 700])
+def test_a_long_sequence_among_short_ones(native: Library, window: int, threads: int, dtype: int) -> None:
+    contexts = [3000, 20, 513, 1024]
+    world = World(native, contexts, 4, 2, 64, dtype=dtype, window=window, alibi=True, seed=3)
+    world.check([(0, 2999, 3000), (1, 0, 20), (2, 512, 513), (3, 1000, 1024)], threads)
+    world.check([(0, 2900, 3000)], threads)
+    world.check([(0, 2999, 3000)], threads)
+
+
+def test_huge_scores_and_far_ones_stay_finite(library: Library) -> None:
+    world = World(library, [300], spread=200.0, seed=5)
+    for found in world.attend([(0, 0, 300)]):
+        assert np.isfinite(found).all()
+        assert np.abs(found - world.expected(0, 0, 300)).max() < 1e-3
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"dtype": BF16},
+    {"window": 90},
+    {"alibi": True, "dtype": BF16},
+    {"alibi": True, "window": 600, "heads": 6, "kv_heads": 1, "head_dim": 80},
+    {"heads": 14, "kv_heads": 2, "head_dim": 16, "block_size": 64, "dtype": BF16, "window": 33},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_row_is_the_same_bits_however_it_is_computed(library: Library, setting: dict[str, Any]) -> None:
+    contexts = [1500, 300, 64, 65]
+    world = World(library, contexts, seed=9, **setting)
+    whole = world.attend([(s, 0, context) for s, context in enumerate(contexts)], threads=1)
+    rng = np.random.default_rng(1)
+
+    def same(chunks: list[tuple[int, int, int]], threads: int) -> None:
+        for (s, first, end), found in zip(chunks, world.attend(chunks, threads), strict=True):
+            assert np.array_equal(found.view(np.uint8), whole[s][first:end].view(np.uint8)), (s, first, end)
+
+    for position in (0, 15, 16, 63, 64, 200, 511, 512, 600, 1024, 1499):
+        same([(0, position, position + 1)], threads=2)
+    same([(0, position, position + 1) for position in range(0, 1500, 7)], threads=2)
+    for threads in (1, 2, 5):
+        cuts = [0, *sorted(rng.choice(np.arange(1, 1500), 6, replace=False)), 1500]
+        world.place(int(rng.integers(1000)))
+        same([(0, int(a), int(b)) for a, b in pairwise(cuts)], threads)
+        same([(1, 299, 300), (0, 1490, 1500), (2, 0, 64), (3, 33, 65)], threads)
+        same([(0, 1499, 1500)], threads)
+
+
+def test_what_comes_later_in_a_chunk_does_not_touch_a_row_even_if_it_is_nan(library: Library) -> None:
+    for dtype in (F32, BF16):
+        world = World(library, [100], dtype=dtype, seed=2)
+        clean = world.attend([(0, 0, 100)])[0]
+        poison = np.float32(np.nan) if dtype == F32 else np.uint16(0x7FC0)
+        world.k[0][70], world.v[0][70] = poison, poison
+        world.place(4)
+        found = world.attend([(0, 0, 100)])[0]
+        assert np.array_equal(found[:70].view(np.uint8), clean[:70].view(np.uint8))
+        assert np.isnan(decode(found[70:])).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (20, 10), (64, 0), (8, 2)])
+def test_rope_splits_norms_rotates_and_writes(
+    native: Library, head_dim: int, rotary: int, normed: bool, dtype: int
+) -> None:
+    rng = np.random.default_rng(head_dim + rotary)
+    contexts, heads, kv_heads, size = [40, 21, 16], 3, 1, 16
+    world = World(native, contexts, heads, kv_heads, head_dim, size, dtype)
+    positions = np.array([38, 39, 20, *range(16)], np.int32)
+    owner = np.array([0, 0, 1] + [2] * 16)
+    rows = len(positions)
+    qkv = encode(rng.standard_normal((rows, heads + 2 * kv_heads, head_dim)), dtype)
+    angles = rng.uniform(0, 6, (40, rotary // 2))
+    rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    weights = [rng.standard_normal(head_dim).astype(np.float32) if normed else None for _ in range(2)]
+    blocks = world.tables[owner, positions // size]
+    offsets = (positions % size).astype(np.int32)
+    before = world.memory.copy()
+    q = empty((rows, heads, head_dim), dtype)
+
+    step = Step(rows, 0, 0, 0, None, address(positions))
+    step.write_blocks, step.write_offsets = address(blocks), address(offsets)
+    args = RopeArgs(
+        address(qkv), address(q), address(rope) if rotary else None, address(weights[0]), address(weights[1])
+    )
+    args.pool, args.heads, args.layer = ctypes.pointer(world.pool), heads, world.layer
+    args.rotary, args.dtype, args.eps = rotary, dtype, 1e-5
+    native.run(args, rows, step, 2)
+
+    def turned(x: Array, weight: Array | None) -> Array:
+        if weight is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
+        half = rotary // 2
+        cos, sin = (rope[positions].astype(np.float64)[:, None, i * half : (i + 1) * half] for i in range(2))
+        a, b = x[..., :half], x[..., half:rotary]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., rotary:]], axis=-1)
+
+    exact = decode(qkv)
+    close(decode(q), turned(exact[:, :heads], weights[0]), dtype)
+    k, v = turned(exact[:, heads : heads + kv_heads], weights[1]), qkv[:, heads + kv_heads :]
+    plain = {int(block): world.read_block(int(block)) for block in np.unique(blocks)}
+    for row in range(rows):
+        found = plain[int(blocks[row])][world.layer, :, :, offsets[row]]
+        close(decode(found[0]), k[row], dtype)
+        assert np.array_equal(found[1], v[row])
+    untouched = np.setdiff1d(np.arange(len(before)), blocks)
+    assert np.array_equal(world.memory[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 48)])
+def test_a_block_is_read_as_it_was_written(library: Library, head_dim: int, block_size: int, dtype: int) -> None:
+    world = World(library, [1], head_dim=head_dim, block_size=block_size, dtype=dtype)
+    rng = np.random.default_rng(0)
+    shape = (world.layers, 2, world.kv_heads, block_size, head_dim)
+    plain = encode(rng.standard_normal(shape), dtype)
+    library.move_block("write", world.pool, 1, plain)
+    assert np.array_equal(world.read_block(1), plain)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("size", [64, 4096, 300_000])
+def test_blocks_are_copied_pair_by_pair(native: Library, size: int, threads: int) -> None:
+    rng = np.random.default_rng(size)
+    source, target = rng.integers(0, 256, (6, size), np.uint8), np.zeros((5, size), np.uint8)
+    from_, to = np.array([5, 0, 3], np.int32), np.array([1, 4, 0], np.int32)
+    args = CopyArgs(address(source), address(target), address(from_), address(to), size)
+    native.run(args, 3, Step(), threads)
+    expected = np.zeros_like(target)
+    expected[to] = source[from_]
+    assert np.array_equal(target, expected)
