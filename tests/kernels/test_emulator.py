@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.cpu import build
 from kernels.cpu.build import BuildError
 from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, EmulatorError, Program, compiled
 
@@ -201,6 +202,36 @@ def test_a_warning_of_the_compiler_is_an_error(tmp_path: Path) -> None:
     source.write_text('#include "cuda_emulator.h"\nint f() { int never_used; return 0; }\n')
     with pytest.raises(BuildError, match="never_used"):
         Program(source)
+
+
+def test_a_source_is_compiled_once_until_it_or_a_header_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def pretend(command: list[str]) -> str:
+        ran.append(command)
+        if "-o" in command:
+            Path(command[-1]).touch()
+        return "version"
+
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(build, "_run", pretend)
+    source, header = tmp_path / "small.cu", tmp_path / "small.cuh"
+
+    def made() -> Path:
+        compiled.cache_clear()  # as in another process
+        return compiled(source)
+
+    source.touch()
+    first = made()
+    assert made() == first
+    header.touch()
+    second = made()
+    source.write_text("int changed;")
+    assert len({first, second, made()}) == 3
+    assert sum("-o" in command for command in ran) == 3
+    compiled.cache_clear()
 
 
 SANITIZED_RUN = """
