@@ -1,9 +1,9 @@
 """Linear layers of the CPU engine beside torch's: F.linear and oneDNN with the weight reordered beforehand.
 
 `python -m bench.kernels_gemm` multiplies, for each shape, as many different weights as fill --megabytes (more than the
-caches hold, unless asked otherwise), all three ways in turn. CHUNK multiplications are timed together, each chunk's
-fastest of --repeats kept and the mean reported: the machine may be busy with other things now and then. The floor is
-reading the weights at MEMORY_GBS or computing at PEAK_GFLOPS, both measured, whichever is longer.
+caches hold, unless asked otherwise), all three ways in turn. About CHUNK_US are timed together, each chunk's fastest of
+--repeats kept and the mean reported: the machine may be busy with other things now and then. The floor is reading the
+weights at MEMORY_GBS or computing at PEAK_GFLOPS, both measured, whichever is longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
 
-CHUNK = 8
+CHUNK_US = 500
 MEMORY_GBS = 55.0
 PEAK_GFLOPS = {"float32": 545.0, "bfloat16": 1090.0, "int8": 545.0}
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
@@ -72,9 +72,12 @@ def measure(
     for m in rows:
         x = torch.randn(m, inputs).to(dtype)
         out = torch.empty(m, outputs, dtype=dtype)
+        flops, moved = 2 * m * outputs * inputs, weight_bytes + m * (inputs + outputs) * dtype.itemsize
+        floor = max(weight_bytes / MEMORY_GBS, flops / PEAK_GFLOPS[name]) / 1000
+        chunk = max(1, min(8, int(CHUNK_US / floor)))
         commands = [
-            (Command * len(chunk))(*(_command(x, at, out, weight_dtype, dtype) for _, at in chunk))
-            for chunk in (packed[i : i + CHUNK] for i in range(0, copies, CHUNK))
+            (Command * len(part))(*(_command(x, at, out, weight_dtype, dtype) for _, at in part))
+            for part in (packed[i : i + chunk] for i in range(0, copies, chunk))
         ]
         step = Step()
 
@@ -82,19 +85,17 @@ def measure(
             program = commands[i]
             library.run(ctypes.addressof(program), len(program), ctypes.addressof(step), options.threads)
 
-        def linear(i: int, x: Tensor = x) -> None:
-            for weight in plain[i * CHUNK : (i + 1) * CHUNK]:
+        def linear(i: int, x: Tensor = x, chunk: int = chunk) -> None:
+            for weight in plain[i * chunk : (i + 1) * chunk]:
                 F.linear(x, weight)
 
-        def prepacked(i: int, x: Tensor = x) -> None:
-            for weight in reordered[i * CHUNK : (i + 1) * CHUNK]:
+        def prepacked(i: int, x: Tensor = x, chunk: int = chunk) -> None:
+            for weight in reordered[i * chunk : (i + 1) * chunk]:
                 torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
         ways: list[tuple[Callable[[int], None], int]]
         ways = [(own, copies), (linear, plain_copies), (prepacked, plain_copies)]
-        us, linear_us, prepacked_us = _fastest(ways, options.repeats, options.seconds)
-        flops, moved = 2 * m * outputs * inputs, weight_bytes + m * (inputs + outputs) * dtype.itemsize
-        floor = max(weight_bytes / MEMORY_GBS, flops / PEAK_GFLOPS[name]) / 1000
+        us, linear_us, prepacked_us = _fastest(ways, chunk, options.repeats, options.seconds)
         found.append(
             Row(
                 name,
@@ -127,9 +128,11 @@ def _command(x: Tensor, packed: int, out: Tensor, weight_dtype: int, dtype: torc
     return command(x.shape[0], args)
 
 
-def _fastest(ways: Sequence[tuple[Callable[[int], None], int]], repeats: int, seconds: float) -> list[float]:
+def _fastest(
+    ways: Sequence[tuple[Callable[[int], None], int]], chunk: int, repeats: int, seconds: float
+) -> list[float]:
     """Mean microseconds of each way's so many multiplications. The ways take turns: a busy moment hits all."""
-    best = [[float("inf")] * -(-count // CHUNK) for _, count in ways]
+    best = [[float("inf")] * -(-count // chunk) for _, count in ways]
     begun = time.perf_counter()
     done = 0
     while done < 3 or (done < repeats and time.perf_counter() - begun < seconds):

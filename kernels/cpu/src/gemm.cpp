@@ -78,24 +78,27 @@ void copy_row(const void* from, int32_t dtype, int64_t count, int64_t padded, fl
   for (int64_t i = count; i < padded; i++) to[i] = 0;
 }
 
-// Sums of one row and panel to `count` outputs. Its own function, so that scale and bias are applied by the same
-// instructions whoever calls.
+// Sums of some rows of a panel to `count` outputs each, `stride` apart. Its own function, so that scale and bias are
+// applied by the same instructions whoever calls.
 template <class Out>
-__attribute__((noinline)) void finish(const float* sums, const float* scales, const float* bias, Out* out,
-                                      int64_t count) {
-  for (int64_t at = 0; at < count; at += LANES) {
-    const int64_t lanes = std::min<int64_t>(LANES, count - at);
-    vf v = load(sums + at);
-    if (scales) v *= load(scales + at);
-    if (lanes == LANES) {
-      if (bias) v += load(bias + at);
-      store(out + at, v);
+__attribute__((noinline)) void finish(const float* sums, int64_t rows, const float* scales, const float* bias, Out* out,
+                                      int64_t stride, int64_t count) {
+  float padded[2][WIDTH] = {};
+  if (scales) memcpy(padded[0], scales, count * 4);
+  if (bias) memcpy(padded[1], bias, count * 4);
+  const vf scale[2] = {load(padded[0]), load(padded[0] + LANES)}, add[2] = {load(padded[1]), load(padded[1] + LANES)};
+  for (int64_t r = 0; r < rows; r++, sums += WIDTH, out += stride) {
+    vf v[2] = {load(sums), load(sums + LANES)};
+    if (scales) v[0] *= scale[0], v[1] *= scale[1];
+    if (bias) v[0] += add[0], v[1] += add[1];
+    if (count == WIDTH) {
+      store(out, v[0]);
+      store(out + LANES, v[1]);
     } else {
-      vf last{};
-      if (bias) memcpy(&last, bias + at, lanes * 4), v += last;
-      Out rest[LANES];
-      store(rest, v);
-      memcpy(out + at, rest, lanes * sizeof(Out));
+      Out rest[WIDTH];
+      store(rest, v[0]);
+      store(rest + LANES, v[1]);
+      memcpy(out, rest, count * sizeof(Out));
     }
   }
 }
@@ -214,13 +217,11 @@ class Linear {
     const float* scales = nullptr;
     if (args_.weight_dtype == I8)
       scales = reinterpret_cast<const float*>(static_cast<const char*>(args_.weight) + packed_.scales_at()) + column;
-    for (int64_t r = begin_; r < end_; r++, sums += WIDTH) {
-      const int64_t at = r * args_.outputs + column;
-      if (args_.out_dtype == F32)
-        finish(sums, scales, bias, static_cast<float*>(args_.out) + at, count);
-      else
-        finish(sums, scales, bias, static_cast<bf16*>(args_.out) + at, count);
-    }
+    const int64_t at = begin_ * args_.outputs + column;
+    if (args_.out_dtype == F32)
+      finish(sums, end_ - begin_, scales, bias, static_cast<float*>(args_.out) + at, args_.outputs, count);
+    else
+      finish(sums, end_ - begin_, scales, bias, static_cast<bf16*>(args_.out) + at, args_.outputs, count);
   }
 
   const LinearArgs& args_;
