@@ -1,6 +1,7 @@
 """The CUDA sources as tests launch them: emulated, in several orders of threads, on numbers with a fence around.
 
-Under a preloaded libasan (`make sanitizers`) the programs are instrumented.
+Where torch has a GPU the same tests run on it as well: their memory is pinned, which a GPU reads and writes under the
+same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cuda import loader
 from kernels.cuda.calls import BF16, F16, Call
-from kernels.cuda.loader import sources
 from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, Program
 
-ORDERS = (FORWARD, REVERSE, 2)
+GPU = torch.cuda.is_available()
+DEVICE = -1
+"""Instead of an order of threads: on the GPU."""
+ORDERS = (FORWARD, REVERSE, 2, *([DEVICE] if GPU else []))
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a unit in the last place, relative."""
@@ -35,14 +40,25 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 def program_of(kernel: str) -> Program:
     """The emulated program that has a kernel of that name."""
     flags = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
-    for source in sources():
-        if f"KERNEL({kernel}," in source.read_text():
-            return Program(source, flags=flags)
-    raise KeyError(kernel)
+    return Program(source_of(kernel), flags=flags)
+
+
+@cache
+def device_program_of(kernel: str) -> loader.Program:
+    return loader.Program(source_of(kernel))
+
+
+def source_of(kernel: str) -> Path:
+    return next(source for source in loader.sources() if f"KERNEL({kernel}," in source.read_text())
 
 
 def launch(call: Call, order: int) -> None:
-    program_of(call.name).launch(*call, order=order)
+    """Runs the kernel to its end."""
+    if order != DEVICE:
+        program_of(call.name).launch(*call, order=order)
+        return
+    device_program_of(call.name).launch(*call, torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -52,7 +68,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scal
 
 def fenced(values: Tensor) -> Tensor:
     """A copy with a fence before and behind it in memory, at a multiple of 16 bytes; `assert_fences` looks at them."""
-    whole = torch.full((values.numel() + 2 * FENCE,), UNTOUCHED, dtype=values.dtype)
+    whole = torch.full((values.numel() + 2 * FENCE,), UNTOUCHED, dtype=values.dtype, pin_memory=GPU)
     part = whole[FENCE:-FENCE].view(values.shape)
     part.copy_(values)
     return part
@@ -81,4 +97,4 @@ def close(found: Tensor, expected: Any, absolute: float = 1e-6, relative: float 
 
 
 def int32(*values: int) -> Any:
-    return np.array(values, np.int32)
+    return torch.tensor(values, dtype=torch.int32, pin_memory=GPU).numpy()

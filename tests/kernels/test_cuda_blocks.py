@@ -53,7 +53,7 @@ def test_a_block_in_parts_is_gathered_into_one_piece(order: int) -> None:
     )
     launch(call, order)
     assert torch.equal(room, pool[:, list(FROM)].transpose(0, 1))
-    back, to = torch.full_like(pool, UNTOUCHED), int32(*FROM)
+    back, to = untouched(6, 7, 40, dtype=torch.bfloat16), int32(*FROM)
     call = calls.copy_blocks(
         4, room.data_ptr(), back.data_ptr(), (480, 80), 80, parts=6, part_strides=(80, 560), to=to.ctypes.data
     )

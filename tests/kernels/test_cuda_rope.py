@@ -79,7 +79,7 @@ def test_q_is_returned_and_k_and_v_lie_where_the_slots_say(order: int, name: str
     qkv = numbers(rows, all_heads, case.head_dim, dtype=kind)
     positions = int32(0, 99, 1, 17, 16, 3)
     slots = int32(5 * size + 3, 0, 6 * size + size - 1, 5 * size + 4, -1, 2 * size)
-    table = numbers(POSITIONS, max(2, case.rotary), seed=3).clamp(-1, 1)
+    table = numbers(POSITIONS, max(2, case.rotary), seed=3).clamp_(-1, 1)
     bias = numbers(all_heads, case.head_dim, seed=4)
     q_weight, k_weight = numbers(case.head_dim, seed=5), numbers(case.head_dim, seed=6)
     slab = (case.kv_heads, size, case.head_dim)

@@ -90,7 +90,7 @@ def test_the_widest_row_that_is_taken_is_right_in_place(order: int, layer_norm: 
 
 
 def test_layer_norm_keeps_its_digits_beside_a_large_mean(order: int) -> None:
-    x, weight = numbers(2, 768, dtype=torch.float16), torch.ones(768)
+    x, weight = numbers(2, 768, dtype=torch.float16), fenced(torch.ones(768))
     x += 500
     close(norm("f16", order, x, weight, layer_norm=True), normed(wide(x), 1.0, None, True), absolute=2e-4)
 
@@ -140,7 +140,7 @@ def test_gated_multiplies_the_activated_half_with_the_other(order: int, width: i
 
 @kinds
 def test_activations_of_huge_and_broken_numbers(order: int, kind: str) -> None:
-    x = torch.tensor([1e30, -1e30, 3e38, -200.0, math.nan, math.inf, 0.0, -90.0], dtype=torch.bfloat16)
+    x = fenced(torch.tensor([1e30, -1e30, 3e38, -200.0, math.nan, math.inf, 0.0, -90.0], dtype=torch.bfloat16))
     out = untouched(8, dtype=torch.bfloat16)
     launch(calls.activate(BF16, 1, 8, x.data_ptr(), out.data_ptr(), kind), order)
     assert torch.equal(out[[0, 2, 5, 6]], x[[0, 2, 5, 6]])
