@@ -65,7 +65,7 @@ class _Stream:
 
 
 class Program:
-    """The kernels of one source, on CuPy's current device. Without a GPU they are compiled, and only a launch raises."""
+    """The kernels of one source, on CuPy's current device. Without a GPU they compile, and only a launch raises."""
 
     def __init__(self, source: Path, arch: str | None = None) -> None:
         """arch: such as "sm_90"; by default the present GPU's. Raises CudaError with what the compiler says."""
