@@ -171,8 +171,8 @@ static void values(const float* weights, const float* keep, const char* const* t
 template <typename T>
 struct Products {
   using Scores = void (*)(const float*, const char* const*, const char* const*, int64_t, float*);
-  using Values = void (*)(const float*, const float*, const char* const*, const char* const*, int64_t, int64_t, int, int,
-                          float*);
+  using Values = void (*)(const float*, const float*, const char* const*, const char* const*, int64_t, int64_t, int,
+                          int, float*);
   Scores score[MOST_ROWS][MOST_VECTORS];
   Values value[MOST_ROWS][MOST_VECTORS];
 
