@@ -33,6 +33,7 @@ from kernels.cpu.commands import (
     Step,
 )
 from kernels.cpu.library import Library
+from kernels.cpu.memory import large
 from kernels.cpu.program import DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
 from kernels.cpu.torch_linear import TorchWeight
@@ -134,7 +135,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             if packed is None:
                 dtype = INT8 if int8 else source
                 size = self.library.packed_bytes(dtype, outputs, inputs)
-                memory = torch.empty(size, dtype=torch.uint8)
+                memory = large(size)
                 packed = Packed(memory, bias, outputs, inputs, dtype, part.dtype)
             rows = part.shape[0]
             if first + rows > outputs:

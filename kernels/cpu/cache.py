@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.commands import CopyArgs, Pool
 from kernels.cpu.library import Library
+from kernels.cpu.memory import large
 from kernels.cpu.program import Runner, address, dtype_code
 from kernels.ops import Cache, CacheShape, Int32
 
@@ -24,7 +25,7 @@ class CpuCache(Cache):
         code = dtype_code(shape.dtype)
         size = library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
         # zero_ touches every page: memory that is missing is missed now, not in the middle of a request.
-        self.blocks = torch.empty((shape.blocks, size), dtype=torch.uint8).zero_()
+        self.blocks = large(shape.blocks * size).zero_().view(shape.blocks, size)
         self.host = torch.empty((shape.host_blocks, size), dtype=torch.uint8).zero_()
         self.pool = Pool(
             blocks=self.blocks.data_ptr(),

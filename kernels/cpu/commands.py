@@ -50,7 +50,6 @@ class LinearArgs(Structure):
         ("dtype", c_int32),
         ("weight_dtype", c_int32),
         ("out_dtype", c_int32),
-        ("variant", c_int32),
     )
 
 

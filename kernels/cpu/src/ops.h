@@ -62,7 +62,6 @@ struct LinearArgs {
   void* out;           // [rows, outputs] of `out_dtype`
   int32_t inputs, outputs;
   int32_t dtype, weight_dtype, out_dtype;
-  int32_t variant;     // which of the kernels; 0 is the usual one
 };
 
 // out[i] = table[token i] * scale (+ places[position i])

@@ -9,7 +9,9 @@
 
 namespace {
 
-const int64_t ROWS_PER_PIECE = 4;
+// Rows of a prompt that follow each other share a tile of K, and with it cache lines: one thread should have them all.
+// Few rows are decodes, each in a block of its own.
+int64_t rows_per_piece(int64_t rows, int threads) { return rows >= TILE * 2 * threads ? TILE : 4; }
 
 // x / sqrt(mean(x^2) + eps) * weight over one head.
 void norm_head(float* x, const float* weight, int64_t size, float eps) {
@@ -58,6 +60,7 @@ void write_head(T* to, const float* x, int64_t size) {
 template <typename T>
 void write_lane(char* part, Lane lane, const float* x, int64_t padded) {
   T* to = reinterpret_cast<T*>(part) + lane.start;
+  if (lane.step == 2 && lane.pair == 1) return write_head(to, x, padded);
   for (int64_t i = 0; i < padded; i += 2, to += lane.step) {
     write(to, x[i]);
     write(to + lane.pair, x[i + 1]);
@@ -70,10 +73,10 @@ void rope(const RopeArgs& a, const Step& step, int64_t rows, Team& team) {
   const int64_t size = pool.head_dim, padded = pool.head_stride;
   const int64_t heads = a.heads, kv_heads = pool.kv_heads;
   float* x = reinterpret_cast<float*>(team.scratch(padded * sizeof(float)));
-  const int64_t pieces = (rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE;
+  const int64_t most = rows_per_piece(rows, team.threads()), pieces = (rows + most - 1) / most;
   for (int64_t piece; (piece = team.next()) < pieces;) {
-    const int64_t end = rows < (piece + 1) * ROWS_PER_PIECE ? rows : (piece + 1) * ROWS_PER_PIECE;
-    for (int64_t row = piece * ROWS_PER_PIECE; row < end; row++) {
+    const int64_t end = rows < (piece + 1) * most ? rows : (piece + 1) * most;
+    for (int64_t row = piece * most; row < end; row++) {
       const T* from = static_cast<const T*>(a.qkv) + row * (heads + 2 * kv_heads) * size;
       const float* angles = a.rope ? a.rope + step.positions[row] * int64_t(a.rotary) : nullptr;
       T* q = static_cast<T*>(a.q) + row * heads * size;

@@ -1,0 +1,28 @@
+"""Large memory on huge pages where the system gives them, so that reading it does not wait for address translation.
+
+Measured with the KV pool of the 30M model: see docs/cpu.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+HUGE_BYTES = 2 << 20
+
+
+def large(size: int) -> Tensor:
+    """[size] uint8 of zeros, aligned to 2 MiB when it is at least that long; freed with the tensor.
+
+    Pages are taken when they are touched first.
+    """
+    if size < HUGE_BYTES:
+        return torch.zeros(size, dtype=torch.uint8)
+    area = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps the mapping
+    skipped = -whole.data_ptr() % HUGE_BYTES
+    return whole[skipped : skipped + size]
