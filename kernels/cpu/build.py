@@ -1,22 +1,27 @@
 """Finds or makes the shared library of the CPU kernels that fits this machine.
 
 Images carry one library per VARIANT, made by `python -m kernels.cpu.build --all`; the best that the CPU can run is
-taken. A checkout compiles the sources for the very CPU at first use and keeps the result in .cache/kernels under a
-hash of sources, flags, compiler and CPU, so that a change of any of them compiles again.
+taken. A checkout compiles the sources for the very CPU at first use and keeps the result in .cache/kernels (or, where
+that cannot be written, in a place of the user's) under a hash of sources, flags, compiler and CPU, so that a change of
+any of them compiles again. Processes that start together compile once.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +29,25 @@ SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "lib"
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
 
+log = logging.getLogger("orcinus.kernels")
+
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra")
 COMPILE_S = 300
-KEPT = 8
-"""Libraries in the cache; the oldest go."""
+KEPT = 32
+"""Libraries in the cache; those that were not used for the longest time go."""
 
 
 class BuildError(Exception):
     """There is no library for this machine and none can be made; the text says why."""
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the system refuses (sources that are not there, a full disk) is a BuildError too."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(f"the CPU kernels cannot be compiled: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,7 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+@_refusals()
 def find_library() -> tuple[Path, str]:
     """The library for this machine and what it was made for; compiled now if need be. Raises BuildError."""
     flags = cpu_flags()
@@ -93,24 +110,61 @@ def prebuilt_path(variant: Variant) -> Path:
     return PREBUILT / f"{variant.name}-{_digest(_sources(), variant.flags)}.so"
 
 
+@_refusals()
 def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
     """Compiles unless that was done before. `machine` goes into the name. Raises BuildError."""
     version = _run([compiler, "-dumpfullversion", "-dumpmachine"])
-    target = CACHE / f"{_digest(_sources(), flags, version, machine)}.so"
-    if target.is_file():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made_in = target.parent
-        with tempfile.TemporaryFile(dir=made_in):
-            pass
-    except OSError:  # a checkout that is not ours to write to
-        made_in = Path(tempfile.mkdtemp(prefix="orcinus-kernels-"))
-        target = made_in / target.name
-    compile_to(target, compiler, flags)
-    for old in sorted(made_in.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
-        old.unlink(missing_ok=True)
+    target = _kept(f"{_digest(_sources(), flags, version, machine)}.so")
+    if not target.is_file():
+        with _alone(target.parent / "lock"):
+            if not target.is_file():
+                begun = time.monotonic()
+                log.info("compiling the CPU kernels for this machine, once")
+                compile_to(target, compiler, flags)
+                log.info("compiled the CPU kernels in %.0f s: %s", time.monotonic() - begun, target)
+                for old in sorted(target.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+                    old.unlink(missing_ok=True)
+    with suppress(OSError):  # a place that may only be read
+        os.utime(target)
     return target
+
+
+def _kept(name: str) -> Path:
+    """Where the library of this name is or may be written. Raises BuildError when there is no such place.
+
+    The last one lies among other users' files, so it counts only while nobody else can have written into it.
+    """
+    user = os.getuid()
+    places = [CACHE, Path(tempfile.gettempdir()) / f"orcinus-kernels-{user}"]
+    with suppress(RuntimeError):  # a user without a home
+        places.insert(1, Path.home() / ".cache" / "orcinus" / "kernels")
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700 if place is places[-1] else 0o777)
+            state = place.lstat()
+            if place is places[-1] and (state.st_uid != user or state.st_mode & 0o22):
+                continue
+            if (place / name).is_file():
+                return place / name
+            with tempfile.TemporaryFile(dir=place):
+                return place / name
+        except OSError:
+            continue
+    raise BuildError(f"no place to keep compiled kernels in: {', '.join(map(str, places))} cannot be written to")
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time is inside; the end of a process ends its turn."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process compiles the CPU kernels: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # without locks the worst is that several compile the same
+            log.info("%s cannot be locked: %s", lock, error)
+        yield
 
 
 def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
@@ -131,6 +185,7 @@ def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
         linked.replace(target)
 
 
+@_refusals()
 def build_all(compiler: str) -> list[Path]:
     """Every variant, for an image; none but on x86-64, where all of them are for. Raises BuildError."""
     PREBUILT.mkdir(parents=True, exist_ok=True)

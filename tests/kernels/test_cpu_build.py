@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,12 +18,16 @@ from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing was built before, and whatever is built goes to a place of this test's."""
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "lib")
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(build.Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -77,27 +85,101 @@ def test_a_changed_source_gets_another_name(empty: Path, monkeypatch: pytest.Mon
     assert prebuilt_path(VARIANTS[0]) != before
 
 
-def test_a_checkout_compiles_once(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What was compiled, by a compiler that makes empty files."""
+    made: list[Path] = []
 
     def pretend(target: Path, compiler: str, flags: object) -> None:
-        compiled.append(target)
+        made.append(target)
         target.touch()
 
     monkeypatch.setattr(build, "compile_to", pretend)
+    monkeypatch.setattr(build, "_run", lambda command: "12.2.0")
+    monkeypatch.setattr(build.shutil, "which", lambda name: f"/usr/bin/{name}")
+    return made
+
+
+def libraries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.so"))
+
+
+def test_a_checkout_compiles_once(empty: Path, compiled: list[Path]) -> None:
     first, second = find_library(), find_library()
     assert first == second
     assert compiled == [first[0]]
     assert first[0].parent == empty / "cache"
 
 
-def test_the_cache_of_libraries_is_bounded(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "compile_to", lambda target, compiler, flags: target.touch())
-    for machine in range(build.KEPT + 5):
-        build.compile_cached("g++", ["-O1"], str(machine))
-    assert len(list((empty / "cache").iterdir())) == build.KEPT
+@pytest.mark.parametrize("home_too", [False, True])
+def test_a_checkout_that_cannot_be_written_to_compiles_once_all_the_same(
+    empty: Path, compiled: list[Path], home_too: bool
+) -> None:
+    (empty / "cache").touch()  # a file stands in the way, which stops root as well
+    if home_too:
+        (empty / "home").touch()
+    first, second = find_library(), find_library()
+    assert first == second
+    assert compiled == [first[0]]
+    place = f"orcinus-kernels-{os.getuid()}" if home_too else "home/.cache/orcinus/kernels"
+    assert first[0].parent == empty / place
 
 
+def test_a_place_into_which_others_may_write_is_not_loaded_from(empty: Path, compiled: list[Path]) -> None:
+    (empty / "cache").touch()
+    (empty / "home").touch()
+    find_library()
+    compiled[0].parent.chmod(0o777)
+    with pytest.raises(BuildError, match="no place to keep compiled kernels"):
+        find_library()
+
+
+def test_the_cache_is_bounded_and_a_library_in_use_stays(empty: Path, compiled: list[Path]) -> None:
+    build.compile_cached("g++", ["-O1"], "in use")
+    for machine in range(2 * build.KEPT):
+        os.utime(build.compile_cached("g++", ["-O1"], str(machine)), (machine, machine))
+        os.utime(compiled[0], (0, 0))
+        assert build.compile_cached("g++", ["-O1"], "in use") == compiled[0]
+    assert len(libraries(empty / "cache")) == build.KEPT
+    assert len(compiled) == 1 + 2 * build.KEPT
+
+
+def test_processes_that_start_together_compile_once(
+    empty: Path, compiled: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    name = find_library()[0].name  # as it will be
+    compiled.pop().unlink()
+    found: list[Path] = []
+    with caplog.at_level(logging.INFO), (empty / "cache" / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: found.append(find_library()[0]), daemon=True)
+        thread.start()
+        while "waiting for it" not in caplog.text and thread.is_alive():
+            thread.join(0.01)
+        assert not found and not compiled
+        made = empty / "cache" / name
+        made.touch()  # by the other process
+        fcntl.flock(other, fcntl.LOCK_UN)
+        thread.join(60)
+    assert found == [made]
+    assert not compiled
+
+
+def test_sources_that_are_not_there_and_a_disk_that_is_full_are_errors_of_the_build(
+    empty: Path, compiled: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(target: Path, compiler: str, flags: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build, "compile_to", full)
+    with pytest.raises(BuildError, match="No space left"):
+        find_library()
+    monkeypatch.setattr(build, "SOURCES", empty / "nothing")
+    with pytest.raises(BuildError, match="nothing"):
+        find_library()
+
+
+@needs_compiler
 def test_an_error_of_the_compiler_is_shown(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = empty / "src"
     sources.mkdir()
@@ -107,6 +189,7 @@ def test_an_error_of_the_compiler_is_shown(empty: Path, monkeypatch: pytest.Monk
         find_library()
 
 
+@needs_compiler
 def test_a_library_of_other_structs_is_refused(empty: Path) -> None:
     source, target = empty / "other.cpp", empty / "other.so"
     source.write_text('extern "C" long orcinus_size(int) { return 7; }')
