@@ -15,7 +15,7 @@ static inline vf lane_numbers() { return numbers(Lanes()); }
 // Lanes i and i ^ WIDTH change places.
 template <int WIDTH, int... I>
 static inline vf exchange(vf v, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(v, v, (I ^ WIDTH)...);
+  return __builtin_shuffle(v, vi{(I ^ WIDTH)...});
 }
 // Folds the lanes of a vector, halves first; each lane of the result holds it.
 template <int WIDTH = LANES / 2, typename Fold>
