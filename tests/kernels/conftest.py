@@ -1,9 +1,15 @@
-"""Parametrises `variant` over the instruction sets of the CPU kernels, or the one that --kernels-variant names."""
+"""Parametrises `variant` over the instruction sets of the CPU kernels, or the one that --kernels-variant names.
+
+A variant that is named is also what the backend `cpu` runs, so that the tests of every backend test it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from kernels.cpu import library
 from tests.kernels import cpu_variants
 
 
@@ -16,7 +22,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("variant", cpu_variants.names(), scope="module")
 
 
+@pytest.fixture(scope="session")
+def best_variant() -> str:
+    """The one for tests of which every case in every variant would be too many."""
+    return cpu_variants.best()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _named_variant_is_the_backends(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = request.config.getoption("--kernels-variant")
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            patch.setattr(library, "find_library", lambda: (cpu_variants.path(name), name))
+            library.load.cache_clear()
+        yield
+    library.load.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _needs_compiler(request: pytest.FixtureRequest) -> None:
-    if "variant" in request.fixturenames and cpu_variants.compiler() is None:
+    if {"variant", "best_variant"} & set(request.fixturenames) and cpu_variants.compiler() is None:
         pytest.skip("no g++")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from functools import cache
+from pathlib import Path
 
 from kernels.cpu.build import VARIANTS, BuildError, compile_cached, cpu_flags
 from kernels.cpu.library import Library
@@ -33,15 +34,25 @@ def names() -> list[str]:
     return [_only] if _only else list(SETS)
 
 
+def best() -> str:
+    """The one with the most instructions, or the only one."""
+    return _only or [*SETS, "plain"][1]
+
+
 def compiler() -> str | None:
     return shutil.which("g++")
 
 
 @cache
-def library(name: str) -> Library:
+def path(name: str) -> Path:
     """One of SETS, or SANITIZED; compiled when it is first asked for and kept in the cache of libraries."""
     found = compiler()
     if found is None:
         raise BuildError("no g++")
     flags = _SANITIZERS if name == SANITIZED else (*SETS[name], "-Werror")
-    return Library(compile_cached(found, flags, name), name)
+    return compile_cached(found, flags, name)
+
+
+@cache
+def library(name: str) -> Library:
+    return Library(path(name), name)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,23 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kernels.cpu.build import FLAGS, SOURCES, VARIANTS, BuildError, cpu_flags
 from kernels.cpu.commands import BFLOAT16 as BF16
 from kernels.cpu.commands import FLOAT32 as F32
 from kernels.cpu.commands import AttentionArgs, CopyArgs, Pool, RopeArgs, Step, command
-from kernels.cpu.library import load
+from tests.kernels import cpu_variants
 
 Array = npt.NDArray[Any]
-
-try:
-    NATIVE = load().path
-except BuildError as error:
-    pytest.skip(f"no library of CPU kernels: {error}", allow_module_level=True)
-
-LESSER: dict[str, tuple[str, ...]] = {"plain": ()}
-LESSER |= {v.name: v.flags for v in [v for v in VARIANTS if v.needs <= cpu_flags()][1:]}
-"""Instruction sets that this machine can run beside its own."""
-FILES = ("run.cpp", "rope.cpp", "attention.cpp", "copy.cpp")
 
 
 def address(array: Array | None) -> int | None:
@@ -74,36 +60,14 @@ class Library:
         function(ctypes.byref(pool), ctypes.c_int64(block), ctypes.c_void_p(plain.ctypes.data))
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Library]:
-    """The library of this machine, and lesser variants as far as these files go."""
-    folder = tmp_path_factory.mktemp("kernels")
-    stubs = folder / "stubs.cpp"
-    declared = re.findall(r"void run_(\w+)(\(.*?\));", (SOURCES / "kernels.h").read_text())
-    others = [(verb, types.replace(" rows", "")) for verb, types in declared if f"{verb}.cpp" not in FILES]
-    stubs.write_text("\n".join(['#include "kernels.h"', *(f"void run_{verb}{types} {{}}" for verb, types in others)]))
-    compiler = shutil.which("g++")
-    running = {}
-    for name, flags in LESSER.items():
-        sources = [*(str(SOURCES / file) for file in FILES), str(stubs)]
-        made = ["-shared", f"-I{SOURCES}", *sources, "-o", str(folder / f"{name}.so")]
-        if compiler:
-            running[name] = subprocess.Popen([compiler, *FLAGS, *flags, "-Werror", *made])
-    for name, process in running.items():
-        assert process.wait() == 0, name
-    return {"native": Library(NATIVE)} | {name: Library(folder / f"{name}.so") for name in running}
-
-
-@pytest.fixture(params=["native", *LESSER])
-def library(request: pytest.FixtureRequest, libraries: dict[str, Library]) -> Library:
-    if request.param not in libraries:
-        pytest.skip("no g++ is installed")
-    return libraries[request.param]
+@pytest.fixture
+def library(variant: str) -> Library:
+    return Library(cpu_variants.library(variant).path)
 
 
 @pytest.fixture
-def native(libraries: dict[str, Library]) -> Library:
-    return libraries["native"]
+def best(best_variant: str) -> Library:
+    return Library(cpu_variants.library(best_variant).path)
 
 
 @dataclass
@@ -242,17 +206,17 @@ CONTEXTS = [1, 17, 200, 64, 130, 33, 600, 15, 47]
 @pytest.mark.parametrize("window", [0, 7, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (8, 1)])
 def test_mixed_batches_are_the_formula(
-    native: Library, heads: int, kv_heads: int, window: int, alibi: bool, dtype: int
+    best: Library, heads: int, kv_heads: int, window: int, alibi: bool, dtype: int
 ) -> None:
-    world = World(native, CONTEXTS, heads, kv_heads, 32, dtype=dtype, window=window, alibi=alibi, seed=heads)
+    world = World(best, CONTEXTS, heads, kv_heads, 32, dtype=dtype, window=window, alibi=alibi, seed=heads)
     world.check(mixed(CONTEXTS, window))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("head_dim", [1, 8, 20, 64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_any_head_and_block_size(native: Library, block_size: int, head_dim: int, dtype: int) -> None:
-    world = World(native, CONTEXTS, 4, 2, head_dim, block_size, dtype, seed=head_dim)
+def test_any_head_and_block_size(best: Library, block_size: int, head_dim: int, dtype: int) -> None:
+    world = World(best, CONTEXTS, 4, 2, head_dim, block_size, dtype, seed=head_dim)
     world.check(mixed(CONTEXTS, block_size))
 
 
@@ -267,9 +231,9 @@ def test_every_variant_is_the_formula(library: Library, head_dim: int, block_siz
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("window", [0, 700])
-def test_a_long_sequence_among_short_ones(native: Library, window: int, threads: int, dtype: int) -> None:
+def test_a_long_sequence_among_short_ones(best: Library, window: int, threads: int, dtype: int) -> None:
     contexts = [3000, 20, 513, 1024]
-    world = World(native, contexts, 4, 2, 64, dtype=dtype, window=window, alibi=True, seed=3)
+    world = World(best, contexts, 4, 2, 64, dtype=dtype, window=window, alibi=True, seed=3)
     world.check([(0, 2999, 3000), (1, 0, 20), (2, 512, 513), (3, 1000, 1024)], threads)
     world.check([(0, 2900, 3000)], threads)
     world.check([(0, 2999, 3000)], threads)
@@ -330,11 +294,11 @@ def test_what_comes_later_in_a_chunk_does_not_touch_a_row_even_if_it_is_nan(libr
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (20, 10), (64, 0), (8, 2)])
 def test_rope_splits_norms_rotates_and_writes(
-    native: Library, head_dim: int, rotary: int, normed: bool, dtype: int
+    best: Library, head_dim: int, rotary: int, normed: bool, dtype: int
 ) -> None:
     rng = np.random.default_rng(head_dim + rotary)
     contexts, heads, kv_heads, size = [40, 21, 16], 3, 1, 16
-    world = World(native, contexts, heads, kv_heads, head_dim, size, dtype)
+    world = World(best, contexts, heads, kv_heads, head_dim, size, dtype)
     positions = np.array([38, 39, 20, *range(16)], np.int32)
     owner = np.array([0, 0, 1] + [2] * 16)
     rows = len(positions)
@@ -354,7 +318,7 @@ def test_rope_splits_norms_rotates_and_writes(
     )
     args.pool, args.heads, args.layer = ctypes.pointer(world.pool), heads, world.layer
     args.rotary, args.dtype, args.eps = rotary, dtype, 1e-5
-    native.run(args, rows, step, 2)
+    best.run(args, rows, step, 2)
 
     def turned(x: Array, weight: Array | None) -> Array:
         if weight is not None:
@@ -389,12 +353,12 @@ def test_a_block_is_read_as_it_was_written(library: Library, head_dim: int, bloc
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("size", [64, 4096, 300_000])
-def test_blocks_are_copied_pair_by_pair(native: Library, size: int, threads: int) -> None:
+def test_blocks_are_copied_pair_by_pair(best: Library, size: int, threads: int) -> None:
     rng = np.random.default_rng(size)
     source, target = rng.integers(0, 256, (6, size), np.uint8), np.zeros((5, size), np.uint8)
     from_, to = np.array([5, 0, 3], np.int32), np.array([1, 4, 0], np.int32)
     args = CopyArgs(address(source), address(target), address(from_), address(to), size)
-    native.run(args, 3, Step(), threads)
+    best.run(args, 3, Step(), threads)
     expected = np.zeros_like(target)
     expected[to] = source[from_]
     assert np.array_equal(target, expected)
