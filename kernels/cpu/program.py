@@ -8,6 +8,7 @@ in the order in which they were recorded, so whoever takes it next writes it aft
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from kernels.cpu.commands import (
     command,
 )
 from kernels.cpu.library import Library
+from kernels.cpu.threads import ThreadChoice
 
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
@@ -133,6 +135,7 @@ class Program:
     def __init__(self, library: Library, threads: int, recording: Recording, result: Tensor) -> None:
         self._library = library
         self._threads = threads
+        self._choice = ThreadChoice(threads)
         self._recording = recording  # owns the memory
         self.workspace_bytes = recording.workspace_bytes
         self._result = result
@@ -141,7 +144,10 @@ class Program:
     def run(self, step: Step) -> Tensor:
         """The result's rows of this step; they hold until the next run."""
         self._check(step)
-        self._library.run(ctypes.addressof(self._commands), len(self._commands), ctypes.addressof(step), self._threads)
+        threads = self._choice.pick(step.tokens_count)
+        begun = time.monotonic_ns()
+        self._library.run(ctypes.addressof(self._commands), len(self._commands), ctypes.addressof(step), threads)
+        self._choice.took(step.tokens_count, threads, time.monotonic_ns() - begun)
         return self._result[: step.samples_count]
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
