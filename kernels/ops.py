@@ -211,7 +211,14 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Any:
-        """A matrix [tokens, hidden] -> what `embed` wants. A tied model gives `embed` what pack_linear gave instead."""
+        """A matrix [tokens, hidden] -> what `embed` wants."""
+
+    def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Any:
+        """A tied model's matrix [tokens, hidden], which `embed` and `logits` both take; here, what pack_linear makes.
+
+        See pack_linear for `parts` and `bias`.
+        """
+        return self.pack_linear(parts, tokens, hidden, bias)
 
     @abstractmethod
     def linear(self, x: Tensor, packed: Any) -> Tensor:

@@ -128,6 +128,13 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     ) -> Packed | TorchWeight:
         if self.path == "torch" and not int8:
             return TorchWeight(parts, outputs, inputs, bias)
+        return self._pack(parts, outputs, inputs, bias, int8)
+
+    def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Packed:
+        """In our own order whatever the path: torch's cannot be looked up, and a second copy would stay for good."""
+        return self._pack(parts, tokens, hidden, bias, False)
+
+    def _pack(self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool) -> Packed:
         packed: Packed | None = None
         first = 0
         for part in parts:
@@ -197,13 +204,11 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def embed(
         self,
         prepared: CpuPrepared,
-        table: Packed | Table | TorchWeight,
+        table: Packed | Table,
         scale: float = 1.0,
         places: Tensor | None = None,
     ) -> Tensor:
         packed = isinstance(table, Packed)
-        if isinstance(table, TorchWeight):
-            table = Table(table.dense())
         if isinstance(table, Packed):
             vocab, hidden, code = table.outputs, table.inputs, table.dtype
             dtype = table.computes_in

@@ -1,6 +1,7 @@
 """Matrices through torch's oneDNN instead of our own kernel, for machines where the start-up measurement prefers it.
 
-The weight lies in oneDNN's blocked order. Its sums depend on the number of rows: not for --deterministic.
+The weight lies in oneDNN's blocked order alone, so no embedding can share it. Its sums depend on the number of rows:
+not for --deterministic.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ class TorchWeight:
         self.dtype = plain.dtype
         self._bias = None if bias is None else bias.to(plain.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(plain)
-        self._dense: Tensor | None = None
 
     def linear(self, x: Tensor) -> Tensor:
         """x [N, inputs] -> [N, outputs]."""
@@ -41,9 +41,3 @@ class TorchWeight:
             x = padded
         found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return found[:rows]
-
-    def dense(self) -> Tensor:
-        """The weight row by row, for an embedding that shares it; made once."""
-        if self._dense is None:
-            self._dense = self._weight.to_dense().contiguous()
-        return self._dense

@@ -11,18 +11,23 @@ from torch import Tensor
 import kernels.cpu
 import kernels.reference  # noqa: F401 - both register themselves
 from kernels import ops as kernel_ops
+from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
+from kernels.cpu.library import load
 from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape
 
 Float64 = npt.NDArray[np.float64]
+TORCH_PATH = "cpu-torch"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Of the largest number expected, or of 1 if that is more."""
 
 
-@pytest.fixture(params=kernel_ops.names())
+@pytest.fixture(params=[*kernel_ops.names(), TORCH_PATH])
 def ops(request: pytest.FixtureRequest) -> AnyOps:
-    """Every backend that this machine can run."""
+    """Every backend that this machine can run, and the cpu one with torch's matrices."""
     try:
+        if request.param == TORCH_PATH:
+            return CpuOps(load(), torch.get_num_threads(), "torch")
         return kernel_ops.create(request.param, torch.device("cpu"))
     except BuildError as error:
         pytest.skip(f"{request.param}: {error}")

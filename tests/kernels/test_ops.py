@@ -106,12 +106,14 @@ def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dt
     prepared = ops.prepare(chunk(tokens, 16, [3], first=5), new_cache(ops, CacheShape(1, 0, 1, 1, 16, 16, dtype)))
     for table in (
         ops.pack_embedding(iter([weight[:10], weight[10:]]), 24, hidden),
-        ops.pack_linear(iter([weight[:10], weight[10:]]), 24, hidden, None),  # a tied model's head
+        tied := ops.pack_tied(iter([weight[:10], weight[10:]]), 24, hidden, None),
     ):
         assert torch.equal(ops.embed(prepared, table), weight[tokens])
         close(ops.embed(prepared, table, 5.5), f64(weight[tokens]) * 5.5, dtype)
         close(ops.embed(prepared, table, places=places), f64(weight[tokens]) + f64(places[5:]), dtype)
         close(ops.embed(prepared, table, 0.5, places), f64(weight[tokens]) * 0.5 + f64(places[5:]), dtype)
+    x = random((5, hidden), 3, dtype)
+    close(ops.logits(x, tied), f64(x) @ f64(weight).T, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -102,16 +102,3 @@ def test_logits_do_not_depend_on_what_else_runs(model: Reference, dtype: str, th
             rows = min(16, written - 16 * index)
             found = driver.engine.read_block(int(driver.blocks(slot)[index]))
             assert torch.equal(found[..., :rows, :], wanted[..., :rows, :])
-
-
-def test_deterministic_never_takes_torchs_matrices(model: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def measure(make: Any, shapes: Any, layers: int, dtypes: Any, paths: Any) -> Any:
-        asked.extend(paths)
-        raise RuntimeError("far enough")
-
-    monkeypatch.setattr("services.worker.backend.measure", measure)
-    with pytest.raises(RuntimeError, match="far enough"):
-        engine_of(model, "float32", 1)
-    assert asked == ["own"]

@@ -67,6 +67,36 @@ def load_weights(
     return weights
 
 
+def check_matrices(config: DecoderConfig, source: Source) -> None:
+    """Raises ModelError naming the first matrix of the checkpoint that is missing or not as config.json says.
+
+    Reads headers and takes no memory: a size that nobody can hold is a misshapen tensor first.
+    """
+    c, family, names = config, config.family, config.family.names
+    embedding = (c.vocab_size, c.hidden_size)
+    source.check(find(config, source, f"{names.base}{names.tokens}.weight"), embedding)
+    if not c.tied:
+        source.check(find(config, source, f"{names.head}.weight"), embedding)
+    if names.places is not None:
+        shape = (c.context + family.first_place, c.hidden_size)
+        source.check(find(config, source, f"{names.base}{names.places}.weight"), shape)
+    query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    each = (query, kv, kv) if len(names.qkv) == 3 else (query + 2 * kv,)
+    parts = [(part, size, c.hidden_size) for part, size in zip(names.qkv, each, strict=True)]
+    parts += [(part, c.up_size // len(names.up), c.hidden_size) for part in names.up]
+    parts += [(names.out, c.hidden_size, query), (names.down, c.hidden_size, c.intermediate_size)]
+    for index in range(c.layers):
+        for part, outputs, inputs in parts:
+            name = find(config, source, f"{names.base}{names.layers}.{index}.{part}.weight")
+            source.check(name, (inputs, outputs) if family.transposed else (outputs, inputs))
+
+
+def find(config: DecoderConfig, source: Source, name: str) -> str:
+    """The name, without what stands before all of the decoder's where the checkpoint leaves that out."""
+    bare = name.removeprefix(config.family.names.base)
+    return bare if name not in source and bare in source else name
+
+
 class _Loader:
     def __init__(
         self, config: DecoderConfig, source: Source, ops: AnyOps, dtype: torch.dtype, positions: int, int8: bool
@@ -91,7 +121,7 @@ class _Loader:
         head = tokens if c.tied else names.head
         pieces = self.source.pieces(self._find(f"{head}.weight"), table, self.dtype)
         bias = self._vector(f"{head}.bias", c.vocab_size) if "head" in c.biases else None
-        packed = self.ops.pack_linear(pieces, *table, bias)
+        packed = (self.ops.pack_tied if c.tied else self.ops.pack_linear)(pieces, *table, bias)
         scale = 1.0
         if c.family.embedding_scale:  # rounded to the model's type, as the model was trained
             scale = float(torch.tensor(c.hidden_size**0.5).to(self.dtype))
@@ -193,9 +223,7 @@ class _Loader:
         return self.source.take(self._find(name), (size,), torch.float32).to(self.ops.device)
 
     def _find(self, name: str) -> str:
-        """The name, without what stands before all of the decoder's where the checkpoint leaves that out."""
-        bare = name.removeprefix(self.names.base)
-        return bare if name not in self.source and bare in self.source else name
+        return find(self.config, self.source, name)
 
 
 def alibi_slopes(heads: int) -> Tensor:
