@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -152,12 +153,12 @@ def completion_streams(stack: Stack, model: str) -> None:
 
 
 def backend_is_named(stack: Stack, model: str) -> None:
-    """Once the tree has CPU kernels, a worker that fell back to plain torch is a failure."""
+    """A worker that fell back to plain torch is a failure, for the image carries the CPU kernels of x86-64."""
     key = f"orcinus:{{{model}}}:stats:shard-0"
     read = f"REDISCLI_AUTH=$(cat /secrets/redis/password) redis-cli hget '{key}' backend"
     backend = stack.compose("exec", "-T", "redis", "sh", "-c", read).strip()
     check(bool(backend), f"{key} names the worker's backend")
-    if any((ROOT / "kernels" / "cpu").glob("*.cpp")):
+    if platform.machine() in ("x86_64", "AMD64"):
         check(backend != "reference", "the worker uses compiled kernels", backend)
     print(f"        backend: {backend}")
 
