@@ -76,14 +76,13 @@ def check_python() -> Check:
 
 
 def check_compiler() -> Check:
-    for name in ("g++", "clang++"):
-        if found := shutil.which(name):
-            first = _output([found, "--version"]).splitlines()
-            return Check("compiler", "ok", first[0] if first else found)
+    if found := shutil.which("g++"):
+        first = _output([found, "--version"]).splitlines()
+        return Check("compiler", "ok", first[0] if first else found)
     return Check(
         "compiler",
         "warn",
-        "no C++ compiler: CPU kernels cannot be compiled, the slower reference kernels run",
+        "no g++: CPU kernels cannot be compiled, the slower reference kernels run",
         "sudo apt-get install g++",
     )
 
