@@ -96,6 +96,9 @@ down: ## stop the containers; the Redis volume stays
 compose-test: ## bring the containers up for real, stream a completion, take them down
 	deploy/compose-test.sh
 
+kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
+	$(PY) kernels/cpu/build.py
+
 kernels-check: install-dev ## test every kernel, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
 	$(PY) -m pytest tests/kernels
 	$(PY) -m kernels.cuda.check
@@ -109,7 +112,7 @@ demo-model-check: install-dev ## check the committed demo model's figure, and th
 	$(PY) -m pytest tests/unit/test_demo_model.py
 
 clean: ## remove what was built; .run/ (state, logs) stays
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi kernels/cpu/lib
 
 $(VENV)/.made:
 	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found: sudo apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 2; }
@@ -144,4 +147,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean

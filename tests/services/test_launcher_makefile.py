@@ -92,6 +92,15 @@ def test_help_lists_every_target(checkout: Path) -> None:
     assert listed >= set(TARGETS)
 
 
+def test_clean_removes_libraries_of_an_image_which_a_start_would_prefer(checkout: Path) -> None:
+    kept, gone = checkout / "kernels" / "cpu" / "build.py", checkout / "kernels" / "cpu" / "lib" / "avx2.so"
+    for file in (kept, gone):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert make(checkout, "clean").returncode == 0
+    assert kept.exists() and not gone.parent.exists()
+
+
 def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) -> None:
     pins = checkout / "pyproject.toml"
     text = pins.read_text()
@@ -130,7 +139,7 @@ def test_settings_of_make_reach_the_launcher_as_one_word_each(checkout: Path) ->
     assert echoed[-10:] == [word for pair in options.items() for word in pair]
 
 
-STAGES = ("install-dev", "lint", "test", "kernels-check", "compose-test", "schemathesis", "sanitizers")
+STAGES = ("install-dev", "lint", "kernels-build", "test", "kernels-check", "compose-test", "schemathesis", "sanitizers")
 
 
 @pytest.fixture
@@ -166,7 +175,7 @@ def test_ci_runs_every_stage_in_order_and_says_how_long_each_took(pipeline: Path
 def test_ci_stops_at_the_first_red_stage_and_names_it(pipeline: Path) -> None:
     code, said, did = run_pipeline(pipeline, test="exit 3")
     assert code == 2
-    assert did == ["install-dev", "lint", "test"]
+    assert did == ["install-dev", "lint", "kernels-build", "test"]
     assert "RED: test" in said.split("== summary")[1]
 
 
