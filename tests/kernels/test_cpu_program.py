@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kernels.cpu.backend import CpuOps, CpuPrepared
 from kernels.cpu.cache import CpuCache
+from kernels.cpu.library import load
 from kernels.ops import Attention, Batch, CacheShape, Norm
-from tests.kernels.cpu_variants import library
+from tests.kernels.cpu_variants import library, path
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, BLOCK = 97, 64, 4, 2, 16, 80, 3, 16
 MAX_TOKENS, MAX_SAMPLES = 50, 12
@@ -148,3 +149,10 @@ def test_rows_that_do_not_add_up_are_refused(variant: str, parts: list[int]) -> 
         ops.pack_linear(pieces, VOCAB, HIDDEN, None)
     with pytest.raises(ValueError, match=f"{sum(parts)} rows were given"):
         ops.pack_embedding(pieces, VOCAB, HIDDEN)
+
+
+def test_the_backend_runs_the_variant_that_is_named(request: pytest.FixtureRequest) -> None:
+    name = request.config.getoption("--kernels-variant")
+    if not name:
+        pytest.skip("none is named")
+    assert load().path == path(name)

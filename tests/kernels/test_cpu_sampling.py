@@ -300,7 +300,7 @@ def test_log_probabilities_are_those_of_the_given_logits_in_float64(vocab: int) 
     assert np.isnan(found.logprobs.numpy()[~asked]).all()
 
 
-DRAWS, SMALL = 100_000, 300
+DRAWS, EACH, SMALL = 100_000, 10_000, 300
 BIASES = ((3, 2.5), (40, -4.0), (40, 1.5), (299, 3.0))
 BANNED = (0, 17, 200)
 HISTORY = ((5, 1), (5, 1), (5, 0), (60, 0), (61, 1), (299, 1))
@@ -378,25 +378,23 @@ def is_drawn_from(counts: Array, p: npt.NDArray[np.float64]) -> bool:
 def test_draws_have_the_distribution_of_float64(name: str) -> None:
     s = SETTINGS[name]
     logits = normal(1, SMALL, 14, 1.5)[0]
-    counts, each = np.zeros(SMALL, np.int64), 10_000
-    for first in range(0, DRAWS, each):
+    counts, every = np.zeros(SMALL, np.int64), np.arange(EACH)
+
+    def everywhere(pairs: tuple[tuple[int, float], ...]) -> Sparse:
+        ids, values = zip(*pairs, strict=True)
+        return Sparse(every.repeat(len(ids)), np.tile(ids, EACH), np.tile(np.array(values, np.float32), EACH))
+
+    for first in range(0, DRAWS, EACH):
         given = {key: value for key, value in s.items() if key not in ("bias", "mask", "banned")}
-        every = np.arange(each)
         if "bias" in s:
-            ids, values = zip(*BIASES, strict=True)
-            given["bias"] = Sparse(
-                every.repeat(len(ids)), np.tile(ids, each), np.tile(np.array(values, np.float32), each)
-            )
+            given["bias"] = everywhere(BIASES)
         if "banned" in s:
-            given["banned"] = Sparse(every.repeat(len(BANNED)), np.tile(BANNED, each))
+            given["banned"] = Sparse(every.repeat(len(BANNED)), np.tile(BANNED, EACH))
         if "mask" in s:
-            given |= {"mask_rows": every, "mask_words": np.tile(MASK, (each, 1))}
+            given |= {"mask_rows": every, "mask_words": np.tile(MASK, (EACH, 1))}
         if "repetition" in s:
-            ids, values = zip(*HISTORY, strict=True)
-            given["history"] = Sparse(
-                every.repeat(len(ids)), np.tile(ids, each), np.tile(np.array(values, np.float32), each)
-            )
-        how = rows(each, seed=every + first, position=every % 7, **given)
-        found = draw(np.broadcast_to(logits, (each, SMALL)), how)
+            given["history"] = everywhere(HISTORY)
+        how = rows(EACH, seed=every + first, position=every % 7, **given)
+        found = draw(np.broadcast_to(logits, (EACH, SMALL)), how)
         counts += np.bincount(found.tokens.numpy(), minlength=SMALL)
     assert is_drawn_from(counts, distribution(logits, s))

@@ -12,6 +12,9 @@ from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, 
 from kernels.reference.philox import gumbel, philox4x32
 from tests.kernels.sequences import ops as ops  # the fixture: every backend
 
+DRAWS = 100_000
+"""Of each setting, for chi-square."""
+
 
 def rows(count: int, **columns: Any) -> SamplingRows:
     """Greedy rows unless columns say otherwise; a scalar stands for every row."""
@@ -131,7 +134,7 @@ def test_draws_follow_the_distribution(ops: AnyOps, temperature: float, top_k: i
                 seed=1234,
                 position=np.arange(first, first + 10_000),
             )
-            for first in range(0, 50_000, 10_000)
+            for first in range(0, DRAWS, 10_000)
         ]
     )
     chi_square_accepts(tokens, truncated(logits, temperature, top_k, top_p, min_p))
@@ -139,7 +142,7 @@ def test_draws_follow_the_distribution(ops: AnyOps, temperature: float, top_k: i
 
 def test_draws_of_different_seeds_at_one_position_follow_the_distribution_too(ops: AnyOps) -> None:
     logits = np.random.default_rng(5).normal(0, 1, 7).astype(np.float32)
-    tokens = draw(ops, np.tile(logits, (40_000, 1)), temperature=1.0, seed=np.arange(40_000), position=9)
+    tokens = draw(ops, np.tile(logits, (DRAWS, 1)), temperature=1.0, seed=np.arange(DRAWS), position=9)
     chi_square_accepts(tokens, truncated(logits, 1.0, 0, 1.0, 0.0))
 
 
