@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from services.scheduler.core.parts.relief import (
 )
 from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy import How, Pace
+from services.scheduler.core.presets import parse
 from services.scheduler.core.types import NewRequest
 from tests.unit.policy_rows import Rows
 
@@ -111,6 +113,18 @@ def test_the_model_budget_is_the_most_whose_predicted_time_keeps_the_limit(
     if target < 64:
         target = min(most(min(given_)), 64) if given_ else 64
     assert ModelBudget().budget(replica, slots, 0, 0) == count + target
+
+
+def test_a_budget_by_time_takes_its_target_in_milliseconds_by_name() -> None:
+    replica = decoding(1)
+    for tokens in range(1, 41):
+        replica.model.observe(tokens, tokens, 0, tokens * MS)  # a token a millisecond
+
+    def most(text: str) -> int:
+        return parse(text).tokens.budget(replica, replica.slots, 0, 0)
+
+    assert most("orcinus") == most("orcinus:tokens=model-100") == pytest.approx(85, abs=2)
+    assert most("orcinus:tokens=model-200") == pytest.approx(170, abs=4)
 
 
 def test_before_sixteen_measured_steps_the_model_budget_is_512() -> None:

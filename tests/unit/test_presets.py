@@ -290,7 +290,7 @@ def test_every_choice_of_every_part_can_be_named(part: str) -> None:
         ("sarathi:batch=chunked-99999999999999999999999", "1 to 2147483647, not 99999999999999999999999"),
         (f"orca:tokens=fixed-{5000 * '7'}", r"1 to 2147483647, not 7{40}\.\.\. \(5000 digits\)"),
         ("orca:tokens=fixed-\u0663", "no tokens 'fixed-\u0663'"),
-        ("orca:tokens=ema-5", "no tokens 'ema-5'"),
+        ("orca:tokens=unlimited-5", "no tokens 'unlimited-5'"),
         ("orca:relief=newest-swop", "no relief 'newest-swop'.*-recompute -swap -cheaper -groups"),
         ("orca:relief=newest+never", "no relief 'newest\\+never'.*\\+stalls"),
         ("orca:relief=newest-swap+slo+takes+slo", r"relief 'newest-swap\+slo\+takes\+slo' gives \+slo twice"),

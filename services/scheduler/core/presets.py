@@ -35,10 +35,12 @@ from services.scheduler.core.parts.relief import (
     recompute,
     swap,
 )
-from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, Unlimited
+from services.scheduler.core.parts.tokens import TBT_NS, EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy import Policy
 
 DELAY_NS = 50_000_000  # longest queue delay of request-level batching
+MS_NS = 1_000_000
+TBT_MS = TBT_NS // MS_NS
 MOST = 2**31 - 1  # of a number in a name: columns are int32
 CACHED: dict[str, Any] = {"prefix_cache": True}
 OVERLAPPED: dict[str, Any] = {"prefix_cache": True, "lookahead": 1}
@@ -79,7 +81,10 @@ PARTS: dict[str, dict[str, Callable[..., Any]]] = {
         "reserve": Reserve, "watermark": Watermark, "fits": lambda: Watermark(0.0), "peak": PeakEstimate,
         "expected": Expected, "ft-aimd": FtAimd, "aimd": Aimd, "overcommit": Overcommit,
     },
-    "tokens": {"unlimited": Unlimited, "fixed": Fixed, "ema": EmaBudget, "model": ModelBudget},
+    "tokens": {
+        "unlimited": Unlimited, "fixed": Fixed, "ema": lambda ms=TBT_MS: EmaBudget(ms * MS_NS),
+        "model": lambda ms=TBT_MS: ModelBudget(ms * MS_NS),
+    },
     "batch": {
         "static": Static, "request": lambda most=32: Static(most, DELAY_NS, False), "whole": WholePrefill,
         "chunked": Chunked, "capped": lambda most: Chunked(64, most=most), "skip": lambda least: Chunked(least=least),
@@ -89,7 +94,7 @@ PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 # fmt: on
 NEEDS = {"fixed", "capped", "skip", "shrinking", "slots"}  # say a number, as in fixed-512
-TAKES = {"static", "request", "whole", "chunked"}  # may say one
+TAKES = {"static", "request", "whole", "chunked", "ema", "model"}  # may say one; ema and model a TBT target in ms
 WAYS = {"recompute": recompute, "swap": swap, "cheaper": cheaper, "groups": groups}
 OPTIONS: dict[str, dict[str, Any]] = {"stalls": {"stalls": True}, "takes": {"takes": True}, "slo": {"slo": SLO}}
 

@@ -40,7 +40,8 @@ class Fixed:
 
 class EmaBudget:
     """The dynamic budget of Sarathi's facts sheet: what the mean time per token lets through under the tightest TBT
-    limit of the decodes, the prompts' part floored to 64 tokens; 256 of them before any measurement."""
+    limit of the decodes (N ms, or 100, where none gives one), the prompts' part floored to 64 tokens; 256 of them
+    before any measurement."""
 
     def __init__(self, tbt_ns: int = TBT_NS) -> None:
         self._tbt_ns = tbt_ns
@@ -59,9 +60,9 @@ class EmaBudget:
 
 
 class ModelBudget:
-    """As many as the step-time model lets through under the tightest TBT limit of the decodes, with a factor for what
-    it gets wrong. Those without a limit count with `tbt_ns`, and for their sake prompts never get less than 64 tokens.
-    Fixed(512) until the model has seen 16 steps."""
+    """As many as the step-time model lets through under the tightest TBT limit of the decodes (N ms, or 100, for those
+    who give none), with a factor for what it gets wrong. For the sake of a limit that nobody gave prompts never get
+    less than 64 tokens. Fixed(512) until the model has seen 16 steps."""
 
     def __init__(self, tbt_ns: int = TBT_NS, safety: float = 0.85) -> None:
         self._tbt_ns, self._safety = tbt_ns, safety
