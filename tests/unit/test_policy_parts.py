@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,14 +116,13 @@ def test_the_model_budget_is_the_most_whose_predicted_time_keeps_the_limit(
 
 def test_a_budget_by_time_takes_its_target_in_milliseconds_by_name() -> None:
     replica = decoding(1)
-    for tokens in range(1, 41):
-        replica.model.observe(tokens, tokens, 0, tokens * MS)  # a token a millisecond
+    known_model(replica, 0, MS, 0, 0)  # a token a millisecond
 
     def most(text: str) -> int:
         return parse(text).tokens.budget(replica, replica.slots, 0, 0)
 
-    assert most("orcinus") == most("orcinus:tokens=model-100") == pytest.approx(85, abs=2)
-    assert most("orcinus:tokens=model-200") == pytest.approx(170, abs=4)
+    assert most("orcinus") == most("orcinus:tokens=model-100") == 85
+    assert most("orcinus:tokens=model-200") == 170
 
 
 def test_before_sixteen_measured_steps_the_model_budget_is_512() -> None:
