@@ -131,28 +131,38 @@ class WorkerSettings(CommonSettings):
     advertise: str = Field("", description="address that schedulers dial; default: what is listened on")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: the checkpoint's, or float32 where that is clearly faster on this CPU"
+        "auto",
+        description="type of weights and activations; auto: the checkpoint's, float16 widened to float32",
     )
     kernels: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="auto: the C++ kernels, or plain torch (reference) where they cannot be had"
     )
-    quantize: Literal["none", "int8"] = Field("none", description="int8: weights of linear layers in 8 bits")
+    quantize: Literal["none", "int8"] = Field(
+        "none", description="int8: weights of linear layers in 8 bits; needs the cpu kernels"
+    )
     deterministic: bool = Field(
-        False, description="a request's tokens and logits are the same to the bit whatever else runs"
+        False,
+        description="a request's tokens and logits are the same to the bit whatever else runs; needs the cpu kernels",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="dummy: random weights in the shapes of config.json, for benches; auto: the directory's"
     )
-    block_size: int = Field(16, ge=1, le=256)
+    block_size: int = Field(
+        16,
+        ge=1,
+        le=256,
+        description="tokens in a KV block; the cpu kernels need a multiple of 16, else the slower reference",
+    )
     max_seqs: int = Field(256, ge=1, le=8192)
     max_input_tokens: int = Field(0, ge=0, description="0: as much as the context allows")
     max_output_tokens: int = Field(0, ge=0, description="0: as much as the context allows")
-    max_step_tokens: int = Field(2048, ge=1, description="tokens of one step at most")
+    max_step_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens of one step at most")
     kv_memory_fraction: float = Field(0.2, gt=0, lt=1, description="share of free memory for KV blocks")
-    kv_blocks: int = Field(0, ge=0, description="0: from kv_memory_fraction")
+    kv_blocks: int = Field(0, ge=0, le=1 << 30, description="0: from kv_memory_fraction")
     host_blocks: int | None = Field(
         None,
         ge=0,
+        le=1 << 30,
         description="host tier; unset: as many as KV blocks, in 5 % of free memory, if those may run out; 0: none",
     )
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")

@@ -37,8 +37,6 @@ PLAIN = {
     "stats_ms": "how often the stats are written",
     "worker_id": "name of the worker; two workers of one stack need two names",
     "device": "where the model runs",
-    "dtype": "type of weights and activations; auto is the checkpoint's",
-    "block_size": "tokens in a KV block",
     "max_seqs": "sequences that run at the same time; the scheduler's 0 is the worker's number of slots",
     "ops_port": "port of /metrics and /stats; 0: PORT + 1",
     "requests_per_minute": "requests a minute of one key; 0: unlimited",
