@@ -3,7 +3,7 @@
 `python -m bench.kernels_gemm` multiplies, for each shape, as many different weights as fill --megabytes (more than the
 caches hold, unless asked otherwise), all three ways in turn. About CHUNK_US are timed together, each chunk's fastest of
 --repeats kept and the mean reported: the machine may be busy with other things now and then. The floor is reading the
-weights at MEMORY_GBS or computing at PEAK_GFLOPS, both measured, whichever is longer.
+weights or computing at the machine's peaks, measured first (bench.engine_floor), whichever is longer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.engine_floor import Floor, machine_floor
 from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
 
 CHUNK_US = 500
-MEMORY_GBS = 55.0
-PEAK_GFLOPS = {"float32": 545.0, "bfloat16": 1090.0, "int8": 545.0}
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 TYPES = {"float32": (FLOAT32, torch.float32), "bfloat16": (BFLOAT16, torch.bfloat16), "int8": (INT8, torch.float32)}
@@ -48,7 +47,7 @@ class Row:
 
 
 def measure(
-    library: Library, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
+    library: Library, peaks: Floor, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
 ) -> list[Row]:
     outputs, inputs = shape
     weight_dtype, dtype = TYPES[name]
@@ -73,7 +72,7 @@ def measure(
         x = torch.randn(m, inputs).to(dtype)
         out = torch.empty(m, outputs, dtype=dtype)
         flops, moved = 2 * m * outputs * inputs, weight_bytes + m * (inputs + outputs) * dtype.itemsize
-        floor = max(weight_bytes / MEMORY_GBS, flops / PEAK_GFLOPS[name]) / 1000
+        floor = peaks.step_ms(weight_bytes, flops, dtype.itemsize) * 1000
         chunk = max(1, min(8, int(CHUNK_US / floor)))
         commands = [
             (Command * len(part))(*(_command(x, at, out, weight_dtype, dtype) for _, at in part))
@@ -158,15 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    library = load()
+    library, peaks = load(), machine_floor()
     rows: list[Row] = []
     if not options.json:
+        print(f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32")
         print("type      out x in      rows        us  GFLOP/s    GB/s  of floor  F.linear  prepacked")
     with torch.inference_mode():
         for name in options.types:
             for shape in options.shapes:
                 outputs, inputs = map(int, shape.split("x"))
-                for row in measure(library, name, (outputs, inputs), options.rows, options):
+                for row in measure(library, peaks, name, (outputs, inputs), options.rows, options):
                     rows.append(row)
                     if not options.json:
                         print(
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                             flush=True,
                         )
     if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
+        print(json.dumps({"floor": peaks.as_dict(), "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":
