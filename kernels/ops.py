@@ -1,8 +1,8 @@
 """The operations of the model's forward pass, each defined once: shapes, dtypes, meaning.
 
-A backend (reference, cpu, cuda, emulator) subclasses `Ops`, registers under its name and is chosen by the worker at
-start. N is the number of tokens of an iteration, all sequences one after another and nothing padded; S the number of
-sequences in it; R the rows that sample. Integers cross this border as numpy int32, tensors lie on `Ops.device`.
+A backend (reference, cpu) subclasses `Ops`, registers under its name and is chosen by the worker at start. N is the
+number of tokens of an iteration, all sequences one after another and nothing padded; S the number of sequences in it;
+R the rows that sample. Integers cross this border as numpy int32, tensors lie on `Ops.device`.
 """
 
 from __future__ import annotations
