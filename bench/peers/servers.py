@@ -18,6 +18,7 @@ from bench.peers import install
 SLOTS = 32
 CONTEXT = 2048
 OURS = "orcinus"
+SHORT_GAPS = "orcinus:tokens=model-30"  # steps of 30 ms instead of 100: other servers' steps are bounded too
 EXACT, REDUCED, INT8 = "exact", "reduced", "int8"
 CLASSES = {
     EXACT: "float32, the same greedy answers as transformers in float32",
@@ -43,13 +44,14 @@ class Server:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def orcinus(dtype: str) -> Callable[[int, Path], list[str]]:
+def orcinus(dtype: str, policy: str = "orcinus") -> Callable[[int, Path], list[str]]:
     """The whole stack: Redis, gateway, scheduler, worker, started as a user would."""
 
     def command(port: int, scratch: Path) -> list[str]:
         words = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--model", str(install.MODEL)]
         words += ["--served-model-name", "model", "--port", str(port), "--run-dir", str(scratch / "run")]
-        return [*words, "--device", "cpu", "--dtype", dtype, "--prefix-cache", "off", "--log-level", "warning"]
+        words += ["--device", "cpu", "--dtype", dtype, "--policy", policy]
+        return [*words, "--prefix-cache", "off", "--log-level", "warning"]
 
     return command
 
@@ -146,6 +148,9 @@ SERVERS = (
         with_mix=False,
     ),
     Server("orcinus float32", OURS, EXACT, "the whole stack", "model", orcinus("float32")),
+    Server(
+        "orcinus float32, TBT 30 ms", OURS, EXACT, f"--policy {SHORT_GAPS}", "model", orcinus("float32", SHORT_GAPS)
+    ),
     Server("openvino default", "openvino", REDUCED, "its own choice of precision", "openvino", openvino("default")),
     Server("vllm bfloat16", "vllm", REDUCED, "both cores", "vllm", vllm("bfloat16"), env=VLLM_ENV, start_s=300),
     Server("llama.cpp F16", "llama.cpp", REDUCED, "F16 weights, its default KV", "llama", llama("f16")),
@@ -159,6 +164,9 @@ SERVERS = (
         model=str(install.MODEL),
     ),
     Server("orcinus bfloat16", OURS, REDUCED, "the whole stack", "model", orcinus("bfloat16")),
+    Server(
+        "orcinus bfloat16, TBT 30 ms", OURS, REDUCED, f"--policy {SHORT_GAPS}", "model", orcinus("bfloat16", SHORT_GAPS)
+    ),
     Server("llama.cpp Q8_0", "llama.cpp", INT8, "Q8_0 weights, its default KV", "llama", llama("q8_0")),
 )
 

@@ -204,7 +204,11 @@ def test_end_of_text_is_ignored_in_the_way_of_each_server() -> None:
 
 
 def test_chosen_peers_run_beside_ours_and_a_new_name_is_refused() -> None:
-    assert [server.name for server in servers.chosen(["vllm"], [EXACT])] == ["vllm float32", "orcinus float32"]
+    assert [server.name for server in servers.chosen(["vllm"], [EXACT])] == [
+        "vllm float32",
+        "orcinus float32",
+        "orcinus float32, TBT 30 ms",
+    ]
     assert servers.chosen([], []) == list(SERVERS)
     with pytest.raises(KeyError, match="vlm"):
         servers.chosen(["vlm"], [])
