@@ -5,7 +5,10 @@ All arithmetic is in blocks; what does not fit is a ConfigurationError that name
 
 from __future__ import annotations
 
+import errno
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,9 @@ from shared.settings import WorkerSettings
 
 HOST_SHARE = 0.05
 """Of the free memory, at most, for a host tier whose size nobody set: it only saves computing again."""
+
+NO_MEMORY = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed", "numel: integer")
+"""In torch's errors, which are RuntimeErrors like any other (c10/core/CPUAllocator, c10/core/TensorImpl)."""
 
 log = logging.getLogger("orcinus.worker")
 
@@ -40,6 +46,20 @@ def free_memory_bytes() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+
+
+@contextmanager
+def room_for(what: str, remedy: str) -> Iterator[None]:
+    """Memory that the system refuses inside becomes a ConfigurationError; other errors pass."""
+    try:
+        yield
+    except (MemoryError, OSError, OverflowError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
+            raise
+        said = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". Error code")[0] or "out of memory"
+        raise ConfigurationError(f"this machine has no memory for {what} ({said}); {remedy}") from error
 
 
 def wanted_lengths(settings: WorkerSettings, config: DecoderConfig) -> Lengths:

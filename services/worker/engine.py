@@ -16,7 +16,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import Compiled
+from kernels.cpu.backend import Compiled, CpuOps
 from kernels.ops import (
     STATUS_FINE,
     STATUS_NOT_FINITE,
@@ -26,10 +26,11 @@ from kernels.ops import (
 )
 from protos import worker_pb2
 from services.worker.backend import choose
-from services.worker.cache import free_memory_bytes, plan_blocks, plan_host_blocks, wanted_lengths
+from services.worker.cache import free_memory_bytes, plan_blocks, plan_host_blocks, room_for, wanted_lengths
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Progress, open_weights
+from services.worker.models.weights import check_matrices
 from services.worker.slots import Chunks, SlotTable
 from shared.columns import pack, pack_float, unpack
 from shared.errors import ConfigurationError, ProtocolError
@@ -50,11 +51,15 @@ class Engine:
             torch.set_num_threads(settings.threads)
         config = load_config(settings.model)
         lengths = wanted_lengths(settings, config)
-        self._ops, self.dtype = choose(settings, config)
         weights = open_weights(settings.model, settings.load_format, progress)
+        check_matrices(config, weights)
+        self.config = config
         self.model_hash = weights.fingerprint()
-        int8 = settings.quantize == "int8"
-        self._decoder = Decoder(config, weights, self._ops, self.dtype, lengths.model, int8)
+        with room_for("measuring the kernels", "use a smaller model"):
+            self._ops, self.dtype = choose(settings, config)
+        with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
+            int8 = settings.quantize == "int8"
+            self._decoder = Decoder(config, weights, self._ops, self.dtype, lengths.model, int8)
         shape = CacheShape(
             blocks=1,
             host_blocks=0,
@@ -67,14 +72,15 @@ class Engine:
         free_bytes = free_memory_bytes()
         blocks, self.lengths = plan_blocks(settings, shape, lengths, free_bytes)
         host_blocks = plan_host_blocks(settings, blocks, self.lengths, shape.block_bytes, free_bytes)
-        self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
-        self._compiled = self._ops.compile(
-            lambda prepared: self._decoder.forward(prepared, self._cache),
-            self._cache,
-            settings.max_step_tokens,
-            min(settings.max_seqs, settings.max_step_tokens),
-        )
-        self.config = config
+        with room_for("the KV pool", "lower --kv-blocks, --kv-memory-fraction or --host-blocks"):
+            self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
+        with room_for("the largest step", "lower --max-step-tokens"):
+            self._compiled = self._ops.compile(
+                lambda prepared: self._decoder.forward(prepared, self._cache),
+                self._cache,
+                settings.max_step_tokens,
+                min(settings.max_seqs, settings.max_step_tokens),
+            )
         self._slots = SlotTable(
             settings.max_seqs, self.lengths.model, settings.block_size, blocks, host_blocks, config.vocab_size
         )
@@ -82,6 +88,11 @@ class Engine:
         self._warm_s, self._warm_tokens = 0.0, 0  # the largest step of the warm-up
         self._warm_decode_s = 0.0
         self._step_log: IO[bytes] | None = _open_log(settings.step_log)
+
+    @property
+    def matrices(self) -> str:
+        """Whose matrix kernels run: "own" or "torch"."""
+        return self._ops.path if isinstance(self._ops, CpuOps) else "torch"
 
     def info(self) -> worker_pb2.WorkerInfo:
         """What Describe answers."""
@@ -125,8 +136,13 @@ class Engine:
     def warm_up(self) -> None:
         """Runs the largest batches, so that what is missing (memory above all) is missing now. Ends with reset().
 
-        All sequences share one block table: their numbers mean nothing, and any pool is large enough.
+        All sequences share one block table: their numbers mean nothing, and any pool is large enough. Raises
+        ConfigurationError where the memory does not suffice.
         """
+        with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
+            self._warm_up()
+
+    def _warm_up(self) -> None:
         seqs, budget = self.settings.max_seqs, self.settings.max_step_tokens
         longest = min(self.lengths.model - 1, budget)
         blocks = pack(np.arange(-(-longest // self.settings.block_size)))
@@ -167,7 +183,8 @@ class Engine:
         Raises ConfigurationError where the backend cannot tell.
         """
         if not isinstance(self._compiled, Compiled):
-            raise ConfigurationError("only the cpu kernels can be profiled; use --kernels cpu")
+            remedy = "--deterministic keeps to our own" if self._ops.name == "cpu" else "use --kernels cpu"
+            raise ConfigurationError(f"{self.matrices}'s matrix kernels cannot be profiled; {remedy}")
         with torch.inference_mode():
             chunks = self._slots.apply(step, self._cache)
             found = self._compiled.profile(self._ops.prepare(self._slots.batch(chunks), self._cache))

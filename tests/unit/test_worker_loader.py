@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,10 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
+from kernels.cpu.memory import large
+from services.worker.cache import room_for
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Checkpoint, Dummy, open_weights
-from shared.errors import ModelError
+from services.worker.models.weights import check_matrices
+from shared.errors import ConfigurationError, ModelError
+from shared.settings import WorkerSettings
 from tests.models import make_llama
 from tests.unit.engine_driver import Driver, make_engine
 from tests.unit.test_engine_tokens import all_logits
@@ -117,6 +123,64 @@ def test_dummy_weights_differ_from_tensor_to_tensor_and_piece_to_piece() -> None
     assert not torch.equal(pieces[0], pieces[1])
     assert not torch.equal(dummy.take("b.weight", (8, 8), torch.float32), dummy.take("a.weight", (8, 8), torch.float32))
     assert float(pieces[0].std()) == pytest.approx(4096**-0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_matrices_of_every_family_are_checked_before_anything_is_held(name: str, tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
+    config, source = load_config(path), Checkpoint(path)
+    check_matrices(config, source)
+    tensors = load_file(path / "model.safetensors")
+    checked = {key for key, value in tensors.items() if value.ndim == 2}
+    for key in checked:
+        save_file({**tensors, key: torch.zeros(3, 5)}, path / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"{key} has shape \[3, 5\]"):
+            check_matrices(config, Checkpoint(path))
+
+
+def test_an_absurd_size_is_a_misshapen_tensor_before_any_memory_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1).path
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 1 << 24}))
+    monkeypatch.setattr("services.worker.engine.choose", lambda *_: pytest.fail("memory was asked for"))
+    with pytest.raises(ModelError, match=r"gate_proj.weight has shape"):
+        make_engine(path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_made_up_weights_that_no_memory_holds_are_refused(tied: bool, tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1).path
+    raw = json.loads((path / "config.json").read_text())
+    size = {"vocab_size": 1 << 24, "hidden_size": 1 << 24, "tie_word_embeddings": tied}
+    (path / "config.json").write_text(json.dumps(raw | size))
+    with pytest.raises(ConfigurationError, match=r"no memory for the weights .*; use a smaller model"):
+        make_engine(path, load_format="dummy", kernels="auto" if tied else "reference")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda: torch.empty(1 << 45), lambda: mmap.mmap(-1, 1 << 45), lambda: np.zeros(1 << 45), lambda: large(1 << 45)],
+)
+def test_memory_that_the_system_refuses_is_an_error_of_configuration_with_a_remedy(ask: Any) -> None:
+    with (
+        pytest.raises(ConfigurationError, match=r"no memory for the pool \(.*; lower it"),
+        room_for("the pool", "lower it"),
+    ):
+        ask()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), PermissionError(13, "no"), ValueError("x")])
+def test_errors_that_are_not_about_memory_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)), room_for("the pool", "lower it"):
+        raise error
+
+
+def test_a_size_that_no_step_can_have_is_refused_as_a_setting() -> None:
+    for name in ("max_step_tokens", "kv_blocks", "host_blocks"):
+        with pytest.raises(ValueError, match=name):
+            WorkerSettings.model_validate({name: 10**12})
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "opt"])

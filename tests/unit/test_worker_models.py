@@ -111,6 +111,26 @@ def test_rope_variants_are_those_of_transformers_in_both_forms_of_the_config(
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+        ({"torch_dtype": {"a": 1}}, ["torch_dtype is {'a': 1}", "a string"]),
+        ({"hidden_act": ["silu"]}, ["hidden_act is ['silu']", "a string"]),
+        ({"rope_scaling": ["linear", 2.0]}, ["rope_scaling is ['linear', 2.0]", "an object"]),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, ["rope_type is ['linear']", "a string"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["factor is 0", "0.001"]),
+        ({"rope_scaling": {**SCALINGS[2], "high_freq_factor": 1.0}}, ["high_freq_factor 1.0", "low_freq_factor 1.0"]),
+        ({"rope_scaling": {**SCALINGS[3], "truncate": "false"}}, ["truncate is 'false'", "true or false"]),
+        ({"layer_types": [{}, []]}, ["layer_types [{}, []]"]),
+        ({"architectures": [{}]}, ["architecture {}", "LlamaForCausalLM"]),
+        ({"architectures": 3}, ["architecture 3", "LlamaForCausalLM"]),
+        ({"rms_norm_eps": None}, ["norm_eps (rms_norm_eps) is missing"]),
+        ({"rms_norm_eps": float("nan")}, ["norm_eps (rms_norm_eps) is nan", "from 0 to 1"]),
+        ({"rms_norm_eps": -1}, ["norm_eps (rms_norm_eps) is -1"]),
+        ({"quantization_config": "gptq"}, ["gptq", "unquantized"]),
+        ({"rope_theta": "x"}, ["rope_theta is 'x'", "a number"]),
+        ({"rope_theta": -5}, ["rope_theta is -5"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings is 'false'", "true or false"]),
+        ({"num_hidden_layers": 10**10}, ["num_hidden_layers is 10000000000", "up to 4096"]),
+        ({"max_position_embeddings": 10**11}, ["max_position_embeddings is 100000000000"]),
+        ({"intermediate_size": True}, ["intermediate_size is True"]),
     ],
 )
 def test_a_config_that_cannot_be_served_names_the_field_and_its_value(change: dict[str, Any], words: list[str]) -> None:
@@ -153,8 +173,9 @@ def test_what_a_family_has_that_cannot_be_computed_is_refused_by_name(
     refused({**RAW, "architectures": [architecture], **change}, words)
 
 
-def test_a_sliding_window_that_is_switched_off_is_no_obstacle() -> None:
-    raw = {**RAW, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
+@pytest.mark.parametrize("switch", [False, None])
+def test_a_sliding_window_that_is_switched_off_is_no_obstacle(switch: bool | None) -> None:
+    raw = {**RAW, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": switch}
     config = parse_config(raw, "config.json")
     assert config.biases == {"qkv"} and config.windows == (0, 0)
 
@@ -271,6 +292,37 @@ def test_a_missing_directory_and_a_directory_without_config_are_named(tmp_path: 
     (tmp_path / "config.json").write_text("{ not json")
     with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
         load(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        load(tmp_path)
+
+
+JUNK: list[Any] = [None, True, -1, 0, 0.5, 1e308, float("nan"), 10**30, "x", "", [], [[]], {}, {"a": []}]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_whatever_a_field_holds_the_file_is_read_or_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    family = FAMILIES[architecture]
+    others = ["architectures", "quantization_config", "rope_scaling", "rope_parameters", "layer_types", "torch_dtype"]
+    others += ["dtype", "head_dim", "word_embed_proj_dim", "use_sliding_window", "sliding_window", "hidden_act"]
+    for key in {*RAW, *family.called.values(), *family.defaults, *family.only, *family.bias_fields, *others}:
+        for junk in JUNK:
+            raw = {**RAW, "architectures": [architecture], "head_dim": 16, key: junk}
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            try:
+                load_config(tmp_path)
+            except ModelError as error:
+                assert str(tmp_path) in str(error), (key, junk)
+                assert "does not hold what" not in str(error), (key, junk)
+    for key in ("rope_type", "factor", "rope_theta", "low_freq_factor", "beta_fast", "mscale", "full_attention"):
+        for junk in JUNK:
+            for scaling in SCALINGS:
+                raw = {**RAW, "architectures": [architecture], "rope_scaling": {**scaling, key: junk}}
+                (tmp_path / "config.json").write_text(json.dumps(raw))
+                try:
+                    load_config(tmp_path)
+                except ModelError as error:
+                    assert "does not hold what" not in str(error), (key, junk)
 
 
 def test_a_directory_without_weights_says_so_and_what_to_do_with_pickled_ones(model: Path, tmp_path: Path) -> None:
@@ -317,6 +369,16 @@ def test_an_index_with_a_missing_shard_or_a_path_outside_is_refused(model: Path,
         load(path)
     index.write_text(json.dumps({"weight_map": {"x": "../m/a.safetensors"}}))
     with pytest.raises(ModelError, match="is no file name"):
+        load(path)
+
+
+def test_a_tensor_in_two_shards_is_refused_with_both_of_them(model: Path, tmp_path: Path) -> None:
+    path = copy_of(model, tmp_path / "m")
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(64)}, path / "b.safetensors")
+    weight_map = {"x": "a.safetensors", "model.norm.weight": "b.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is in two shards, a\.safetensors and b\.safetensors"):
         load(path)
 
 

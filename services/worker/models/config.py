@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from services.worker.models.families import FAMILIES, Family
+from services.worker.models.fields import Fields
 from services.worker.models.rope import Rope, ropes_from
 from shared.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_LAYERS = 4096
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -58,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: MODEL must name a Hugging Face model directory") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
@@ -69,82 +71,66 @@ def load_config(model: Path) -> DecoderConfig:
     """Reads `model`/config.json. Raises ModelError naming the field, its value and what would work."""
     if not model.is_dir():
         raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
-    return parse_config(read_json(model / "config.json"), str(model / "config.json"))
+    raw, where = read_json(model / "config.json"), str(model / "config.json")
+    try:
+        return parse_config(raw, where)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ModelError(f"{where} does not hold what a config holds: {type(error).__name__}: {error}") from error
 
 
 def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     """The pure part of load_config; `where` names the file in errors."""
-    names = raw.get("architectures") or []
-    name = names[0] if names else None
-    if name not in FAMILIES:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"{where}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     raw = {**family.defaults, **{key: raw[own] for key, own in family.called.items() if own in raw}, **raw}
-    read = _Fields(raw, family, where)
-    _refuse_unsupported(read)
-    hidden = read.positive("hidden_size")
-    heads = read.positive("num_attention_heads")
-    kv_heads = read.positive("num_key_value_heads", heads)
+    read = Fields(raw, where, family.called)
+    _refuse_unsupported(read, family)
+    hidden = read.integer("hidden_size")
+    heads = read.integer("num_attention_heads")
+    kv_heads = read.integer("num_key_value_heads", heads)
     if raw.get("head_dim") is None and hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
-    head_dim = read.positive("head_dim", hidden // heads)
+    head_dim = read.integer("head_dim", hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    layers = read.positive("num_hidden_layers")
-    context = read.positive("max_position_embeddings", 2048)
-    rope, local_rope = ropes_from(raw, family, head_dim, where)
-    switched = {part for key, parts in family.bias_fields.items() if raw.get(key) for part in parts}
+    layers = read.integer("num_hidden_layers", most=MOST_LAYERS)
+    context = read.integer("max_position_embeddings", 2048)
+    rope, local_rope = ropes_from(read, family, head_dim)
+    switched = {part for key, parts in family.bias_fields.items() if read.flag(key) for part in parts}
     return DecoderConfig(
         architecture=name,
         family=family,
-        vocab_size=read.positive("vocab_size"),
+        vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=read.positive("intermediate_size", family.mlp_ratio * hidden or None),
+        intermediate_size=read.integer("intermediate_size", family.mlp_ratio * hidden or None),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=float(raw["norm_eps"]),
+        norm_eps=read.number("norm_eps", 0, 1),
         context=context,
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        parallel=bool(raw.get(family.parallel)) if isinstance(family.parallel, str) else family.parallel,
+        tied=read.flag("tie_word_embeddings"),
+        parallel=read.flag(family.parallel) if isinstance(family.parallel, str) else family.parallel,
         biases=family.biases | switched,
-        activation=_activation(read),
-        scale=(read.positive(family.scale_field) if family.scale_field else head_dim) ** -0.5,
-        windows=_windows(read, layers),
+        activation=_activation(read, family),
+        scale=(read.integer(family.scale_field) if family.scale_field else head_dim) ** -0.5,
+        windows=_windows(read, family, layers),
         rope=rope,
         local_rope=local_rope,
-        checkpoint_dtype=_dtype(raw, where),
+        checkpoint_dtype=_dtype(read),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of config.json under their usual names, defaults filled in."""
-
-    raw: dict[str, Any]
-    family: Family
-    where: str
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            value = default
-        own = self.family.called.get(key)
-        called = f"{key} ({own})" if own else key
-        if value is None:
-            raise ModelError(f"{self.where}: {called} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{self.where}: {called} is {value!r}, expected a positive integer")
-        return value
-
-
-def _refuse_unsupported(read: _Fields) -> None:
+def _refuse_unsupported(read: Fields, family: Family) -> None:
     raw, where = read.raw, read.where
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "?")
+        given = raw["quantization_config"]
+        method = given.get("quant_method", "?") if isinstance(given, dict) else given
         raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantized checkpoint")
-    for key, value in read.family.only.items():
+    for key, value in family.only.items():
         found = raw.get(key)
         if found is not None and found != value:
             raise ModelError(f"{where}: {key} {json.dumps(found)} is not supported; only {json.dumps(value)} is")
@@ -155,21 +141,23 @@ def _refuse_unsupported(read: _Fields) -> None:
         )
 
 
-def _activation(read: _Fields) -> str:
-    known, value = read.family.activations, read.raw.get("hidden_act", "silu")
+def _activation(read: Fields, family: Family) -> str:
+    known, value = family.activations, read.text("hidden_act", family.defaults.get("hidden_act", "silu"))
     if value not in known:
-        called = read.family.called.get("hidden_act", "hidden_act")
+        called = family.called.get("hidden_act", "hidden_act")
         raise ModelError(f"{read.where}: {called} {value!r} is not supported; supported: {', '.join(known)}")
     return known[value]
 
 
-def _windows(read: _Fields, layers: int) -> tuple[int, ...]:
+def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
     """Which layers see the latest positions only, and how many. Qwen2 writes a window that it then switches off."""
-    raw, where, way = read.raw, read.where, read.family.windows
-    off = raw.get("sliding_window") is None or not raw.get("use_sliding_window", True)
-    window = 0 if off else read.positive("sliding_window")
+    raw, where, way = read.raw, read.where, family.windows
+    off = raw.get("sliding_window") is None or not read.flag("use_sliding_window", "use_sliding_window" not in raw)
+    window = 0 if off else read.integer("sliding_window")
     kinds = raw.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) < layers or set(kinds) - set(LAYER_TYPES)):
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) >= layers and all(kind in LAYER_TYPES for kind in kinds)
+    ):
         raise ModelError(f"{where}: layer_types {kinds} is not supported; {layers} of {', '.join(LAYER_TYPES)} are")
     if way == "none" and window:
         raise ModelError(
@@ -178,9 +166,11 @@ def _windows(read: _Fields, layers: int) -> tuple[int, ...]:
         )
     if kinds is None or way in ("none", "all"):
         if way == "upper":
-            here = [index >= raw["max_window_layers"] for index in range(layers)]
+            first = read.integer("max_window_layers", least=0)
+            here = [index >= first for index in range(layers)]
         elif way == "pattern":
-            here = [bool((index + 1) % raw["sliding_window_pattern"]) for index in range(layers)]
+            pattern = read.integer("sliding_window_pattern")
+            here = [bool((index + 1) % pattern) for index in range(layers)]
         else:
             here = [bool(window)] * layers
         expected = [LAYER_TYPES[slides and window > 0] for slides in here]
@@ -195,8 +185,8 @@ def _windows(read: _Fields, layers: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
-def _dtype(raw: dict[str, Any], where: str) -> torch.dtype:
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+def _dtype(read: Fields) -> torch.dtype:
+    name = read.text("dtype", read.text("torch_dtype", "float32"))
     if name not in DTYPES:
-        raise ModelError(f"{where}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ModelError(f"{read.where}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]

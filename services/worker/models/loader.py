@@ -53,7 +53,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """16 characters that differ between models which are not the same."""
+        """16 characters over what the headers say. Models that differ only in the numbers of their tensors share it."""
 
     @abstractmethod
     def unread(self) -> list[str]:
@@ -93,6 +93,12 @@ class Checkpoint(Source):
         self._bytes_read = 0
         for name in _shards(model):
             size, places = _header(model / name)
+            if twice := self._where.keys() & places.keys():
+                tensor = min(twice)
+                first = self._where[tensor].file
+                raise ModelError(
+                    f"{model}: tensor {tensor} is in two shards, {first} and {name}; remove one of the two"
+                )
             self._sizes[name] = size
             self._where.update(places)
         self.bytes_total = sum(self._sizes.values())

@@ -8,13 +8,14 @@ this worker's context ends, so here it is the unscaled form.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.worker.models.families import Family
+from services.worker.models.fields import Fields
 from shared.errors import ModelError
 
 
@@ -76,74 +77,77 @@ class Rope:
         return self.rotary * math.log(turns) / (2 * math.log(self.theta))
 
 
-def ropes_from(raw: dict[str, Any], family: Family, head_dim: int, where: str) -> tuple[Rope | None, Rope | None]:
+def ropes_from(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Rope | None]:
     """The rotary embedding, and that of layers with a window where it is another. Raises ModelError.
 
     Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
     """
     if family.positions != "rope":
         return None, None
-    scaling, settings = raw.get("rope_scaling"), raw.get("rope_parameters") or {}
+    raw, scaling, settings = read.raw, read.fields("rope_scaling"), read.fields("rope_parameters")
     beside = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     if not family.local_rope:
-        return _rope({**beside, **(scaling or settings)}, raw, family, head_dim, where), None
+        return _rope({**beside, **(scaling or settings)}, read, family, head_dim), None
     # The bases of Gemma 3's layers where none is given (transformers, models/gemma3/configuration_gemma3.py).
-    whole = {"rope_theta": raw.get("rope_theta") or 1e6, **(settings.get("full_attention") or {}), **(scaling or {})}
-    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **(settings.get("sliding_attention") or {})}
-    return _rope(whole, raw, family, head_dim, where), _rope(local, raw, family, head_dim, where)
+    kinds = Fields(settings, read.where)
+    whole = {"rope_theta": raw.get("rope_theta") or 1e6, **kinds.fields("full_attention"), **scaling}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **kinds.fields("sliding_attention")}
+    return _rope(whole, read, family, head_dim), _rope(local, read, family, head_dim)
 
 
-def _rope(fields: dict[str, Any], raw: dict[str, Any], family: Family, head_dim: int, where: str) -> Rope:
-    if any(isinstance(value, dict) for value in fields.values()):
-        kinds = ", ".join(key for key, value in fields.items() if isinstance(value, dict))
+def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> Rope:
+    """Of `raw`, the settings; `whole` is all of config.json."""
+    where, fields = whole.where, Fields(raw, whole.where)
+    if any(isinstance(value, dict) for value in raw.values()):
+        kinds = ", ".join(key for key, value in raw.items() if isinstance(value, dict))
         raise ModelError(f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture")
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in family.rope_types:
         raise ModelError(
             f"{where}: rope_type {kind!r} is not supported for this architecture; "
             f"supported: {', '.join(family.rope_types)}"
         )
-    partial = fields.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0) and not family.partial_rotary:
+    partial = fields.number("partial_rotary_factor", 0, 1, 1.0)
+    if partial != 1 and not family.partial_rotary:
         raise ModelError(
             f"{where}: partial_rotary_factor {partial} is not supported for this architecture; only 1.0 is"
         )
-    rotary = int(head_dim * (1.0 if partial is None else partial))
+    rotary = int(head_dim * partial)
     if rotary % 2 or not 0 < rotary <= head_dim:
         raise ModelError(f"{where}: of head_dim {head_dim}, {rotary} numbers would turn; it must be an even number")
-    theta = fields.get("rope_theta") or 10000.0
-    rope = Rope(kind=kind, theta=float(theta), rotary=rotary)
+    rope = Rope(kind=kind, theta=fields.number("rope_theta", 2, 1e15, 10000.0), rotary=rotary)
     if kind in ("default", "dynamic"):
         return rope
-    context = raw.get("max_position_embeddings") or 2048
-    original = raw.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings") or context
-    factor = fields.get("factor")
-    if factor is None and kind == "yarn":
-        factor = context / original
-    if factor is None:
+    context = whole.integer("max_position_embeddings", 2048)
+    original = whole.integer(
+        "original_max_position_embeddings", fields.integer("original_max_position_embeddings", context)
+    )
+    if raw.get("factor") is None and kind != "yarn":
         raise ModelError(f"{where}: rope_type {kind!r} needs a factor")
-    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= fields.keys():
+    factor = fields.number("factor", 1e-3, 1e6, context / original)
+    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= raw.keys():
         raise ModelError(f"{where}: rope_type 'llama3' needs low_freq_factor and high_freq_factor")
-    return Rope(
-        kind=kind,
-        theta=float(theta),
-        rotary=rotary,
-        factor=float(factor),
-        original_context=int(original),
-        low_freq_factor=float(fields.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(fields.get("high_freq_factor", 4.0)),
-        beta_fast=float(fields.get("beta_fast") or 32),
-        beta_slow=float(fields.get("beta_slow") or 1),
-        truncate=bool(fields.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(fields, float(factor)) if kind == "yarn" else 1.0,
+    low = fields.number("low_freq_factor", 1e-3, 1e6, 1.0)
+    high = fields.number("high_freq_factor", 1e-3, 1e6, 4.0)
+    if kind == "llama3" and high <= low:
+        raise ModelError(f"{where}: high_freq_factor {high} must be more than low_freq_factor {low}")
+    return replace(
+        rope,
+        factor=factor,
+        original_context=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=fields.number("beta_fast", 1e-3, 1e6, 32),
+        beta_slow=fields.number("beta_slow", 1e-3, 1e6, 1),
+        truncate=fields.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(fields, factor) if kind == "yarn" else 1.0,
     )
 
 
-def _yarn_attention_factor(fields: dict[str, Any], factor: float) -> float:
-    given = fields.get("attention_factor")
-    if given is not None:
-        return float(given)
-    mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
+    if fields.raw.get("attention_factor") is not None:
+        return fields.number("attention_factor", 1e-3, 1e3)
+    mscale, all_dim = (fields.number(key, 0, 1e3, 0.0) for key in ("mscale", "mscale_all_dim"))
     if mscale and all_dim:
         return _mscale(factor, mscale) / _mscale(factor, all_dim)
     return _mscale(factor, 1.0)

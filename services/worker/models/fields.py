@@ -1,0 +1,76 @@
+"""Reads fields of a JSON object of config.json: each has a type and bounds, or the file is refused by name.
+
+config.py and rope.py read through it, so that nothing a file may hold reaches the arithmetic behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.errors import ModelError
+
+LARGEST = 1 << 24  # of any size; a vocabulary or a context beyond it is a mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields under their usual names, defaults filled in; `called` gives the names that the file uses instead.
+
+    A field that is null is as one that is left out. All methods raise ModelError.
+    """
+
+    raw: Mapping[str, Any]
+    where: str  # the file, for errors
+    called: Mapping[str, str] = field(default_factory=dict)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            wanted = f"a positive integer up to {most}" if least == 1 else f"an integer from {least} to {most}"
+            raise self._refused(key, value, wanted)
+        return value
+
+    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
+        value = self._value(key, default)
+        # NaN is in no range.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise self._refused(key, value, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._refused(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._refused(key, value, "a string")
+        return value
+
+    def fields(self, key: str) -> dict[str, Any]:
+        """An object; empty when there is none."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self._refused(key, value, "an object")
+        return value
+
+    def name(self, key: str) -> str:
+        """The field's name for people, with the one that the file uses."""
+        own = self.called.get(key)
+        return f"{key} ({own})" if own else key
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.where}: {self.name(key)} is missing")
+        return value
+
+    def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
+        said = repr(value)
+        said = said if len(said) <= 60 else said[:57] + "..."
+        return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}")
