@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.engine_cases import CASES, Case, measure
+from bench.engine_cases import CASES, Case, TorchMatrices, measure
 from bench.engine_floor import machine_floor
 from bench.engine_report import show
 from bench.load_report import commit, machine, versions
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--kernels", choices=("auto", "cpu", "reference"), default="auto")
     parser.add_argument("--quantize", choices=("none", "int8"), default="none")
+    parser.add_argument("--deterministic", action="store_true", help="our matrix kernels, whosever are faster")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
     parser.add_argument("--cases", type=_cases, default=CASES, help="some of " + ",".join(c.name for c in CASES))
@@ -73,6 +74,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         dtype=options.dtype,
         kernels=options.kernels,
         quantize=options.quantize,
+        deterministic=options.deterministic,
         load_format=options.load_format,
         threads=options.threads,
         max_seqs=max(case.sequences for case in options.cases),
@@ -83,16 +85,18 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     engine.warm_up()
     _say("measuring the machine")
     floor = machine_floor()
+    torch_alone = TorchMatrices(engine.config, engine.dtype)
     results = []
     for case in options.cases:
         if not case.fits(engine.lengths.model, options.steps):
             _say(f"{case.name} is left out, the context of {engine.lengths.model} tokens is too short for it")
             continue
         _say(case.name)
-        results.append(measure(engine, case, options.steps, floor, options.profile))
+        results.append(measure(engine, case, options.steps, floor, torch_alone, options.profile))
     info = engine.info()
     return {
-        "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend},
+        "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
+        | {"matrices": engine.matrices, "quantize": options.quantize, "deterministic": options.deterministic},
         "floor": floor.as_dict(),
         "results": results,
     }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bench.engine_floor import Floor
 from protos import worker_pb2
@@ -19,6 +20,7 @@ from services.worker.models.config import DecoderConfig
 from shared.columns import pack
 
 TORCH_REPEATS = 5
+TORCH_BYTES = 256 << 20  # of layers, past every cache; at least one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,42 @@ CASES = (
 )
 
 
-def measure(engine: Engine, case: Case, steps: int, floor: Floor, profile: bool) -> dict[str, Any]:
+class TorchMatrices:
+    """The model's matrices for torch alone: some layers, which stand for all, and the head. Made once for all cases."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+        shapes = layer_matrices(config)
+        layer_bytes = dtype.itemsize * sum(outputs * inputs for outputs, inputs in shapes)
+        layers = max(1, min(config.layers, TORCH_BYTES // layer_bytes))
+        generator = torch.Generator().manual_seed(20261120)
+
+        def make(shape: tuple[int, int]) -> Tensor:
+            return torch.empty(shape, dtype=dtype).normal_(generator=generator)
+
+        self._share = config.layers / layers
+        self._weights = [make(shape) for _ in range(layers) for shape in shapes]
+        self._head = make((config.vocab_size, config.hidden_size))
+
+    def ms(self, rows: int, sampled: int) -> float:
+        """One iteration's matrices, one after another, nothing else; `sampled` of the rows go through the head."""
+        weights, head = self._weights, self._head
+        inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(head.dtype) for weight in (*weights, head)}
+        layers_s, head_s = [], []
+        with torch.inference_mode():
+            for _ in range(TORCH_REPEATS):
+                begun = time.perf_counter()
+                for weight in weights:
+                    F.linear(inputs[weight.shape[1]], weight)
+                between = time.perf_counter()
+                F.linear(inputs[head.shape[1]][:sampled], head)
+                layers_s.append(between - begun)
+                head_s.append(time.perf_counter() - between)
+        return (min(layers_s) * self._share + min(head_s)) * 1000
+
+
+def measure(
+    engine: Engine, case: Case, steps: int, floor: Floor, torch_alone: TorchMatrices, profile: bool
+) -> dict[str, Any]:
     """The JSON of one case: medians over `steps` iterations."""
     driver = _Driver(engine, case, steps)
     walls, forwards, samples = [], [], []
@@ -83,7 +120,7 @@ def measure(engine: Engine, case: Case, steps: int, floor: Floor, profile: bool)
         "read_mb": read_bytes / 1e6,
         "gflop": operations / 1e9,
         "ratio": total_ms / floor_ms,
-        "torch_linear_ms": _torch_linear_ms(engine.config, case, engine.dtype),
+        "torch_linear_ms": torch_alone.ms(case.decodes + case.prefill * case.prompts, case.sequences),
     }
     if profile:
         found["profile_us"] = _profile(engine, driver, max(1, steps // 4))
@@ -95,35 +132,18 @@ def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:
     """Bytes that an iteration must read (weights once, every sequence's KV once) and operations it must do."""
     c, info = engine.config, engine.info()
     matrices = sum(outputs * inputs for outputs, inputs in layer_matrices(c)) * c.layers
+    layers_bytes = matrices * engine.dtype.itemsize
+    if engine.settings.quantize == "int8":  # a byte each, and a float32 scale per output row
+        layers_bytes = matrices + 4 * c.layers * sum(outputs for outputs, _ in layer_matrices(c))
     head = c.vocab_size * c.hidden_size
     rows, sampled = case.decodes + case.prefill * case.prompts, case.sequences
     per_token = info.block_bytes / info.block_size
     context = case.context + (steps + 1) / 2  # on average
     contexts = case.decodes * context + case.prompts * case.prefill
-    read = (matrices + head) * engine.dtype.itemsize + contexts * per_token
+    read = layers_bytes + head * engine.dtype.itemsize + contexts * per_token
     pairs = case.decodes * context + case.prompts * case.prefill * (case.prefill + 1) / 2
     attention = 4.0 * c.layers * c.heads * c.head_dim * pairs
     return read, 2.0 * (matrices * rows + head * sampled) + attention
-
-
-def _torch_linear_ms(c: DecoderConfig, case: Case, dtype: torch.dtype) -> float:
-    """The matrices of one iteration by torch alone, one after another, nothing else."""
-    rows = case.decodes + case.prefill * case.prompts
-    generator = torch.Generator().manual_seed(20261120)
-    weights = [
-        torch.randn(shape, generator=generator).to(dtype) for _ in range(c.layers) for shape in layer_matrices(c)
-    ]
-    head = torch.randn(c.vocab_size, c.hidden_size, generator=generator).to(dtype)
-    inputs = {i: torch.randn(rows, i, generator=generator).to(dtype) for _, i in [*layer_matrices(c), head.shape]}
-    times = []
-    with torch.inference_mode():
-        for _ in range(TORCH_REPEATS):
-            begun = time.perf_counter()
-            for weight in weights:
-                F.linear(inputs[weight.shape[1]], weight)
-            F.linear(inputs[c.hidden_size][: case.sequences], head)
-            times.append(time.perf_counter() - begun)
-    return min(times) * 1000
 
 
 def _profile(engine: Engine, driver: _Driver, steps: int) -> dict[str, float]:

@@ -15,9 +15,10 @@ def show(found: dict[str, Any]) -> None:
     console = Console()
     console.width = max(console.width, WIDTH)
     model, floor = found["model"], found["floor"]
+    int8 = ", int8 weights" if model["quantize"] == "int8" else ""
     console.print(
-        f"{model['name']}, {model['layers']} layers, {model['dtype']}, {model['backend']} kernels, "
-        f"{floor['threads']} threads; memory {floor['read_gb_s']:.0f} GB/s, "
+        f"{model['name']}, {model['layers']} layers, {model['dtype']}{int8}, {model['backend']} kernels, "
+        f"{model['matrices']} matrices, {floor['threads']} threads; memory {floor['read_gb_s']:.0f} GB/s, "
         f"{floor['float32_gflop_s']:.0f} GFLOP/s float32"
     )
     table = Table()
