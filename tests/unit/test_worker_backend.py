@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kernels.cpu import choice
-from kernels.cpu.backend import CpuOps
+from kernels.cpu.backend import CpuOps, Packed
 from kernels.cpu.build import BuildError
 from kernels.cpu.choice import SAMPLE_BYTES, Candidate, Timing, clearly_faster, sample_of
 from kernels.cpu.library import load
+from kernels.cpu.torch_linear import TorchWeight
 from services.worker import backend
 from services.worker.models.config import DecoderConfig, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
+from tests.models import make_llama
+from tests.unit.engine_driver import Driver, make_engine
 
 LLAMA_7B = [(3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008)]
 
@@ -150,3 +154,20 @@ def test_both_paths_are_measured_in_both_types_with_rows_that_are_no_multiple_of
     found = choice.measure(candidates, sample_of([(40, 24), (24, 40)], 2))
     assert [len(timings) for timings in found] == [4, 4]
     assert all(timing.one_ms > 0 and timing.many_ms > 0 for timings in found for timing in timings)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_by_torchs_matrices_gives_transformers_tokens_and_holds_a_tied_matrix_once(
+    tied: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backend, "clearly_faster", lambda *_, **__: True)
+    reference = make_llama(tmp_path / "tiny", seed=7, requests=1, output_tokens=16, tie_word_embeddings=tied)
+    engine = make_engine(reference.path, block_size=16)
+    weights = engine._decoder.weights
+    assert isinstance(weights.layers[0].qkv, TorchWeight)
+    assert isinstance(weights.head, Packed if tied else TorchWeight)
+    assert (weights.head is weights.tokens) == tied
+    driver = Driver(engine)
+    driver.enter(0, reference.prompts[0])
+    assert driver.run(0, 16, chunk=5) == reference.outputs[0]
