@@ -1,4 +1,4 @@
-"""Which of several ways to multiply is fastest for a model on this machine: measured at start, in about half a second.
+"""Which of several ways to multiply is fastest for a model on this machine: measured at start, within a second or two.
 
 A Sample stands for the model's matrices. The candidates take turns, so that a busy moment of the machine hits all of
 them, in two passes, and only one that wins clearly in both counts as faster: a start must not hang on its moment.

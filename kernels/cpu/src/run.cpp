@@ -10,7 +10,6 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -53,18 +52,13 @@ class Barrier {
       if (round_.load(std::memory_order_acquire) != round) return;
       relax();
     }
-    for (int i = 0; i < YIELDS; i++) {
-      if (round_.load(std::memory_order_acquire) != round) return;
-      sched_yield();
-    }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (round_.load(std::memory_order_seq_cst) == round) sleep(round);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int SPINS = 1000;   // about 20 us
-  static constexpr int YIELDS = 400;  // about 200 us when nobody else wants the core
+  static constexpr int SPINS = 1000;  // about 20 us
 
   void sleep(uint32_t round) {
 #if defined(__linux__)
