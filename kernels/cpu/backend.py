@@ -199,7 +199,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
         if self.path == "own" or dtype == torch.float32:
             return []
-        return sorted({batch_size(rows) for rows in range(1, most + 1)})
+        return sorted({min(batch_size(rows), most) for rows in range(1, most + 1)})
 
     def embed(
         self,

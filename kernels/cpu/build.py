@@ -59,18 +59,22 @@ class Variant:
     needs: frozenset[str]  # as /proc/cpuinfo calls them
 
 
+# What -march of these names lets the compiler use, by the words of /proc/cpuinfo.
+_V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
 VARIANTS = (
     Variant(
         "avx512bf16",
         ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
-        frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma")),
+        _V4 | {"avx512_bf16"},
     ),
     Variant(
         "avx512",
         ("-march=x86-64-v4", "-mprefer-vector-width=512"),
-        frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")),
+        _V4,
     ),
-    Variant("avx2", ("-march=x86-64-v3",), frozenset(("avx2", "fma", "bmi2"))),
+    Variant("avx2", ("-march=x86-64-v3",), _V3),
 )
 """Best first."""
 
@@ -156,7 +160,13 @@ def _kept(name: str) -> Path:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """One process at a time is inside; the end of a process ends its turn."""
-    with lock.open("w") as file:
+    try:
+        file = lock.open("w")
+    except OSError as error:  # another user's
+        log.info("%s cannot be locked: %s", lock, error)
+        yield
+        return
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

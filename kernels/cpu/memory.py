@@ -6,6 +6,7 @@ Weights and KV pools lie here; both are read from end to end in every iteration.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ def large(size: int) -> Tensor:
     area = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps the mapping
     skipped = -whole.data_ptr() % HUGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(AttributeError, OSError):  # a Python or a system that knows no huge pages
         # Whole ones only: the last bytes would take a page of 2 MiB for themselves.
         area.madvise(mmap.MADV_HUGEPAGE, skipped, size // HUGE_BYTES * HUGE_BYTES)
     return whole[skipped : skipped + size]

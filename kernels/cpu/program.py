@@ -148,6 +148,9 @@ class Program:
         begun = time.monotonic_ns()
         self._library.run(ctypes.addressof(self._commands), len(self._commands), ctypes.addressof(step), threads)
         self._choice.took(step.tokens_count, threads, time.monotonic_ns() - begun)
+        # What runs at once afterwards, the sampler above all, keeps to this number: a team that grows and shrinks in
+        # each step makes and ends threads.
+        self._recording.immediate.threads = threads
         return self._result[: step.samples_count]
 
     def profile(self, step: Step) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from statistics import median
 
+SMALL_ROWS = 64  # above that steps are bound by multiplying: every thread counts
 TRIED_EVERY = 32  # steps of a size: how often the other number is tried
 SELDOM = 512  # where it was much slower
 MUCH = 1.5
@@ -37,8 +38,8 @@ class ThreadChoice:
 
     def pick(self, rows: int) -> int:
         """Threads for the next step, which has so many rows."""
-        if self._all == 1:
-            return 1
+        if self._all == 1 or rows > SMALL_ROWS:
+            return self._all
         size = self._sizes.setdefault(rows.bit_length(), _Size(self._all))
         other = self._other(size.current)
         size.count += 1

@@ -92,7 +92,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return self.linear(x, packed).float()
 
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
-        return [] if dtype == torch.float32 else sorted({batch_size(rows) for rows in range(1, most + 1)})
+        return [] if dtype == torch.float32 else sorted({min(batch_size(rows), most) for rows in range(1, most + 1)})
 
     def embed(
         self, prepared: ReferencePrepared, table: Packed, scale: float = 1.0, places: Tensor | None = None

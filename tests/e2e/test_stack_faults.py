@@ -84,8 +84,9 @@ def test_clients_that_leave_calls_without_streaming_free_their_blocks_whenever_t
 
 @pytest.fixture
 def streams(stack: Stack, reference: Reference) -> Iterator[list[Future[list[int]]]]:
-    """One stream for each of the reference's prompts, once tokens flow."""
+    """One stream for each of the reference's prompts, once all are accepted and tokens flow."""
     seen = threading.Event()
+    accepted: list[int] = []
 
     def client(index: int) -> list[int]:
         ids: list[int] = []
@@ -100,6 +101,7 @@ def streams(stack: Stack, reference: Reference) -> Iterator[list[Future[list[int
         }
         with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=120) as answer:
             assert answer.status_code == 200
+            accepted.append(index)
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
@@ -111,7 +113,11 @@ def streams(stack: Stack, reference: Reference) -> Iterator[list[Future[list[int
 
     with ThreadPoolExecutor(REQUESTS) as clients:
         answers = [clients.submit(client, index) for index in range(REQUESTS)]
-        until("tokens flow", lambda: seen.is_set() or any(answer.done() for answer in answers), 60)
+        until(
+            "tokens flow",
+            lambda: (seen.is_set() and len(accepted) == REQUESTS) or any(answer.done() for answer in answers),
+            60,
+        )
         yield answers
 
 

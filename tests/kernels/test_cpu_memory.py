@@ -33,3 +33,12 @@ def test_whole_huge_pages_alone_are_asked_for(size: int, monkeypatch: pytest.Mon
 
 def test_small_memory_is_zeros_too() -> None:
     assert not large(100).any() and large(0).shape == (0,)
+
+
+def test_a_system_without_huge_pages_still_gives_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Area(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(memory.mmap, "mmap", Area)
+    assert large(3 * HUGE_BYTES).shape == (3 * HUGE_BYTES,)

@@ -111,7 +111,8 @@ def test_a_prefill_rate_that_nobody_measured_refuses_no_ttft_and_asks_for_a_seco
     until("the waiting are known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "4")
     body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000}
     assert post(gateway, "/v1/completions", body).status_code == 200
-    scheduler.client.hset(gateway.keys.queue, "tokens", 1000)
+    # Far past the limit: the end of the request before may still be counted.
+    scheduler.client.hset(gateway.keys.queue, "tokens", 2000)
     full = post(gateway, "/v1/completions", body)
     scheduler.stats(predicted_ttft_ms_normal=0)
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")

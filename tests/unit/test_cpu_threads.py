@@ -46,9 +46,9 @@ def test_sizes_are_judged_apart() -> None:
     choice = ThreadChoice(2)
     for _ in range(300):
         drive(choice, 1, lambda rows, used: 900 if used == 1 else 1200, rows=1)
-        drive(choice, 1, lambda rows, used: 9000 if used == 2 else 18000, rows=512)
+        drive(choice, 1, lambda rows, used: 9000 if used == 2 else 18000, rows=32)
     assert drive(choice, 20, lambda rows, used: 1000, rows=1)[1] >= 19
-    assert drive(choice, 20, lambda rows, used: 1000, rows=512)[2] >= 19
+    assert drive(choice, 20, lambda rows, used: 1000, rows=32)[2] >= 19
 
 
 def test_a_machine_that_changes_is_followed() -> None:
@@ -63,3 +63,8 @@ def test_a_lone_slow_step_changes_nothing() -> None:
     drive(choice, 200, lambda rows, used: 1000 if used == 2 else 1100)
     choice.took(8, 2, 1_000_000)
     assert drive(choice, 31, lambda rows, used: 1000 if used == 2 else 1100)[2] >= 30
+
+
+@pytest.mark.parametrize("rows", [65, 512, 2048])
+def test_a_large_step_always_has_all_threads(rows: int) -> None:
+    assert drive(ThreadChoice(4), 400, lambda rows, used: 1000 if used == 3 else 2000, rows) == {4: 400}

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"kind": "opt"},
     "opt-without-biases": {"kind": "opt", "enable_bias": False},
     "phi": {"kind": "phi"},
+    "phi-tied": {"kind": "phi", "tie_word_embeddings": True},
     "phi3": {"kind": "phi3"},
     "phi3-partial-window": {"kind": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 15},
     "neox": {"kind": "neox"},

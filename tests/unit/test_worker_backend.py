@@ -16,7 +16,9 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.choice import SAMPLE_BYTES, Candidate, Timing, clearly_faster, sample_of
 from kernels.cpu.library import load
 from kernels.cpu.torch_linear import TorchWeight
+from kernels.reference.backend import ReferenceOps
 from services.worker import backend
+from services.worker.engine import Engine
 from services.worker.models.config import DecoderConfig, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
@@ -171,3 +173,17 @@ def test_a_model_by_torchs_matrices_gives_transformers_tokens_and_holds_a_tied_m
     driver = Driver(engine)
     driver.enter(0, reference.prompts[0])
     assert driver.run(0, 16, chunk=5) == reference.outputs[0]
+
+
+@pytest.mark.parametrize("most", [1, 33, 1000, 3000])
+def test_the_sizes_that_are_warmed_up_are_no_larger_than_a_step(compiled: None, most: int) -> None:
+    for ops in (ReferenceOps(torch.device("cpu")), CpuOps(load(), 1, "torch")):
+        sizes = ops.batch_sizes(torch.bfloat16, most)
+        assert sizes[-1] == most
+        assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("tokens", [33, 1000])
+def test_a_bfloat16_worker_starts_whatever_its_step_holds(tokens: int) -> None:
+    settings = WorkerSettings(kernels="reference", dtype="bfloat16", max_step_tokens=tokens, max_seqs=4, threads=1)
+    Engine(settings).warm_up()

@@ -59,7 +59,8 @@ class Plan {
     each_piece([&](const Piece& piece) { out[places_[bucket(piece)]++] = piece; });
   }
 
-  static const int64_t MOST_SLOTS = 1024;  // (slot, KV head) pairs
+  static const int64_t MOST_SLOTS = 1024;       // (slot, KV head) pairs
+  static const int64_t MOST_STATES = 8 << 20;  // floats that splitting may take: memory that no plan of it knows
 
  private:
   static const int BUCKETS = 256;
@@ -83,10 +84,11 @@ class Plan {
     int32_t slots = 0;
     int64_t states = 0;
     each_tile([&](Piece& tile) {
-      if (tile.splits == 1 || cost(tile, keys(tile)) <= dear_) return use(tile);
+      const int64_t needed = tile.splits * kv_heads_ * state_size(rows(tile));
+      if (tile.splits == 1 || cost(tile, keys(tile)) <= dear_ || states + needed > MOST_STATES) return use(tile);
       tile.slot = slots++;
       tile.states = states;
-      states += tile.splits * kv_heads_ * state_size(rows(tile));
+      states += needed;
       for (tile.index = 0; tile.index < tile.splits; tile.index++) use(tile);
     });
   }

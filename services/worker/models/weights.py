@@ -120,7 +120,7 @@ class _Loader:
             embedded = self.ops.pack_embedding(pieces, *table)
         head = tokens if c.tied else names.head
         pieces = self.source.pieces(self._find(f"{head}.weight"), table, self.dtype)
-        bias = self._vector(f"{head}.bias", c.vocab_size) if "head" in c.biases else None
+        bias = self._vector(f"{names.head}.bias", c.vocab_size) if "head" in c.biases else None
         packed = (self.ops.pack_tied if c.tied else self.ops.pack_linear)(pieces, *table, bias)
         scale = 1.0
         if c.family.embedding_scale:  # rounded to the model's type, as the model was trained
