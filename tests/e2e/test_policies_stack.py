@@ -59,8 +59,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Ite
         yield running
 
 
+def records(stack: Stack) -> set[bytes]:
+    return set(stack.redis.client.scan_iter(match="*}:req:*", count=1000))
+
+
 def serve(stack: Stack, load: Load, clients: ThreadPoolExecutor) -> list[Any]:
-    return [clients.submit(stack.post, "/v1/completions", body) for body in load.bodies()]
+    """Sends the load; every request of it lies in Redis when this returns, so that none can be turned away any more."""
+    known, bodies = records(stack), load.bodies()
+    answers = [clients.submit(stack.post, "/v1/completions", body) for body in bodies]
+    until("the load is accepted", lambda: len(records(stack) - known) >= len(bodies) or all_done(answers))
+    return answers
 
 
 def until_it_runs(stack: Stack, answers: list[Any]) -> None:
