@@ -89,7 +89,7 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    model.float().eval()
+    model.float().train(False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
