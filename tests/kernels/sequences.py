@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,8 +31,10 @@ def ops(request: pytest.FixtureRequest) -> AnyOps:
         if request.param == TORCH_PATH:
             return CpuOps(load(), torch.get_num_threads(), "torch")
         return kernel_ops.create(request.param, torch.device("cpu"))
-    except BuildError as error:
-        pytest.skip(f"{request.param}: {error}")
+    except BuildError:
+        if shutil.which("g++"):  # kernels that do not compile are no reason to skip
+            raise
+        pytest.skip(f"{request.param}: no g++")
 
 
 def close(found: Tensor, expected: Float64, dtype: torch.dtype, extra: float = 0.0) -> None:
@@ -44,11 +48,12 @@ def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def new_cache(ops: AnyOps, shape: CacheShape) -> Cache:
-    """Skips the test where the backend has no blocks of this size."""
-    try:
-        return ops.new_cache(shape)
-    except ValueError as error:
-        pytest.skip(f"{ops.name}: {error}")
+    """Skips the test where the backend has no blocks of this size, having seen it refuse them."""
+    if ops.name == "cpu" and shape.block_size % 16:
+        with pytest.raises(ValueError, match=f"block size {shape.block_size}"):
+            ops.new_cache(shape)
+        pytest.skip(f"cpu: no blocks of {shape.block_size}")
+    return ops.new_cache(shape)
 
 
 def chunk(tokens: list[int], block_size: int, sample_rows: list[int], first: int = 0) -> Batch:

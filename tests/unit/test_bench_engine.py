@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from bench import engine as bench
 from bench import engine_cases
 from bench.engine_cases import CASES, Case, TorchMatrices, work
-from kernels.cpu.build import BuildError
 from kernels.cpu.library import load
 from protos import worker_pb2
 from services.worker.backend import layer_matrices
@@ -24,10 +24,9 @@ from tests.unit.engine_driver import make_engine
 
 @pytest.fixture
 def _compiled() -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(str(error))
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    load()
 
 
 @pytest.mark.usefixtures("_compiled")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from kernels.cpu import choice
 from kernels.cpu.backend import CpuOps, Packed
-from kernels.cpu.build import BuildError
 from kernels.cpu.choice import SAMPLE_BYTES, Candidate, Timing, clearly_faster, sample_of
 from kernels.cpu.library import load
 from kernels.cpu.torch_linear import TorchWeight
@@ -30,10 +30,9 @@ LLAMA_7B = [(3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008)]
 
 @pytest.fixture
 def compiled() -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(str(error))
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    load()
 
 
 def config_of(dtype: torch.dtype) -> DecoderConfig:
