@@ -7,6 +7,7 @@ R the rows that sample. Integers cross this border as numpy int32, tensors lie o
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Batch:
     this iteration's own writes, in blocks tables[s, : ceil(context[s] / block_size)].
     """
 
-    tokens: Int32  # [N]
+    tokens: Int32  # [N]; ~s (below zero) is the token that Ops.sample_later drew last for slot s
     positions: Int32  # [N]
     query_start: Int32  # [S + 1]
     context: Int32  # [S]
@@ -96,6 +97,34 @@ class Attention:
     slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
 
 
+ResultT = TypeVar("ResultT")
+
+
+class Pending(ABC, Generic[ResultT]):
+    """What a device still works on."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether `wait` returns at once."""
+
+    @abstractmethod
+    def wait(self) -> ResultT:
+        """The result, once it is there. May be called again."""
+
+
+class Done(Pending[ResultT]):
+    """What was complete before it was asked for."""
+
+    def __init__(self, result: ResultT) -> None:
+        self._result = result
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> ResultT:
+        return self._result
+
+
 class Cache(ABC):
     """A paged KV pool and its host tier. All memory is taken in the constructor."""
 
@@ -108,6 +137,20 @@ class Cache(ABC):
     @abstractmethod
     def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
         """Copies host block h to block g, pair by pair; complete when it returns."""
+
+    def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[None]:
+        """copy_out that may go on beside what the device is given later.
+
+        It begins when all that the device was given before is done, and copies keep their order among themselves.
+        Both blocks of each pair must be left alone until it is complete.
+        """
+        self.copy_out(blocks, host_blocks)
+        return Done(None)
+
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[None]:
+        """copy_in, as start_copy_out."""
+        self.copy_in(host_blocks, blocks)
+        return Done(None)
 
     @abstractmethod
     def read_block(self, block: int) -> Tensor:
@@ -148,7 +191,8 @@ class SamplingRows:
     banned: Sparse | None = None
     mask_rows: Int64 | None = None  # [m] rows with an allow-bitmask
     mask_words: UInt32 | None = None  # [m, ceil(V / 32)] bit i of word w allows id 32 w + i
-    history: Sparse | None = None  # tokens of the rows with a penalty; value 1 for outputs, 0 for the prompt
+    # Tokens of the rows with a penalty; value 1 for outputs, 0 for the prompt; an id ~s as in Batch.tokens.
+    history: Sparse | None = None
     presence: Float32 | None = None  # [R], these three given together with history
     frequency: Float32 | None = None
     repetition: Float32 | None = None  # 1 is off
@@ -188,6 +232,9 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     name: str
     device: torch.device
+    overlaps: bool = False
+    """Whether the forward pass and sample_later return before the device is done, so that the next iteration can be
+    given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
 
     @abstractmethod
     def new_cache(self, shape: CacheShape) -> CacheT:
@@ -286,6 +333,21 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """logits [R, V] float32, may be overwritten. See SamplingRows for the meaning."""
+
+    def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
+        """`sample` whose tensors, on the CPU, may come later; row r's token becomes the last one of slot slots[r].
+
+        A row that is not fine leaves some token of the vocabulary there.
+        """
+        return Done(self.sample(logits, rows))
+
+    def mark(self) -> Any:
+        """A point in the device's time, after all that it was given so far."""
+        return time.monotonic_ns()
+
+    def elapsed_ns(self, start: Any, end: Any) -> int:
+        """Between two marks, the second of which the device has passed."""
+        return int(end - start)
 
     def compile(
         self, forward: Callable[[Any], Tensor], cache: CacheT, max_tokens: int, max_samples: int

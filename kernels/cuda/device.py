@@ -1,0 +1,97 @@
+"""What the CUDA backend asks of a device: streams, launches, events, pinned memory, recorded work to run again.
+
+`CudaDevice` is a GPU; `kernels.emulator.device.EmulatedDevice` runs the same kernels on a CPU and puts off what a
+GPU may put off, so that a missing wait shows there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.cuda.calls import Call
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the stream has passed it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when the stream has passed it; other threads of Python run meanwhile."""
+
+
+class Stream(ABC):
+    """Work that is done in the order in which it was given."""
+
+    @abstractmethod
+    def launch(self, call: Call, *touched: Tensor) -> None:
+        """A kernel. touched: the tensors behind the addresses in its Params that nobody else keeps alive."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], object]) -> None:
+        """Torch's operations, which `work` calls on this stream.
+
+        They write to tensors that exist before (`out=`, `copy_`): what work returns is thrown away, and when it is
+        called is the device's affair. It reads no number back (`item`, `cpu`, `nonzero`).
+        """
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """target.copy_(source) without waiting; a tensor on the host is pinned and stays as it is until it is done."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The point behind all that was given so far."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """What is given from now on begins after the event of another stream."""
+
+
+class Device(ABC):
+    """`main` computes, `copies` moves blocks between the tiers beside it. One thread at a time gives work."""
+
+    name: str
+    torch_device: torch.device
+    processors: int  # streaming multiprocessors, for the planner
+    main: Stream
+    copies: Stream
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """On the device, for use on `main`; its contents are whatever was there."""
+
+    @abstractmethod
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros on the host that the device can copy from and to without a detour."""
+
+    @abstractmethod
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Between two events of one stream that are done."""
+
+    @abstractmethod
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records what `work` gives to `main`, addresses and numbers as they are now; a call of the result repeats it.
+
+        What work takes by `empty` belongs to the recording. Nothing may be waited for in work.
+        """
+
+    @abstractmethod
+    def free_bytes(self) -> tuple[int, int]:
+        """Memory that could still be taken, and all there is."""
+
+    @abstractmethod
+    def peak_bytes(self, reset: bool = False) -> int:
+        """The most that torch's tensors have taken since the last reset, and begins anew after `reset`."""
+
+    def close(self) -> None:
+        """Ends when all that was given is done."""
+        self.copies.record().wait()
+        self.main.record().wait()
