@@ -1,0 +1,133 @@
+"""The CUDA backend's paged KV pool and its host tier, and copies between them beside the computation.
+
+A block of all layers lies in one piece, so that blocks which follow one another on both sides are one copy at the speed
+of the link. The backend asks for addresses only; what lies where is known here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cuda import calls
+from kernels.cuda.attention_calls import SLAB
+from kernels.cuda.device import Device, Event
+from kernels.ops import Cache, CacheShape, Done, Int32, Pending
+
+
+class CudaCache(Cache):
+    """The pool on the device and a host tier in pinned memory.
+
+    keys(layer) and values(layer) are addresses of that layer's K and V of block 0, [kv_heads, block_size, head_dim];
+    `block_stride` numbers further on, of the pool's dtype, are those of the next block.
+    """
+
+    def __init__(self, shape: CacheShape, device: Device, layer_major: bool = False) -> None:
+        """layer_major: the pool is ordered [layer, K/V, block, ...] instead, for comparison; copies need a kernel then.
+
+        Raises ValueError for a block size that the kernels cannot use.
+        """
+        slabs = shape.block_size // SLAB
+        if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
+            raise ValueError(f"block size {shape.block_size}: the cuda kernels need 16, 32, 64 ... (--block-size)")
+        self.shape, self.device, self.layer_major = shape, device, layer_major
+        part = (shape.kv_heads, shape.block_size, shape.head_dim)
+        block = (shape.layers, 2, *part)
+        pool = (shape.layers, 2, shape.blocks, *part) if layer_major else (shape.blocks, *block)
+        self.pool = device.empty(pool, shape.dtype)
+        self.host = device.pinned((shape.host_blocks, *block), shape.dtype)
+        self._by_block = self.pool.permute(2, 0, 1, 3, 4, 5) if layer_major else self.pool
+        self._part_bytes = shape.block_bytes // (2 * shape.layers)
+        self.block_stride = self._by_block.stride(0)
+
+    def keys(self, layer: int) -> int:
+        return self._address(layer, 0)
+
+    def values(self, layer: int) -> int:
+        return self._address(layer, 1)
+
+    def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
+        self.start_copy_out(blocks, host_blocks).wait()
+
+    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
+        self.start_copy_in(host_blocks, blocks).wait()
+
+    def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[None]:
+        return self._start(self.pool, self.host, blocks, host_blocks)
+
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[None]:
+        return self._start(self.host, self.pool, host_blocks, blocks)
+
+    def read_block(self, block: int) -> Tensor:
+        """As `main` sees it after all that it was given."""
+        shape, main = self._by_block.shape[1:], self.device.main
+        found, read = self.device.empty(shape, self.shape.dtype), self.device.pinned(shape, self.shape.dtype)
+        main.run(lambda: found.copy_(self._by_block[block]))
+        main.copy(read, found)
+        main.record().wait()
+        return read.clone()
+
+    def _address(self, layer: int, value: int) -> int:
+        return self._by_block[0, layer, value].data_ptr()
+
+    def _start(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> Pending[None]:
+        if not len(to):
+            return Done(None)
+        copies = self.device.copies
+        if self.layer_major:
+            self._copy_parts(source, target, from_, to)
+        else:
+            copies.wait_for(self.device.main.record())
+            for first, first_to, count in _runs(from_, to):
+                copies.copy(target[first_to : first_to + count], source[first : first + count])
+        return _Copied(copies.record())
+
+    def _copy_parts(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> None:
+        """By a kernel that reads and writes the host tier itself."""
+        pairs = np.stack((from_, to)).astype(np.int32)
+        written = self.device.pinned(pairs.shape, torch.int32)
+        written.numpy()[:] = pairs
+        numbers = self.device.empty(pairs.shape, torch.int32)
+        steps = [self._steps(tensor) for tensor in (source, target)]
+        call = calls.copy_blocks(
+            len(to),
+            source.data_ptr(),
+            target.data_ptr(),
+            (steps[0][0], steps[1][0]),
+            self._part_bytes,
+            2 * self.shape.layers,
+            (steps[0][1], steps[1][1]),
+            numbers.data_ptr(),
+            numbers[1].data_ptr(),
+        )
+        self.device.copies.wait_for(self.device.main.record())  # behind `empty`, which is main's
+        self.device.copies.copy(numbers, written)
+        self.device.copies.launch(call, numbers)
+
+    def _steps(self, tensor: Tensor) -> tuple[int, int]:
+        """Bytes from block to block, and from part to part of a block."""
+        if tensor is self.pool:
+            return self._part_bytes, self.shape.blocks * self._part_bytes
+        return self.shape.block_bytes, self._part_bytes
+
+
+class _Copied(Pending[None]):
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def ready(self) -> bool:
+        return self._event.done()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+def _runs(from_: Int32, to: Int32) -> Iterator[tuple[int, int, int]]:
+    """(first of from_, first of to, how many) of pairs that follow one another on both sides, in their order."""
+    ends = np.flatnonzero((np.diff(from_) != 1) | (np.diff(to) != 1)) + 1
+    starts = np.concatenate(([0], ends))
+    counts = np.diff(starts, append=len(to))
+    return zip(from_[starts].tolist(), to[starts].tolist(), counts.tolist(), strict=True)
