@@ -1,7 +1,8 @@
 """CUDA sources to kernels: compiled by NVRTC for one architecture, kept in a cache, loaded and launched through CuPy.
 
-Compiling needs no GPU and no driver, so CI does what a worker does, up to the launch. Nothing else of ours is imported
-here: numpy, CuPy and NVRTC are enough to run the kernels.
+An image carries what `prebuilt` compiled; a GPU that can run it needs no compiler. Compiling needs no GPU and no
+driver, so CI does what a worker does, up to the launch. Nothing else of ours is imported here: numpy, CuPy and NVRTC
+are enough to run the kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -20,6 +22,7 @@ import numpy as np
 from kernels.cuda import cubin
 
 SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "lib"
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels" / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90")
 """What CI compiles for and images carry."""
@@ -27,6 +30,8 @@ ARCHITECTURES = ("sm_80", "sm_90")
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
 KEPT = 128
 """Files in the cache; the oldest go."""
+
+WITHOUT_CUPY = "CuPy is not installed (pip install 'orcinus[cuda]'): {}"
 
 STATIC_LIMIT_BYTES = 48 << 10
 """A kernel gets more dynamic shared memory than this only when it was asked for before."""
@@ -70,7 +75,8 @@ class Program:
     def __init__(self, source: Path, arch: str | None = None) -> None:
         """arch: such as "sm_90"; by default the present GPU's. Raises CudaError with what the compiler says."""
         self.source = source
-        self.cubin = compiled(source, arch or present_architecture())
+        arch = arch or present_architecture()
+        self.cubin = prebuilt(source, arch) or compiled(source, arch)
         self._params = self.cubin.params_bytes()
         self._functions: dict[str, Any] = {}
         self._shared: dict[str, int] = {}
@@ -124,18 +130,34 @@ def sources() -> list[Path]:
 @cache
 def nvrtc_version() -> str:
     """The compiler's version; with its last number where it came as a wheel. Another one makes other code."""
-    from cupy_backends.cuda.libs import nvrtc
-
+    found = ".".join(map(str, _nvrtc().getVersion()))
     try:
         return metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
-        return ".".join(map(str, nvrtc.getVersion()))
+        return found
+
+
+def _nvrtc() -> Any:
+    """The binding of the compiler. Raises CudaError where there is no CuPy or no compiler."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise CudaError(WITHOUT_CUPY.format(error)) from error
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        raise CudaError(
+            f"no NVRTC is here (pip install nvidia-cuda-nvrtc; torch's CUDA builds bring it): {error}"
+        ) from error
+    return nvrtc
 
 
 @cache
 def _has_gpu() -> bool:
-    import cupy
-
+    try:
+        import cupy
+    except ImportError as error:
+        raise CudaError(WITHOUT_CUPY.format(error)) from error
     return bool(cupy.cuda.is_available())
 
 
@@ -149,23 +171,51 @@ def present_architecture() -> str:
     return f"sm_{cupy.cuda.Device().compute_capability}"
 
 
+def prebuilt(source: Path, arch: str) -> Cubin | None:
+    """What an image carries of this very source and runs on an architecture, if anything; its log is empty."""
+    for carried in _runs(arch):
+        with suppress(OSError):
+            return Cubin(prebuilt_path(source, carried).read_bytes(), "")
+    return None
+
+
+def prebuilt_architecture(arch: str) -> str | None:
+    """For which architecture everything was prebuilt that runs on `arch`; None where something must be compiled."""
+    return next((one for one in _runs(arch) if all(prebuilt_path(source, one).is_file() for source in sources())), None)
+
+
+def prebuilt_path(source: Path, arch: str) -> Path:
+    """Where an image has a source's cubin. Any compiler may have made it."""
+    return PREBUILT / f"{source.stem}-{arch}-{_digest(source, _options(arch))}.cubin"
+
+
+def _runs(arch: str) -> list[str]:
+    """Of ARCHITECTURES those whose cubins run on another: of its major version and no newer, the newest first."""
+
+    def version(name: str) -> tuple[int, int]:
+        return divmod(int(name.removeprefix("sm_")), 10)
+
+    major, minor = version(arch)
+    fitting = [one for one in ARCHITECTURES if version(one)[0] == major and version(one)[1] <= minor]
+    return sorted(fitting, key=version, reverse=True)
+
+
 def compiled(source: Path, arch: str) -> Cubin:
     """A source for one architecture, from the cache if it is there; its headers are in SOURCES. Raises CudaError."""
-    headers = sorted(SOURCES.glob("*.cuh"))
-    options = (*OPTIONS, f"-arch={arch}")
-    digest = hashlib.sha256(repr((options, nvrtc_version())).encode())
-    for path in (source, *headers):
-        digest.update(f"{path.name}\n".encode() + path.read_bytes())
-    target = CACHE / f"{source.stem}-{arch}-{digest.hexdigest()[:20]}"
+    try:
+        target = CACHE / f"{source.stem}-{arch}-{_digest(source, _options(arch), nvrtc_version())}"
+    except CudaError as error:
+        carried = ", ".join(ARCHITECTURES)
+        raise CudaError(f"{source.name} must be compiled for {arch} (images carry {carried}): {error}") from error
     image, log = target.with_suffix(".cubin"), target.with_suffix(".log")
     try:
         return Cubin(image.read_bytes(), log.read_text())
     except OSError:
-        made = _compile(source, headers, options)
+        made = _compile(source, _headers(), _options(arch))
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
-        _write(log, made.log.encode())  # first: who finds the image finds the log
-        _write(image, made.image)
+        write_whole(log, made.log.encode())  # first: who finds the image finds the log
+        write_whole(image, made.image)
         for old in sorted(CACHE.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError:  # a checkout that is not ours to write to: compiled again next time
@@ -173,11 +223,24 @@ def compiled(source: Path, arch: str) -> Cubin:
     return made
 
 
+def _headers() -> list[Path]:
+    return sorted(SOURCES.glob("*.cuh"))
+
+
+def _options(arch: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"-arch={arch}")
+
+
+def _digest(source: Path, *more: object) -> str:
+    """Of a source, of all headers and of what else decides what is made of them."""
+    digest = hashlib.sha256(repr(more).encode())
+    for path in (source, *_headers()):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
 def _compile(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cubin:
-    try:
-        from cupy_backends.cuda.libs import nvrtc
-    except ImportError as error:
-        raise CudaError(f"CuPy is not installed (pip install 'orcinus[cuda]'): {error}") from error
+    nvrtc = _nvrtc()
     program = nvrtc.createProgram(
         source.read_text(),
         source.name,
@@ -193,7 +256,7 @@ def _compile(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cub
         nvrtc.destroyProgram(program)
 
 
-def _write(target: Path, content: bytes) -> None:
+def write_whole(target: Path, content: bytes) -> None:
     """Others see the whole file or none."""
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         file.write(content)
