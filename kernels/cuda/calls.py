@@ -21,6 +21,8 @@ WARP = 32
 ROW_THREADS, ROW_VECTORS = 1024, 4  # norms.cu: THREADS, HELD
 PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS
 COPIED = 4  # gather.cu
+PADDING = -(2**31)
+"""A token of a row that is not there."""
 MAX_NORM_HIDDEN = ROW_THREADS * ROW_VECTORS * VECTOR
 
 Params = npt.NDArray[np.void]
@@ -45,7 +47,7 @@ def _struct(pointers: str, *others: tuple[str, str]) -> np.dtype[np.void]:
 NORM = _struct("x residual out weight bias", ("hidden", "i4"), ("eps", "f4"))
 ACTIVATION = _struct("x out", ("width", "i4"), ("activation", "i4"))
 ADD = _struct("x residual", ("width", "i4"))
-EMBED = _struct("table places out tokens positions", ("hidden", "i4"), ("scale", "f4"))
+EMBED = _struct("table places out tokens positions last_tokens", ("hidden", "i4"), ("scale", "f4"))
 SELECT = _struct("x out rows", ("width", "i4"))
 COPY = _struct(
     "source target from_ to",
@@ -117,9 +119,13 @@ def embed(
     scale: float = 1.0,
     places: int = 0,
     positions: int = 0,
+    last_tokens: int = 0,
 ) -> Call:
-    """Rows of table times scale, plus rows of places. Tokens below zero leave their row of out as it is."""
-    params = _filled(EMBED, (table, places, out, tokens, positions, hidden, scale))
+    """Rows of table times scale, plus rows of places.
+
+    tokens: int32; ~s, below zero, is last_tokens[s] (int32), and PADDING leaves its row of out as it is.
+    """
+    params = _filled(EMBED, (table, places, out, tokens, positions, last_tokens, hidden, scale))
     return _pieces(f"embed_{dtype}", rows, hidden, params)
 
 

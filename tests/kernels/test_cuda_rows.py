@@ -160,15 +160,17 @@ def test_add_is_in_place_and_rounds_once(order: int, width: int, dtype: str) -> 
 @pytest.mark.parametrize("places", [False, True])
 @dtypes
 @pytest.mark.parametrize("width", [8, 136, 2312])
-def test_embed_scales_and_adds_places_and_leaves_padding_alone(
+def test_embed_scales_adds_places_reads_last_tokens_and_leaves_padding_alone(
     order: int, width: int, dtype: str, places: bool
 ) -> None:
     table, learned = numbers(50, width, dtype=TYPES[dtype]), numbers(20, width, dtype=TYPES[dtype], seed=1)
-    tokens, positions, out = int32(49, 0, 7, -1, 7), int32(0, 19, 3, -1, 4), untouched(5, width, dtype=TYPES[dtype])
+    tokens, positions = int32(49, 0, ~2, calls.PADDING, 7, ~0), int32(0, 19, 3, -1, 4, 1)
+    last_tokens, out = int32(48, -77, 7), untouched(6, width, dtype=TYPES[dtype])
     where = {"places": learned.data_ptr(), "positions": positions.ctypes.data} if places else {}
-    launch(calls.embed(dtype, 5, width, table.data_ptr(), out.data_ptr(), tokens.ctypes.data, 1.5, **where), order)
-    expected = wide(table)[tokens] * 1.5 + (wide(learned)[positions] if places else 0)
-    real = [0, 1, 2, 4]
+    addresses = (table.data_ptr(), out.data_ptr(), tokens.ctypes.data)
+    launch(calls.embed(dtype, 6, width, *addresses, 1.5, **where, last_tokens=last_tokens.ctypes.data), order)
+    expected = wide(table)[[49, 0, 7, 0, 7, 48]] * 1.5 + (wide(learned)[positions] if places else 0)
+    real = [0, 1, 2, 4, 5]
     close(out[real], expected[real])
     assert (out[3] == UNTOUCHED).all()
     assert_fences(out)

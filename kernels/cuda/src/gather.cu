@@ -1,16 +1,18 @@
-// Rows found by number: embedding, rows that sample, KV blocks. Numbers below zero are padding: nothing is written.
+// Rows found by number: embedding, rows that sample, KV blocks. Numbers below zero are padding: nothing is written;
+// of tokens only PADDING is.
 //
 // Grid: x rows, y pieces of a row of `threads` vectors each; for blocks x pairs, y pieces of COPIED * threads vectors
 // of a part, z parts.
 #include "numbers.cuh"
 
 struct EmbedParams {
-  const void* table;         // [vocabulary, hidden]
-  const void* places;        // [positions, hidden] or null
-  void* out;                 // [rows, hidden]
-  const int32_t* tokens;     // [rows]
-  const int32_t* positions;  // [rows]; not read without places
-  int32_t hidden;            // a multiple of 8
+  const void* table;           // [vocabulary, hidden]
+  const void* places;          // [positions, hidden] or null
+  void* out;                   // [rows, hidden]
+  const int32_t* tokens;       // [rows]; ~s, below zero, stands for last_tokens[s]
+  const int32_t* positions;    // [rows]; not read without places
+  const int32_t* last_tokens;  // [slots]
+  int32_t hidden;              // a multiple of 8
   float scale;
 };
 
@@ -38,11 +40,17 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int COPIED = 4;  // vectors of a thread, all read before the first is written
+constexpr int32_t PADDING = -2147483647 - 1;
+
+__device__ __forceinline__ int32_t token_of(const EmbedParams& p, int64_t row) {
+  const int32_t id = p.tokens[row];
+  return id >= 0 || id == PADDING ? id : p.last_tokens[~id];
+}
 
 template <typename T>
 __device__ __forceinline__ void embed(const EmbedParams& p) {
   const int vectors = p.hidden / VECTOR, i = blockIdx.y * blockDim.x + threadIdx.x;
-  const int64_t row = blockIdx.x, token = p.tokens[row];
+  const int64_t row = blockIdx.x, token = token_of(p, row);
   if (i >= vectors || token < 0) return;
   float x[VECTOR];
   unpack<T>(vector_at(p.table, token * vectors + i), x);
