@@ -13,12 +13,22 @@ rows of one token, which lie one after another, together.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
-from kernels.cuda.calls import Call, _struct
+from kernels.cuda.calls import WARP, Call, Params, _filled, _some, _struct
 
 SLAB = 16  # tokens
 HEAD_DIMS = (64, 80, 96, 128, 256)
+LOG2_E = math.log2(math.e)
+
+DECODE_WARPS, DECODE_ROWS = 4, 16  # attention_decode.cu: WARPS, ROWS
+DECODE_UNITS = {64: 5, 80: 5, 96: 5, 128: 3, 256: 3}  # UNITS
+MERGE_WARPS, MERGE_PIECE = 8, 128  # attention_merge.cu: WARPS, PIECE
+MERGE_BLOCKS = 1024
+"""Blocks of a merge, about: with many tokens each takes more of a row, for most tokens of a graph are padding."""
 
 ITEM = np.dtype(
     [
@@ -84,7 +94,14 @@ def decode(
     window: int = 0,
 ) -> Call:
     """Items of sequences with one row. partial_*: see MERGE; slopes: ALiBi, in natural units (not times log2(e))."""
-    raise NotImplementedError
+    tiles = -(-heads // kv_heads // DECODE_ROWS)
+    shared = SLAB * head_dim * 2 * (1 + DECODE_WARPS * DECODE_UNITS.get(head_dim, 0))
+    params = _attention(
+        heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
+        (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
+    )  # fmt: skip
+    grid = (_some(items) * kv_heads * tiles, 1, 1)
+    return Call(f"attention_decode_{dtype}_d{head_dim}", grid, (DECODE_WARPS * WARP, 1, 1), shared, params)
 
 
 def prefill(
@@ -126,4 +143,30 @@ def merge(
     rows: int,
 ) -> Call:
     """Brings the partial results of `tokens` tokens together. Padding tokens have a row below zero."""
-    raise NotImplementedError
+    pieces = -(-heads * head_dim // MERGE_PIECE)
+    grid = (_some(tokens), min(pieces, max(1, MERGE_BLOCKS // tokens)), 1)
+    params = _filled(MERGE, (out, partial_out, partial_lse, starts, rows, heads, head_dim))
+    return Call(f"attention_merge_{dtype}", grid, (MERGE_WARPS * WARP, 1, 1), 0, params)
+
+
+def _attention(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    block_stride: int,
+    scale: float,
+    slopes: int,
+    window: int,
+    addresses: Sequence[int],
+) -> Params:
+    """ATTENTION, its addresses up to `slopes` in one piece. Raises ValueError for sizes that no kernel has."""
+    slabs = block_size // SLAB
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"heads of {head_dim} numbers; attention has kernels for {HEAD_DIMS}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not share {kv_heads} KV heads evenly")
+    if block_size % SLAB or slabs < 1 or slabs & (slabs - 1):
+        raise ValueError(f"blocks of {block_size} tokens; attention takes {SLAB} times a power of two")
+    sizes = (block_stride, kv_heads, heads // kv_heads, slabs, window, scale * LOG2_E)
+    return _filled(ATTENTION, (*addresses, slopes, *sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
-from kernels.cuda import calls, check, cubin, loader
+from kernels.cuda import attention_calls, calls, check, cubin, loader
 from kernels.cuda.loader import ARCHITECTURES, CudaError, Program, compiled, sources
 
 PTX = Path(__file__).parent / "emulated" / "ptx.cu"
@@ -26,7 +27,10 @@ STRUCTS = {
     "select_rows": calls.SELECT,
     "copy_blocks": calls.COPY,
     "rope_and_write": calls.ROPE,
+    "attention_decode": attention_calls.ATTENTION,
+    "attention_merge": attention_calls.MERGE,
 }
+"""By the kernel's name without type and head_dim."""
 SPILLING = """
 #include "ptx.cuh"
 struct Params { float* x; };
@@ -82,13 +86,11 @@ def test_every_ptx_wrapper_is_taken_by_the_assembler(arch: str) -> None:
 
 
 def test_params_are_as_large_for_the_gpu_as_numpy_packs_them() -> None:
-    found = {}
+    found: dict[str, set[int]] = {}
     for source in sources():
-        found |= compiled(source, "sm_90").params_bytes()
-    assert {name: size for name, size in found.items()} == {
-        name: STRUCTS[name.removesuffix("_bf16").removesuffix("_f16")].itemsize for name in found
-    }
-    assert {name.removesuffix("_bf16").removesuffix("_f16") for name in found} == STRUCTS.keys()
+        for name, size in compiled(source, "sm_90").params_bytes().items():
+            found.setdefault(re.sub(r"_b?f16(_d\d+)?$", "", name), set()).add(size)
+    assert found == {name: {struct.itemsize} for name, struct in STRUCTS.items()}
 
 
 def test_a_source_is_compiled_once_for_each_architecture(empty: list[str], tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_without_a_gpu_a_program_is_compiled_and_only_a_launch_fails(monkeypatch
         program.launch(*call[:-1], np.zeros(1, [("x", "u8")]), 0)
 
 
-def test_a_launch_passes_the_struct_the_stream_and_asks_for_large_shared_memory_once(
+def test_a_launch_passes_struct_and_stream_and_large_shared_memory_is_asked_for_when_a_kernel_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A driver that only notes what it is asked: the GPU is the one part that cannot be had here."""
@@ -192,16 +194,21 @@ def test_a_launch_passes_the_struct_the_stream_and_asks_for_large_shared_memory_
 
             return type("Function", (), {"ptr": 5, "__call__": staticmethod(launch)})()
 
-    driver = SimpleNamespace(funcSetAttribute=lambda *values: asked.append(values))
+    driver = SimpleNamespace(
+        funcSetAttribute=lambda *values: asked.append(values), funcGetAttribute=lambda which, function: 1000 * which
+    )
     monkeypatch.setattr(loader, "_has_gpu", lambda: True)
     monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=Module))
     monkeypatch.setattr(cupy.cuda, "driver", driver)
+    monkeypatch.setattr(cupy.cuda, "device", SimpleNamespace(get_device_id=lambda: 3))
+    runtime = SimpleNamespace(deviceGetAttribute=lambda which, device: {(97, 3): 232448}[which, device])
+    monkeypatch.setattr(cupy.cuda, "runtime", runtime)
     program = Program(sources()[0], "sm_90")
     call = calls.add(calls.BF16, 3, 8, 16, 32)
-    for shared in (0, 48 << 10, 64 << 10, 64 << 10, 96 << 10):
-        program.launch(call.name, call.grid, call.block, shared, call.params, 7)
-    assert launched[0] == ("add_bf16", (3, 1, 1), (32, 1, 1), (call.params,), 0, 7)
-    assert asked == [(5, 8, 64 << 10), (5, 8, 96 << 10)]
+    assert "add_bf16" in program.kernels and asked == [(5, 8, 232448 - 1000)] * len(program.kernels)
+    program.launch(call.name, call.grid, call.block, 96 << 10, call.params, 7)
+    assert launched == [("add_bf16", (3, 1, 1), (32, 1, 1), (call.params,), 96 << 10, 7)]
+    assert len(asked) == len(program.kernels)
 
 
 def test_the_loader_needs_nothing_else_of_this_project() -> None:

@@ -1,0 +1,373 @@
+// Decode attention: one row of a sequence. Its KV is read once for all query heads of a KV head.
+//
+// A block has one work item and up to 16 query heads of one KV head, which are the rows of mma.m16n8k16. Each warp
+// reads every WARPS-th slab of the item through a ring of its own in shared memory, K and V in turn, and waits for no
+// other warp until their results are brought together at the end.
+// Grid: x items * kv_heads * tiles of 16 query heads, the tiles of one KV head side by side. Dynamic shared memory:
+// the query heads, then the rings (attention_calls.py).
+#include "attention.cuh"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = WARPS * 32, ROWS = 16;
+
+template <int D>
+constexpr int CHUNKS = D / VECTOR;  // of a row
+template <int D>
+constexpr int UNIT = SLAB * CHUNKS<D>;  // a slab, in chunks
+template <int D>
+constexpr int UNITS = D <= 96 ? 5 : 3;  // of a ring; odd: K and V of as many slabs, and one that is being read
+template <int D>
+constexpr int PADDED = D + 8;  // numbers from row to row of a warp's results: 8 bytes a lane, no bank conflict
+
+// What a block works on.
+struct Work {
+  const int32_t* pages;      // of the sequence
+  int64_t row;               // of q and out
+  int kv_head, first_head;   // the first query head, counted from those of all KV heads
+  int heads;                 // query heads, up to ROWS
+  int from, context;         // the positions that are seen, the row's own being the last
+  int first_slab, end_slab;  // none when the first is not below the end
+};
+
+__device__ __forceinline__ Work work_of(const AttentionParams& p, const AttentionItem& item) {
+  const int tiles = (p.group + ROWS - 1) / ROWS, tile = blockIdx.x % tiles;
+  Work work;
+  work.pages = p.pages + p.page_start[item.sequence];
+  work.row = p.query_start[item.sequence] + item.first_token;
+  work.kv_head = blockIdx.x / tiles % p.kv_heads;
+  work.first_head = work.kv_head * p.group + tile * ROWS;
+  work.heads = min(p.group - tile * ROWS, ROWS);
+  work.context = p.context[item.sequence];
+  work.from = p.window ? max(work.context - p.window, 0) : 0;
+  work.first_slab = max(item.first_slab, work.from / SLAB);
+  work.end_slab = min(item.end_slab, (work.context + SLAB - 1) / SLAB);
+  return work;
+}
+
+// The slabs of a warp on their way to shared memory.
+template <typename T, int D>
+struct Ring {
+  const AttentionParams& p;
+  const Work& work;
+  uint4* units;
+  int lane;
+  int next;        // slab to be fetched
+  int page;        // its block, asked for an iteration ahead
+  int slot;        // the unit that is being read
+  int64_t offset;  // of the slab whose K was fetched last
+
+  __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* units, int warp, int lane)
+      : p(p), work(work), units(units), lane(lane), next(work.first_slab + warp), slot(UNITS<D> - 1), offset(0) {
+    find_page();
+#pragma unroll
+    for (int unit = 0; unit < UNITS<D> - 1; unit += 2) {
+      fetch_keys(unit);
+      fetch_values(unit + 1);
+    }
+  }
+
+  __device__ __forceinline__ void find_page() { page = next < work.end_slab ? page_of(p, work.pages, next) : 0; }
+
+  __device__ __forceinline__ void fetch_keys(int unit) {
+    if (next < work.end_slab) {
+      offset = slab_offset<D>(p, page, work.kv_head, next);
+      copy_slab<D>(units + unit * UNIT<D>, static_cast<const T*>(p.keys) + offset, lane);
+    }
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ void fetch_values(int unit) {
+    if (next < work.end_slab) copy_slab<D>(units + unit * UNIT<D>, static_cast<const T*>(p.values) + offset, lane);
+    cp_async_commit();
+    next += WARPS;
+    find_page();
+  }
+
+  // The next unit, once it is there. No lane reads the one before it any more.
+  __device__ __forceinline__ uint4* take() {
+    cp_async_wait<UNITS<D> - 2>();
+    __syncwarp();
+    slot = slot == UNITS<D> - 1 ? 0 : slot + 1;
+    return units + slot * UNIT<D>;
+  }
+
+  // The unit before the one that is being read.
+  __device__ __forceinline__ int spare() const { return slot == 0 ? UNITS<D> - 1 : slot - 1; }
+};
+
+// The query heads as left operands of mma: in registers, or where these are too few read again for every slab.
+template <int D, bool held = (D <= 128)>
+struct Queries {
+  uint32_t words[D / 16][4];
+  __device__ __forceinline__ Queries(const uint4* tile, int lane) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) ldmatrix_x4(words[k], tile + swizzled<D>(lane % 16, 2 * k + lane / 16));
+  }
+  template <typename T>
+  __device__ __forceinline__ void multiply(float (&s)[2][4], int k, const uint32_t (&keys)[4]) const {
+    mma<T>(s[0], words[k], keys[0], keys[1]);
+    mma<T>(s[1], words[k], keys[2], keys[3]);
+  }
+};
+template <int D>
+struct Queries<D, false> {
+  const uint4* tile;
+  int lane;
+  __device__ __forceinline__ Queries(const uint4* tile, int lane) : tile(tile), lane(lane) {}
+  template <typename T>
+  __device__ __forceinline__ void multiply(float (&s)[2][4], int k, const uint32_t (&keys)[4]) const {
+    uint32_t words[4];
+    ldmatrix_x4(words, tile + swizzled<D>(lane % 16, 2 * k + lane / 16));
+    mma<T>(s[0], words, keys[0], keys[1]);
+    mma<T>(s[1], words, keys[2], keys[3]);
+  }
+};
+
+// A block starts the copy of its query heads; rows behind the last one are zero.
+template <typename T, int D>
+__device__ __forceinline__ void copy_queries(uint4* tile, const AttentionParams& p, const Work& work) {
+  const int64_t first = work.row * p.kv_heads * p.group + work.first_head;
+  const uint4* from = static_cast<const uint4*>(p.q) + first * CHUNKS<D>;
+  for (int chunk = threadIdx.x; chunk < UNIT<D>; chunk += THREADS) {
+    const int row = chunk / CHUNKS<D>;
+    const bool valid = row < work.heads;
+    cp_async_16(tile + swizzled<D>(row, chunk % CHUNKS<D>), from + (valid ? chunk : 0), valid);
+  }
+  cp_async_commit();
+}
+
+// What a warp has found so far, for rows lane / 4 and lane / 4 + 8 in the layout of mma.
+template <int D>
+struct Found {
+  float sums[D / 8][4];  // of weights times V
+  float largest[2];      // score
+  float total[2];        // of weights, this lane's share
+
+  __device__ __forceinline__ Found() {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    largest[0] = largest[1] = minus_infinity();
+    total[0] = total[1] = 0.0f;
+  }
+
+  __device__ __forceinline__ void raise(const float (&scores)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float before = largest[h];
+      largest[h] = fmaxf(before, scores[h]);
+      const float factor = exp2_approx(before - largest[h]);
+      total[h] *= factor;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) {
+        sums[n][2 * h] *= factor;
+        sums[n][2 * h + 1] *= factor;
+      }
+    }
+  }
+
+  // Scores to weights, 2^(score - largest), as the left operand of mma.
+  template <typename T>
+  __device__ __forceinline__ void weigh(float (&s)[2][4], uint32_t (&weights)[4]) {
+    float most[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      most[h] = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
+      most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], 1));
+      most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], 2));
+    }
+    // After the first slabs this is rare, and D / 2 multiplications are saved.
+    if (__any_sync(ALL_LANES, most[0] > largest[0] || most[1] > largest[1])) raise(most);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const float first = exp2_approx(s[n][2 * h] - largest[h]), second = exp2_approx(s[n][2 * h + 1] - largest[h]);
+        total[h] += first + second;
+        weights[2 * n + h] = T::pack(first, second);
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void add(const uint32_t (&weights)[4], const uint4* values, int lane) {
+#pragma unroll
+    for (int n = 0; n < D / 16; n++) {
+      uint32_t words[4];
+      ldmatrix_x4_trans(words, values + swizzled<D>(lane % 16, 2 * n + lane / 16));
+      mma<T>(sums[2 * n], weights, words[0], words[1]);
+      mma<T>(sums[2 * n + 1], weights, words[2], words[3]);
+    }
+  }
+};
+
+// s: the dot products of rows lane / 4 and lane / 4 + 8 with the tokens of a slab, in the layout of mma.
+template <typename T, int D>
+__device__ __forceinline__ void multiply_keys(float (&s)[2][4], const Queries<D>& queries, const uint4* keys,
+                                              int lane) {
+  const int token = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t words[4];
+    ldmatrix_x4(words, keys + swizzled<D>(token, 2 * k + half));
+    queries.template multiply<T>(s, k, words);
+  }
+}
+
+// Whether a slab has tokens that are not seen.
+__device__ __forceinline__ bool is_edge(const Work& work, int slab) {
+  return slab * SLAB < work.from || (slab + 1) * SLAB > work.context;
+}
+
+// Dot products to scores in base 2. slopes: ALiBi's of the two rows, times log2(e); zero without it.
+__device__ __forceinline__ void score(float (&s)[2][4], const AttentionParams& p, const Work& work,
+                                      const float (&slopes)[2], int slab, int lane) {
+  const int first = slab * SLAB + lane % 4 * 2;
+  const float distance = first - (work.context - 1);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = s[n][i] * p.scale_log2 + slopes[i / 2] * (distance + (n * 8 + i % 2));
+  if (!is_edge(work, slab)) return;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int position = first + n * 8 + i % 2;
+      if (position < work.from || position >= work.context) s[n][i] = minus_infinity();
+    }
+}
+
+// V of tokens that are not seen becomes zero: whatever is there may be NaN, and a weight of zero would not hide it.
+template <int D>
+__device__ __forceinline__ void clear_unseen(uint4* values, const Work& work, int slab, int lane) {
+  for (int chunk = lane; chunk < UNIT<D>; chunk += 32) {
+    const int position = slab * SLAB + chunk / CHUNKS<D>;
+    if (position < work.from || position >= work.context) values[chunk] = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
+}
+
+// A warp reads its slabs.
+template <typename T, int D>
+__device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, const Queries<D>& queries, int warp) {
+  const AttentionParams& p = ring.p;
+  const Work& work = ring.work;
+  const int lane = ring.lane;
+  float slopes[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = lane / 4 + 8 * h;
+    slopes[h] = p.slopes && row < work.heads ? p.slopes[work.first_head + row] * LOG2_E : 0.0f;
+  }
+  for (int slab = work.first_slab + warp; slab < work.end_slab; slab += WARPS) {
+    const uint4* keys = ring.take();
+    ring.fetch_keys(ring.spare());
+    float s[2][4] = {};
+    multiply_keys<T, D>(s, queries, keys, lane);
+    score(s, p, work, slopes, slab, lane);
+    uint32_t weights[4];
+    found.template weigh<T>(s, weights);
+    uint4* values = ring.take();
+    ring.fetch_values(ring.spare());
+    if (is_edge(work, slab)) clear_unseen<D>(values, work, slab, lane);
+    found.template add<T>(weights, values, lane);
+  }
+}
+
+// Four numbers of a query head, from `column` on, to out or to the partial results.
+template <typename T, int D>
+__device__ __forceinline__ void store(const AttentionParams& p, const Work& work, int partial, int row, int column,
+                                      const float4& x, float lse) {
+  const int64_t token = partial < 0 ? work.row : partial;
+  const int64_t head = token * p.kv_heads * p.group + work.first_head + row, at = (head * D + column) / 4;
+  if (partial < 0) {
+    static_cast<uint2*>(p.out)[at] = make_uint2(T::pack(x.x, x.y), T::pack(x.z, x.w));
+  } else {
+    reinterpret_cast<float4*>(p.partial_out)[at] = x;
+    if (column == 0) p.partial_lse[head] = lse;
+  }
+}
+
+// The warps' results, one behind the other in shared memory, to one. `sums` [WARPS, ROWS, PADDED], `scales` [WARPS,
+// ROWS] of largest score and total.
+template <typename T, int D>
+__device__ __forceinline__ void merge_and_store(const AttentionParams& p, const Work& work, int partial,
+                                                const float* sums, const float2* scales) {
+  for (int i = threadIdx.x; i < work.heads * (D / 4); i += THREADS) {
+    const int row = i / (D / 4), column = i % (D / 4) * 4;
+    float largest = minus_infinity(), total = 0.0f;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) largest = fmaxf(largest, scales[warp * ROWS + row].x);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) {
+      const float2 scale = scales[warp * ROWS + row];
+      const float weight = exp2_approx(scale.x - largest);
+      const float4 x = *reinterpret_cast<const float4*>(sums + (warp * ROWS + row) * PADDED<D> + column);
+      total += weight * scale.y;
+      sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+    }
+    const float4 mean = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
+    store<T, D>(p, work, partial, row, column, mean, largest + log2f(total));
+  }
+}
+
+template <int D>
+__device__ __forceinline__ void lay_down(const Found<D>& found, float* sums, float2* scales, int warp, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = warp * ROWS + lane / 4 + 8 * h;
+    float total = found.total[h];
+    total += __shfl_xor_sync(ALL_LANES, total, 1);
+    total += __shfl_xor_sync(ALL_LANES, total, 2);
+    if (lane % 4 == 0) scales[row] = make_float2(found.largest[h], total);
+    float2* to = reinterpret_cast<float2*>(sums + row * PADDED<D> + lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) to[n * 4] = make_float2(found.sums[n][2 * h], found.sums[n][2 * h + 1]);
+  }
+}
+
+// A part of a sequence with nothing in it that is seen: the merge leaves it out.
+__device__ __forceinline__ void store_nothing(const AttentionParams& p, const Work& work, int partial) {
+  const int row = threadIdx.x;
+  const int64_t first = static_cast<int64_t>(partial) * p.kv_heads * p.group + work.first_head;
+  if (partial >= 0 && row < work.heads) p.partial_lse[first + row] = minus_infinity();
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void attention_decode(const AttentionParams& p) {
+  DYNAMIC_SHARED(uint4, shared);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const AttentionItem item = p.items[blockIdx.x / (p.kv_heads * ((p.group + ROWS - 1) / ROWS))];
+  if (item.sequence < 0) return;
+  const Work work = work_of(p, item);
+  if (work.first_slab >= work.end_slab) return store_nothing(p, work, item.partial);
+  copy_queries<T, D>(shared, p, work);
+  Ring<T, D> ring(p, work, shared + UNIT<D> * (1 + warp * UNITS<D>), warp, lane);
+  cp_async_wait<UNITS<D> - 1>();  // the query heads, not yet the ring
+  __syncthreads();
+  Found<D> found;
+  read_slabs<T, D>(found, ring, Queries<D>(shared, lane), warp);
+  __syncthreads();  // all have read their slabs and the query heads: the results take their place
+  constexpr int SUMS = WARPS * ROWS * PADDED<D>;
+  static_assert(SUMS * 4 + WARPS * ROWS * 8 <= UNIT<D> * (1 + WARPS * UNITS<D>) * 16, "the results fit");
+  float* sums = reinterpret_cast<float*>(shared);
+  float2* scales = reinterpret_cast<float2*>(sums + SUMS);
+  lay_down<D>(found, sums, scales, warp, lane);
+  __syncthreads();
+  merge_and_store<T, D>(p, work, item.partial, sums, scales);
+}
+
+}  // namespace
+
+KERNEL(attention_decode_bf16_d64, AttentionParams, THREADS, attention_decode<bf16, 64>)
+KERNEL(attention_decode_bf16_d80, AttentionParams, THREADS, attention_decode<bf16, 80>)
+KERNEL(attention_decode_bf16_d96, AttentionParams, THREADS, attention_decode<bf16, 96>)
+KERNEL(attention_decode_bf16_d128, AttentionParams, THREADS, attention_decode<bf16, 128>)
+KERNEL(attention_decode_bf16_d256, AttentionParams, THREADS, attention_decode<bf16, 256>)
+KERNEL(attention_decode_f16_d64, AttentionParams, THREADS, attention_decode<f16, 64>)
+KERNEL(attention_decode_f16_d80, AttentionParams, THREADS, attention_decode<f16, 80>)
+KERNEL(attention_decode_f16_d96, AttentionParams, THREADS, attention_decode<f16, 96>)
+KERNEL(attention_decode_f16_d128, AttentionParams, THREADS, attention_decode<f16, 128>)
+KERNEL(attention_decode_f16_d256, AttentionParams, THREADS, attention_decode<f16, 256>)
