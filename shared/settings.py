@@ -130,12 +130,14 @@ class WorkerSettings(CommonSettings):
     listen: str = Field("127.0.0.1:0", description="gRPC address; port 0 picks one")
     advertise: str = Field("", description="address that schedulers dial; default: what is listened on")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="type of weights and activations; auto: the checkpoint's, float16 widened to float32",
+        description="type of weights and activations; auto: the checkpoint's, on a CPU float16 widened to float32",
     )
-    kernels: Literal["auto", "cpu", "reference"] = Field(
-        "auto", description="auto: the C++ kernels, or plain torch (reference) where they cannot be had"
+    kernels: Literal["auto", "cpu", "cuda", "reference", "emulator"] = Field(
+        "auto",
+        description="auto: the device's own, or plain torch (reference) where they cannot be had; "
+        "emulator: a GPU's on a CPU, for tests",
     )
     quantize: Literal["none", "int8"] = Field(
         "none", description="int8: weights of linear layers in 8 bits; needs the cpu kernels"
@@ -151,19 +153,27 @@ class WorkerSettings(CommonSettings):
         16,
         ge=1,
         le=256,
-        description="tokens in a KV block; the cpu kernels need a multiple of 16, else the slower reference",
+        description="tokens in a KV block; the cpu kernels need a multiple of 16, else the slower reference; "
+        "a GPU 16, 32, 64, 128 or 256",
     )
     max_seqs: int = Field(256, ge=1, le=8192)
     max_input_tokens: int = Field(0, ge=0, description="0: as much as the context allows")
     max_output_tokens: int = Field(0, ge=0, description="0: as much as the context allows")
     max_step_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens of one step at most")
-    kv_memory_fraction: float = Field(0.2, gt=0, lt=1, description="share of free memory for KV blocks")
+    kv_memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of free memory for KV blocks; unset: 0.2, on a GPU 0.9 of what weights and the largest step "
+        "leave",
+    )
     kv_blocks: int = Field(0, ge=0, le=1 << 30, description="0: from kv_memory_fraction")
     host_blocks: int | None = Field(
         None,
         ge=0,
         le=1 << 30,
-        description="host tier; unset: as many as KV blocks, in 5 % of free memory, if those may run out; 0: none",
+        description="host tier; unset: as many as KV blocks, in 5 % of free memory (10 % beside a GPU), if those may "
+        "run out; 0: none",
     )
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")
     step_timeout_s: float = Field(

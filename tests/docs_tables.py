@@ -36,7 +36,7 @@ PLAIN = {
     "lease_ms": "how long the scheduler's lease lasts without renewal",
     "stats_ms": "how often the stats are written",
     "worker_id": "name of the worker; two workers of one stack need two names",
-    "device": "where the model runs",
+    "device": "where the model runs; auto: on a GPU if one can be used",
     "max_seqs": "sequences that run at the same time; the scheduler's 0 is the worker's number of slots",
     "ops_port": "port of /metrics and /stats; 0: PORT + 1",
     "requests_per_minute": "requests a minute of one key; 0: unlimited",

@@ -47,6 +47,8 @@ def choose_device(wanted: str) -> torch.device:
 
 def choose_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
     """`auto` is the checkpoint's type; float16, which the CPU engine does not compute in, is widened to float32."""
+    if wanted == "float16":
+        raise ConfigurationError("--dtype float16 needs a GPU; the CPU engine computes in float32 or bfloat16")
     if wanted == "float32":
         return torch.float32
     if wanted == "bfloat16":

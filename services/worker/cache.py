@@ -19,6 +19,9 @@ from services.worker.models.config import DecoderConfig
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 
+POOL_SHARE = 0.2
+"""Of the free memory, for a pool whose size nobody set."""
+
 HOST_SHARE = 0.05
 """Of the free memory, at most, for a host tier whose size nobody set: it only saves computing again."""
 
@@ -98,8 +101,9 @@ def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, f
     if settings.kv_blocks:
         blocks, source = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
     else:
-        blocks = min(useful, int(free_bytes * settings.kv_memory_fraction) // shape.block_bytes)
-        source = f"--kv-memory-fraction {settings.kv_memory_fraction} of {free_bytes / 2**20:.0f} MiB free"
+        share = settings.kv_memory_fraction or POOL_SHARE
+        blocks = min(useful, int(free_bytes * share) // shape.block_bytes)
+        source = f"--kv-memory-fraction {share} of {free_bytes / 2**20:.0f} MiB free"
     if blocks >= per_sequence:
         return blocks, lengths
     need_mib = per_sequence * shape.block_bytes / 2**20
