@@ -138,19 +138,21 @@ class Cache(ABC):
     def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
         """Copies host block h to block g, pair by pair; complete when it returns."""
 
-    def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[None]:
-        """copy_out that may go on beside what the device is given later.
+    def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
+        """copy_out that may go on beside what the device is given later; the ns that it took.
 
         It begins when all that the device was given before is done, and copies keep their order among themselves.
         Both blocks of each pair must be left alone until it is complete.
         """
+        began = time.monotonic_ns()
         self.copy_out(blocks, host_blocks)
-        return Done(None)
+        return Done(time.monotonic_ns() - began)
 
-    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[None]:
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[int]:
         """copy_in, as start_copy_out."""
+        began = time.monotonic_ns()
         self.copy_in(host_blocks, blocks)
-        return Done(None)
+        return Done(time.monotonic_ns() - began)
 
     @abstractmethod
     def read_block(self, block: int) -> Tensor:
@@ -346,7 +348,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         return time.monotonic_ns()
 
     def elapsed_ns(self, start: Any, end: Any) -> int:
-        """Between two marks, the second of which the device has passed."""
+        """Between two marks; returns when the device has passed the second."""
         return int(end - start)
 
     def compile(

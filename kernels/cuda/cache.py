@@ -55,10 +55,10 @@ class CudaCache(Cache):
     def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
         self.start_copy_in(host_blocks, blocks).wait()
 
-    def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[None]:
+    def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
         return self._start(self.pool, self.host, blocks, host_blocks)
 
-    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[None]:
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[int]:
         return self._start(self.host, self.pool, host_blocks, blocks)
 
     def read_block(self, block: int) -> Tensor:
@@ -73,17 +73,18 @@ class CudaCache(Cache):
     def _address(self, layer: int, value: int) -> int:
         return self._by_block[0, layer, value].data_ptr()
 
-    def _start(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> Pending[None]:
+    def _start(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> Pending[int]:
         if not len(to):
-            return Done(None)
+            return Done(0)
         copies = self.device.copies
+        copies.wait_for(self.device.main.record())
+        start = copies.record()
         if self.layer_major:
             self._copy_parts(source, target, from_, to)
         else:
-            copies.wait_for(self.device.main.record())
             for first, first_to, count in _runs(from_, to):
                 copies.copy(target[first_to : first_to + count], source[first : first + count])
-        return _Copied(copies.record())
+        return _Copied(self.device, start, copies.record())
 
     def _copy_parts(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> None:
         """By a kernel that reads and writes the host tier itself."""
@@ -114,15 +115,18 @@ class CudaCache(Cache):
         return self.shape.block_bytes, self._part_bytes
 
 
-class _Copied(Pending[None]):
-    def __init__(self, event: Event) -> None:
-        self._event = event
+class _Copied(Pending[int]):
+    """Copies between two points of a stream; the ns that they took."""
+
+    def __init__(self, device: Device, start: Event, end: Event) -> None:
+        self._device, self._start, self._end = device, start, end
 
     def ready(self) -> bool:
-        return self._event.done()
+        return self._end.done()
 
-    def wait(self) -> None:
-        self._event.wait()
+    def wait(self) -> int:
+        self._end.wait()
+        return self._device.elapsed_ns(self._start, self._end)
 
 
 def _runs(from_: Int32, to: Int32) -> Iterator[tuple[int, int, int]]:
