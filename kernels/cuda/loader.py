@@ -33,10 +33,8 @@ KEPT = 128
 
 WITHOUT_CUPY = "CuPy is not installed (pip install 'orcinus[cuda]'): {}"
 
-STATIC_LIMIT_BYTES = 48 << 10
-"""A kernel gets more dynamic shared memory than this only when it was asked for before."""
-
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's API
+_STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_.._SHARED_SIZE_BYTES of the driver's API
+_MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin of the runtime's
 Sizes = tuple[int, int, int]
 
 
@@ -79,17 +77,25 @@ class Program:
         self.cubin = prebuilt(source, arch) or compiled(source, arch)
         self._params = self.cubin.params_bytes()
         self._functions: dict[str, Any] = {}
-        self._shared: dict[str, int] = {}
         self._streams: dict[int, _Stream] = {}
         if _has_gpu():
             self._load()
 
     def _load(self) -> None:
-        from cupy.cuda import function
+        from cupy.cuda import device, driver, function, runtime
 
         module = function.Module()
         module.load(self.cubin.image)
         self._functions = {name: module.get_function(name) for name in self._params}
+        most = runtime.deviceGetAttribute(_MAX_SHARED_OF_BLOCK, device.get_device_id())
+        for one in self._functions.values():  # without this, 48 KiB at most
+            fixed = driver.funcGetAttribute(_STATIC_SHARED, one.ptr)
+            driver.funcSetAttribute(one.ptr, _MAX_DYNAMIC_SHARED, most - fixed)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._params)
 
     def params_bytes(self, name: str) -> int:
         """The size of a kernel's Params. Raises KeyError when the source has no such kernel."""
@@ -103,23 +109,16 @@ class Program:
         """Puts the kernel on a stream, a cudaStream_t such as torch.cuda.current_stream().cuda_stream, and returns.
 
         shared: bytes of dynamic shared memory; params: one item of a structured dtype, copied by the launch. Raises
-        KeyError, ValueError when params is not as large as the kernel's, and CudaError without a GPU. More than 48 KiB
-        of shared memory are asked for at the first launch, which must not be in a graph that is being captured.
+        KeyError, ValueError when params is not as large as the kernel's, and CudaError without a GPU.
         """
         expected = self.params_bytes(name)
         if params.size != 1 or params.nbytes != expected:
             raise ValueError(f"{name} takes {expected} bytes of parameters, not {params.nbytes}")
         if not self._functions:
             raise CudaError(f"no GPU to launch {name} on")
-        function = self._functions[name]
-        if shared > self._shared.get(name, STATIC_LIMIT_BYTES):
-            from cupy.cuda import driver
-
-            driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared)
-            self._shared[name] = shared
         if stream not in self._streams:
             self._streams[stream] = _Stream(stream)
-        function(grid, block, (params,), shared, self._streams[stream])
+        self._functions[name](grid, block, (params,), shared, self._streams[stream])
 
 
 def sources() -> list[Path]:

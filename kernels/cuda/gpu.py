@@ -1,0 +1,188 @@
+"""The device of the CUDA backend where there is a GPU: torch owns streams, memory and graphs, CuPy launches kernels.
+
+Each thread that gives work has `main` as torch's current stream from then on, so that nothing is switched in the hot
+path. Nothing here synchronizes but `Event.wait`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cuda import loader
+from kernels.cuda.calls import Call
+from kernels.cuda.device import Device, Event, Stream
+from kernels.cuda.loader import CudaError
+
+cuda: Any = torch.cuda  # part of it has no types
+
+CAPABILITY = (8, 0)
+"""The oldest that the kernels are written for: bfloat16 on tensor cores and cp.async."""
+
+REGISTERED_BYTES = 1 << 20
+"""Pinned memory from here on is registered instead of taken from torch, which rounds up to a power of two: a host tier
+of 40 GiB would take 64."""
+
+_HOST_MAPPED = 2  # cudaHostRegisterMapped of the runtime's API: kernels read and write it under the same address
+_entered = threading.local()  # `device`: whose `main` is the thread's current stream
+
+
+class CudaEvent(Event):
+    """An event of torch. Who waits sleeps."""
+
+    def __init__(self) -> None:
+        self.event = cuda.Event(enable_timing=True, blocking=True)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream(Stream):
+    """A stream of torch's on the device."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self.stream = cuda.Stream(device.torch_device)
+        self._pointer = self.stream.cuda_stream
+
+    def launch(self, call: Call, *touched: Tensor) -> None:
+        """Raises KeyError when no source has the kernel."""
+        self._device.enter()
+        self._device.programs[call.name].launch(*call, self._pointer)
+        self._hold(touched)
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._device.enter()
+        if self is self._device.main:
+            work()
+        else:
+            with cuda.stream(self.stream):
+                work()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.run(lambda: target.copy_(source, non_blocking=True))
+        self._hold((target, source))
+
+    def record(self) -> CudaEvent:
+        made = CudaEvent()
+        made.event.record(self.stream)
+        return made
+
+    def wait_for(self, event: Event) -> None:
+        if not isinstance(event, CudaEvent):
+            raise TypeError(f"{event!r} is no event of a GPU")
+        self.stream.wait_event(event.event)
+
+    def _hold(self, tensors: tuple[Tensor, ...]) -> None:
+        """Torch gives memory to others in the order of `main`; what another stream uses it is told of."""
+        if self is not self._device.main:
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(self.stream)
+
+
+class CudaDevice(Device):
+    """GPU number `index` of those that the process sees. All kernels are loaded at once, before any recording."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises CudaError, with what to do, where there is no GPU that can be used."""
+        demand_gpu(index)
+        self.torch_device = torch.device("cuda", index)
+        self.name = cuda.get_device_name(index)
+        self.processors = int(cuda.get_device_properties(index).multi_processor_count)
+        self._main = CudaStream(self)
+        self.main, self.copies = self._main, CudaStream(self)
+        self.enter()
+        self.programs = {name: program for program in map(loader.Program, loader.sources()) for name in program.kernels}
+        self._recordings = cuda.graph_pool_handle()
+
+    def enter(self) -> None:
+        """Makes `main` of this device what torch and CuPy use in the calling thread."""
+        if getattr(_entered, "device", None) is not self:
+            cuda.set_device(self.torch_device)
+            cuda.set_stream(self._main.stream)
+            _entered.device = self
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.enter()
+        return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Raises CudaError when the system does not give so much."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < REGISTERED_BYTES:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared with nothing else
+        memory = np.frombuffer(pages, np.uint8)
+        runtime = cuda.cudart()
+        found = runtime.cudaHostRegister(memory.ctypes.data, size, _HOST_MAPPED)
+        if found != runtime.cudaError.success:
+            raise CudaError(f"{size / 2**30:.1f} GiB of main memory cannot be pinned ({found}): lower --host-blocks")
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+        return torch.from_numpy(memory).view(dtype).view(shape)
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        if not (isinstance(start, CudaEvent) and isinstance(end, CudaEvent)):
+            raise TypeError(f"{start!r} and {end!r} are no events of a GPU")
+        return int(start.event.elapsed_time(end.event) * 1e6)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A CUDA graph; all share one piece of memory, so what one took holds nothing when another has run.
+
+        Torch's operations in work ran on `main` before: libraries take memory of their own at the first call.
+        """
+        self.enter()
+        graph = cuda.CUDAGraph()
+        # Other threads may wait for events and take memory meanwhile.
+        with cuda.graph(graph, pool=self._recordings, stream=self._main.stream, capture_error_mode="thread_local"):
+            work()
+
+        def replay() -> None:
+            self.enter()
+            graph.replay()
+
+        return replay
+
+    def free_bytes(self) -> tuple[int, int]:
+        free, total = cuda.mem_get_info(self.torch_device)
+        kept = cuda.memory_reserved(self.torch_device) - cuda.memory_allocated(self.torch_device)
+        return free + kept, total
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        peak = int(cuda.max_memory_allocated(self.torch_device))
+        if reset:
+            cuda.reset_peak_memory_stats(self.torch_device)
+        return peak
+
+
+def demand_gpu(index: int) -> None:
+    """Raises CudaError, with what to do, unless torch and CuPy can use GPU number `index` for the kernels."""
+    if torch.version.cuda is None:
+        raise CudaError(f"torch {torch.__version__} is a build without CUDA: install one with it (docs/gpu.md)")
+    try:
+        cuda.init()
+        count = cuda.device_count()
+    except (RuntimeError, AssertionError) as error:
+        raise CudaError(f"torch cannot use a GPU: {error} (`orcinus doctor` looks at the driver)") from error
+    if index >= count:
+        raise CudaError(f"GPU {index} is asked for, {count} are here: see nvidia-smi and CUDA_VISIBLE_DEVICES")
+    capability = cuda.get_device_capability(index)
+    if capability < CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, CAPABILITY))
+        name = cuda.get_device_name(index)
+        raise CudaError(f"{name} has compute capability {found}, the kernels need {least}: use DEVICE=cpu")
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        raise CudaError(f"CuPy is not installed (pip install 'orcinus[cuda]'): {error}") from error
