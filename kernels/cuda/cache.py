@@ -104,7 +104,6 @@ class CudaCache(Cache):
             numbers.data_ptr(),
             numbers[1].data_ptr(),
         )
-        self.device.copies.wait_for(self.device.main.record())  # behind `empty`, which is main's
         self.device.copies.copy(numbers, written)
         self.device.copies.launch(call, numbers)
 

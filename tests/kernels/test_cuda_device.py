@@ -321,3 +321,12 @@ def test_one_thread_gives_work_while_another_waits(order: int) -> None:
         ready.release()
     thread.join(60)
     assert found == list(range(1, 201))
+
+
+def test_tensors_of_inference_mode_are_written_by_whoever_waits() -> None:
+    device = EmulatedDevice(LAZY)
+    with torch.inference_mode():
+        made = ones(device, 4)
+        device.main.copy(made, torch.full((4,), 2, dtype=torch.bfloat16))
+    device.close()
+    assert (made == 2).all()
