@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
-from kernels.cuda import attention_calls, calls, check, cubin, loader
+from kernels.cuda import attention_calls, calls, check, cubin, loader, sampling_calls
 from kernels.cuda.loader import ARCHITECTURES, CudaError, Program, compiled, sources
 
 PTX = Path(__file__).parent / "emulated" / "ptx.cu"
@@ -29,6 +29,7 @@ STRUCTS = {
     "rope_and_write": calls.ROPE,
     "attention_decode": attention_calls.ATTENTION,
     "attention_merge": attention_calls.MERGE,
+    "sample": sampling_calls.SAMPLER,
 }
 """By the kernel's name without type and head_dim."""
 SPILLING = """

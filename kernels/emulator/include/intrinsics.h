@@ -128,6 +128,11 @@ inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+// Never made part of a fused multiply-add.
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
 template <typename T>
 inline T __ldg(const T* at) {
   return *at;

@@ -1,0 +1,44 @@
+// How rows are sampled, as the host packs it (kernels/cuda/sampling.py); the meaning: SamplingRows, kernels/ops.py.
+#pragma once
+#include "ptx.cuh"
+
+// One row; first_*, end_*: its entries in the arrays below.
+struct SamplerRow {
+  uint64_t seed;
+  int64_t position;
+  float temperature;
+  float top_p;
+  float min_p;
+  float presence;
+  float frequency;
+  float repetition;
+  int32_t top_k;
+  int32_t want_logprob;
+  int32_t slot;  // whose last token the drawn one becomes; below zero: nobody's
+  int32_t mask;  // row of mask_words; below zero: every id is allowed
+  int32_t first_bias;
+  int32_t end_bias;
+  int32_t first_banned;
+  int32_t end_banned;
+  int32_t first_history;
+  int32_t first_output;  // in the history, the prompt's tokens come before
+  int32_t end_history;
+};
+
+struct SamplerParams {
+  float* logits;               // [rows or more, vocab]; what bias, bans and penalties change is changed here
+  const SamplerRow* rows;      // [rows]
+  const int32_t* bias_ids;     // equal ids of a row lie side by side
+  const float* bias_values;    // as many
+  const int32_t* banned_ids;   //
+  const int32_t* history_ids;  // below zero: ~slot, that slot's last token
+  const uint32_t* mask_words;  // [masks, (vocab + 31) / 32] bit i of word w: id 32 w + i is allowed
+  float* bias_before;          // room for as many numbers as there are biases
+  float* history_before;       // room for as many numbers as the history has tokens
+  int32_t* history_counts;     // the same
+  int32_t* last_tokens;        // [slots]
+  int32_t* tokens;             // [rows], the results
+  int32_t* status;             // [rows]
+  float* logprobs;             // [rows], NaN where none is wanted
+  int32_t vocab;
+};
