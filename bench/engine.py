@@ -19,7 +19,7 @@ from typing import Any
 from bench.engine_cases import CASES, Case, TorchMatrices, measure
 from bench.engine_floor import machine_floor
 from bench.engine_report import show
-from bench.load_report import commit, machine, versions
+from bench.machine import commit, machine, versions
 from services.worker.engine import Engine
 from shared.errors import OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings

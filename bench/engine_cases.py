@@ -95,7 +95,7 @@ def measure(
     engine: Engine, case: Case, steps: int, floor: Floor, torch_alone: TorchMatrices, profile: bool
 ) -> dict[str, Any]:
     """The JSON of one case: medians over `steps` iterations."""
-    driver = _Driver(engine, case, steps)
+    driver = Driver(engine, case, steps)
     walls, forwards, samples = [], [], []
     for _ in range(steps):
         step = driver.next()
@@ -146,7 +146,7 @@ def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:
     return read, 2.0 * (matrices * rows + head * sampled) + attention
 
 
-def _profile(engine: Engine, driver: _Driver, steps: int) -> dict[str, float]:
+def _profile(engine: Engine, driver: Driver, steps: int) -> dict[str, float]:
     """Microseconds an iteration by operation, the median over iterations; `commands` is how many there are."""
     runs = []
     for _ in range(steps):
@@ -158,8 +158,8 @@ def _profile(engine: Engine, driver: _Driver, steps: int) -> dict[str, float]:
     return {name: float(np.median([run[name] for run in runs])) / 1000 for name in sorted(set().union(*runs))}
 
 
-class _Driver:
-    """Steps of a case; the decoding sequences grow by a token with each that is executed."""
+class Driver:
+    """Steps of a case; the decoding sequences grow by a token with each that was submitted or executed."""
 
     def __init__(self, engine: Engine, case: Case, steps: int) -> None:
         self._case = case
@@ -176,7 +176,7 @@ class _Driver:
             engine.execute(self._enter([slot], case.context, case.context))
 
     def executed(self) -> None:
-        """The last step was, with its sampling."""
+        """The last step was, or is submitted, with its sampling."""
         self._position += 1
 
     def next(self) -> worker_pb2.Step:

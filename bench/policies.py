@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bench.load_report import ROOT, commit, machine, versions
+from bench.machine import ROOT, commit, machine, versions
 from bench.policies_claims import claims
 from bench.policies_docs import literature_section, measured_section, readme_table, replaced
 from bench.policies_runs import DEVICE, SHAPE, run_studies, studies

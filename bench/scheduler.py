@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.load_report import commit, machine, versions
+from bench.machine import commit, machine, versions
 from bench.scheduler_curves import BLOCKS, RUNNING, WAITING, by_blocks, by_running, by_waiting, draw
 from bench.scheduler_drive import NotRunningError, Setup
 from bench.scheduler_parts import admission, decode, wire

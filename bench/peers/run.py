@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from bench import load_report
+from bench import machine
 from bench.peers import client, install, table
 from bench.peers.process import Running, StartError
 from bench.peers.servers import Server
@@ -41,8 +41,8 @@ def measure(servers: Sequence[Server], plan: Plan, command: str, say: Say) -> Ro
         "bench": "peers",
         "command": command,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": load_report.commit(),
-        "machine": load_report.machine(),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
         "settings": {
             "rounds": plan.rounds,
             "requests": plan.requests,
@@ -72,7 +72,7 @@ def measure(servers: Sequence[Server], plan: Plan, command: str, say: Say) -> Ro
 
 def new_row(server: Server) -> Row:
     found = install.state(server.recipe)
-    versions = load_report.versions() if server.recipe == "model" else found.versions
+    versions = machine.versions() if server.recipe == "model" else found.versions
     return {
         "name": server.name,
         "peer": server.peer,
