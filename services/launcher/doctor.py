@@ -8,13 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from services.cli_options import Values, build, without_password
 from services.launcher import redis_server
+from services.launcher.check import Check
+from services.launcher.gpu_checks import judge
+from services.launcher.gpu_facts import Facts, gather
 from services.launcher.rundir import RunDir
 from services.launcher.up import model_problem, port_problem
 from shared.errors import ConfigurationError
@@ -22,19 +24,6 @@ from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings
 
 GIB = 1 << 30
 TESTED = ((3, 11), (3, 12))
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line. `status` is ok, warn or fail; `fix` says what to do."""
-
-    name: str
-    status: str
-    detail: str
-    fix: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def examine(values: Values) -> list[Check]:
@@ -47,7 +36,7 @@ def examine(values: Values) -> list[Check]:
         check_python(),
         check_compiler(),
         check_redis(gateway),
-        check_gpu(worker.device),
+        *check_gpu(worker.device, worker.model),
         *check_ports(gateway, launcher.run_dir),
         check_disk(launcher.run_dir),
         check_memory(worker.model),
@@ -108,15 +97,9 @@ def check_redis(gateway: GatewaySettings) -> Check:
     return Check("redis", "ok", detail)
 
 
-def check_gpu(device: str) -> Check:
-    tool = shutil.which("nvidia-smi")
-    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    text = _output([tool, *query]).strip() if tool else ""
-    if text:
-        return Check("gpu", "ok", "; ".join(text.splitlines()))
-    if device == "cuda":
-        return Check("gpu", "fail", "DEVICE=cuda, and nvidia-smi shows no GPU", "install the driver, or DEVICE=cpu")
-    return Check("gpu", "ok", "none: the model runs on the CPU")
+def check_gpu(device: str, model: Path) -> list[Check]:
+    """One line without a GPU; with one, a line for each thing that must fit."""
+    return judge(Facts() if device == "cpu" else gather(), device, _weights_bytes(model))
 
 
 def check_ports(gateway: GatewaySettings, run_dir: Path) -> list[Check]:
@@ -151,7 +134,7 @@ def check_disk(run_dir: Path) -> Check:
 
 def check_memory(model: Path) -> Check:
     available = psutil.virtual_memory().available
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
+    weights = _weights_bytes(model)
     detail = f"{available / GIB:.1f} GiB available, weights {weights / GIB:.2f} GiB"
     if available < weights + GIB // 2:
         return Check("memory", "fail", detail, "choose a smaller model or a larger machine")
@@ -166,6 +149,10 @@ def check_model(model: Path) -> Check:
     if not (model / "tokenizer.json").exists():
         return Check("model", "fail", f"{model} has no tokenizer.json", "save the fast tokenizer into it")
     return Check("model", "ok", str(model))
+
+
+def _weights_bytes(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
 
 
 def _output(command: list[str]) -> str:

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings
 
 from services.cli_options import Values, build, env_name, fields_of, flag, without_password
 from services.launcher import redis_server
+from services.launcher.gpu_facts import cupy_packages, device_files, torch_cuda
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
@@ -24,7 +25,6 @@ from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSe
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
 
 
 def up(values: Values, stop_with_parent: bool = False) -> int:
@@ -38,6 +38,8 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
     if stop_with_parent:
         _die_with_parent()
     screen = Screen()
+    if problem := unused_gpu(worker):
+        screen.event(f"the GPU of this machine is not used: {problem}")
     with RunDir(launcher.run_dir) as run_dir:
         check_ports(gateway)
         own_redis = None
@@ -100,6 +102,22 @@ def model_problem(model: Path) -> str:
     return ""
 
 
+def cuda_problem() -> str:
+    """What DEVICE=cuda lacks at first sight; empty when nothing. `orcinus doctor` and the worker look closer."""
+    if not device_files():
+        return "this machine shows no NVIDIA GPU; use DEVICE=cpu, or install its driver"
+    if not torch_cuda():
+        return "torch is a build for CPUs; make run DEVICE=cuda installs the one for GPUs"
+    if not cupy_packages():
+        return "CuPy is not installed; make run DEVICE=cuda installs it"
+    return ""
+
+
+def unused_gpu(worker: WorkerSettings) -> str:
+    """Why a GPU that is here will not be used although it may be; empty when that is not so."""
+    return cuda_problem() if worker.device == worker.kernels == "auto" and device_files() else ""
+
+
 def greeting(gateway: GatewaySettings) -> list[str]:
     """The address, and one curl line that works as it stands."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(gateway.host, gateway.host)  # noqa: S104
@@ -121,8 +139,8 @@ def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerS
             raise ConfigurationError(f"{name.upper()}={value}: {what} is not built yet; use {name.upper()}=1")
     if problem := model_problem(worker.model):
         raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
-    if worker.device == "cuda" and not any(Path(file).exists() for file in GPU_FILES):
-        raise ConfigurationError("DEVICE=cuda: this machine shows no NVIDIA GPU; use DEVICE=cpu, or install its driver")
+    if worker.device == "cuda" and (problem := cuda_problem()):
+        raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from services.launcher import doctor
+from services.launcher.gpu_checks import judge
+from services.launcher.gpu_facts import Facts
 from services.launcher.rundir import RunDir
 from services.launcher.up import model_problem
 from shared.settings import GatewaySettings
 from tests.services.launcher_support import ROOT, clean_env
+from tests.services.recorded_gpus import machine
 from tests.waiting import free_port
 
 
@@ -48,7 +51,18 @@ def test_machine_that_runs_these_tests_is_fine(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model")
     code, checks, ok = run_doctor("--model", str(model), "--port", str(free_ports()), "--run-dir", str(tmp_path))
     assert (code, ok) == (0, True), checks
-    assert list(checks) == ["python", "compiler", "redis", "gpu", "port", "ops port", "disk", "memory", "model"]
+    gpus = {check.name for check in judge(machine(), "auto")} - {"gpu"}  # where the tests run on a machine with one
+    assert [name for name in checks if name not in gpus] == [
+        "python",
+        "compiler",
+        "redis",
+        "gpu",
+        "port",
+        "ops port",
+        "disk",
+        "memory",
+        "model",
+    ]
     assert all(check["fix"] for check in checks.values() if check["status"] != "ok")
 
 
@@ -111,10 +125,24 @@ def test_machine_without_tools_is_told_what_to_install(tmp_path: Path, monkeypat
     assert redis.status == "fail" and "apt-get install redis-server" in redis.fix
 
 
-def test_gpu_is_asked_for_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.check_gpu("auto").status == "ok"
-    assert doctor.check_gpu("cuda").status == "fail"
+def test_gpu_is_demanded_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: Facts())
+    assert [check.status for check in doctor.check_gpu("auto", tmp_path)] == ["ok"]
+    assert [check.status for check in doctor.check_gpu("cuda", tmp_path)] == ["fail"]
+
+
+def test_weights_of_the_model_are_held_against_the_memory_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "gather", machine)
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(1 << 38)  # sparse
+    assert {check.name: check.status for check in doctor.check_gpu("cuda", tmp_path)}["gpu mem"] == "fail"
+
+
+def test_a_gpu_that_is_not_asked_for_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: pytest.fail("it was looked at"))
+    assert [check.status for check in doctor.check_gpu("cpu", tmp_path)] == ["ok"]
 
 
 def test_weights_that_do_not_fit_in_memory_fail(tmp_path: Path) -> None:

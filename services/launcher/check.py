@@ -1,0 +1,18 @@
+"""One line of `orcinus doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`status` is ok, warn or fail; `fix` says what to do."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)

@@ -1,0 +1,184 @@
+"""What a machine says about its GPUs, gathered and not judged: that is for gpu_checks.
+
+Standard library only, since `make run DEVICE=cuda` asks before anything is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
+CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
+PCI = Path("/sys/bus/pci/devices")
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+NVIDIA, DISPLAY = "0x10de", "0x03"
+SMI_S = 15.0
+DRIVER_S = 30.0
+PYTHON_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as CUDA sees it."""
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+
+    @property
+    def arch(self) -> str:
+        """As the compiler calls it: sm_90."""
+        return "sm_{}{}".format(*self.capability)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Answers as they came, empty where none did. See gpu_probe for `driver`, `torch`, `cupy` and `nvrtc`."""
+
+    card: bool = False  # an NVIDIA card on the PCI bus, which a container sees too
+    nodes: bool = False  # the driver's device files
+    wsl: bool = False
+    container: bool = False
+    checkout: bool = True  # not an image, which has no Makefile
+    smi: str | None = None  # what `nvidia-smi -L` printed; None: no such program
+    smi_code: int = 0
+    version: str = ""  # of the kernel's part of the driver
+    driver: Mapping[str, Any] = field(default_factory=dict)
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    cupy_packages: Mapping[str, str] = field(default_factory=dict)  # name, version
+    torch: Mapping[str, Any] = field(default_factory=dict)
+    cupy: Mapping[str, Any] = field(default_factory=dict)
+    nvrtc: Mapping[str, Any] = field(default_factory=dict)
+    prebuilt: str = ""  # the architecture of the cubins that are here for the first device
+    memlock_bytes: int | None = None  # None: unlimited
+
+    @property
+    def devices(self) -> list[Device]:
+        """In CUDA's order; the worker computes on the first."""
+        return [
+            Device(one["name"], tuple(one["capability"]), one["total_bytes"]) for one in self.driver.get("devices", ())
+        ]
+
+
+def gather_driver() -> Facts:
+    """What is so here, but for Python's packages. Takes a second or two where there is a GPU."""
+    nodes = [node for node in NODES if Path(node).exists()]
+    smi, code = _smi()
+    return Facts(
+        card=_card(),
+        nodes=bool(nodes),
+        wsl=NODES[1] in nodes,
+        container=in_container(),
+        checkout=(ROOT / "Makefile").exists(),
+        smi=smi,
+        smi_code=code,
+        version=_kernel_driver(),
+        driver=_child("driver", timeout_s=DRIVER_S) if nodes or smi is not None else {},
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        memlock_bytes=_memlock(),
+    )
+
+
+def gather() -> Facts:
+    """All of it; without a GPU torch and CuPy are not asked, since importing them takes seconds."""
+    facts = gather_driver()
+    if not facts.devices:
+        return facts
+    answers = _child("python", facts.devices[0].arch, timeout_s=PYTHON_S)
+    known = {name: answers[name] for name in ("torch", "cupy", "nvrtc") if name in answers}
+    prebuilt = answers.get("prebuilt", {}).get("architecture", "")
+    return replace(facts, cupy_packages=cupy_packages(), prebuilt=prebuilt, **known)
+
+
+def device_files() -> bool:
+    """Whether a driver is loaded here. Costs nothing."""
+    return any(Path(node).exists() for node in NODES)
+
+
+def cupy_packages() -> dict[str, str]:
+    """Every installed distribution that brings the module `cupy`."""
+    found = ((one.metadata["Name"] or "", one.version) for one in metadata.distributions())
+    return {name: version for name, version in found if re.fullmatch(r"cupy(-.*)?", name)}
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that the installed torch was built for, "" for a CPU build, None without torch. Does not import it."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def in_container() -> bool:
+    """Docker, Podman or Kubernetes, as far as a process can tell."""
+    return any(Path(file).exists() for file in CONTAINER_FILES) or "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+def _smi() -> tuple[str | None, int]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None, 0
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=SMI_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {SMI_S:.0f} s", 1
+    except OSError as error:
+        return str(error), 1
+    return (done.stdout + done.stderr).strip(), done.returncode
+
+
+def _card() -> bool:
+    for device in PCI.glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text()
+        except OSError:
+            continue
+        if vendor == NVIDIA and kind.startswith(DISPLAY):
+            return True
+    return False
+
+
+def _kernel_driver() -> str:
+    try:
+        text = DRIVER_VERSION.read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else ""
+
+
+def _memlock() -> int | None:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _child(*arguments: str, timeout_s: float) -> dict[str, Any]:
+    """The probe's answer, or {"failed": why}; a library may print before it."""
+    command = [sys.executable, "-m", "services.launcher.gpu_probe", *arguments]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer in {timeout_s:.0f} s"}
+    lines = done.stdout.splitlines()
+    try:
+        answer: dict[str, Any] = json.loads(lines[-1] if lines else "")
+    except json.JSONDecodeError:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    return answer
