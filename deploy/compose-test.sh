@@ -13,7 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PROJECT=orcinus-test
 export PORT=${COMPOSE_TEST_PORT:-18080} DEBIAN_FRONTEND=noninteractive
 # The stack under test is the default one, whatever the caller's shell or .env holds.
-unset MODEL SERVED_MODEL_NAME DEVICE POLICY LOG_LEVEL WORKER_MEMORY REDIS_MEMORY
+unset MODEL SERVED_MODEL_NAME DEVICE GPU POLICY LOG_LEVEL WORKER_MEMORY REDIS_MEMORY
 
 WORK=$(mktemp -d)
 chmod 755 "$WORK"
@@ -162,6 +162,10 @@ TOUCHED=yes
 compose down --volumes --remove-orphans --timeout 10 >/dev/null 2>&1 || true # of a run that was killed
 quietly build compose --progress plain build
 say "images built"
+# Of the GPU's image what needs no GPU and no gigabytes: the file is read, the kernels are compiled.
+quietly gpu-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.gpu.yaml" config
+quietly gpu-kernels docker build --progress plain --target cuda-kernels --output type=cacheonly -f "$ROOT/deploy/Dockerfile" "$ROOT"
+say "kernels for GPUs compiled"
 if ! compose up -d --wait --wait-timeout 300 >"$WORK/up.log" 2>&1; then
   tail -n 30 "$WORK/up.log" >&2
   compose ps -a >&2

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("pyproject", type=Path)
     parser.add_argument("--extra", help="this extra's pins instead of the project's")
     parser.add_argument("--build-system", action="store_true", help="what builds the package instead")
+    parser.add_argument("--exact", action="store_true", help="no builds with a name of their own, such as 1.0+cpu")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--without", metavar="NAME", help="all but this one; it must be in the list")
     choice.add_argument("--only", metavar="NAME", help="this one alone; it must be in the list")
@@ -42,6 +43,8 @@ def main() -> None:
         parser.error(f"{options.pyproject} holds no pin of {chosen}")
     if chosen:
         pins = [pin for pin in pins if (name_of(pin) == chosen) == bool(options.only)]
+    if options.exact:
+        pins = [pin.replace("==", "===", 1) for pin in pins]
     print("\n".join(pins))
 
 

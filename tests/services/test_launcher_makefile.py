@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.launcher.gpu_facts import NODES
 from tests.services.launcher_support import ROOT, clean_env
 
 TARGETS = ("run", "test", "lint", "format", "protos", "bench", "up", "down", "compose-test", "schemathesis", "doctor")
@@ -93,12 +95,13 @@ def test_help_lists_every_target(checkout: Path) -> None:
 
 
 def test_clean_removes_libraries_of_an_image_which_a_start_would_prefer(checkout: Path) -> None:
-    kept, gone = checkout / "kernels" / "cpu" / "build.py", checkout / "kernels" / "cpu" / "lib" / "avx2.so"
-    for file in (kept, gone):
+    kept = checkout / "kernels" / "cpu" / "build.py"
+    gone = [checkout / "kernels" / "cpu" / "lib" / "avx2.so", checkout / "kernels" / "cuda" / "lib" / "rope.cubin"]
+    for file in (kept, *gone):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     assert make(checkout, "clean").returncode == 0
-    assert kept.exists() and not gone.parent.exists()
+    assert kept.exists() and not any(file.parent.exists() for file in gone)
 
 
 def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) -> None:
@@ -115,6 +118,42 @@ def test_index_for_torch_is_used_for_torch_alone(checkout: Path) -> None:
     done = make(checkout, "-n", "run", "TORCH_INDEX=https://index.invalid/cpu")
     steps = [line for line in done.stdout.splitlines() if "pip install" in line]
     assert ["--index-url" in step for step in steps] == [True, *[False] * (len(steps) - 1)]
+
+
+def test_cuda_installs_torch_for_cuda_before_all_else_and_only_when_asked_for(checkout: Path) -> None:
+    plain, cuda = make(checkout, "-n", "run").stdout, make(checkout, "-n", "run", "DEVICE=cuda").stdout
+    assert "gpu_checks" not in plain and "cupy" not in plain and "===" not in plain
+    steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip install" in line]
+    assert "services.launcher.gpu_checks" in steps[0]
+    assert re.search(r"version\.cuda.*\|\| .*pip install.* 'torch===\d", steps[1])
+    assert "cupy-cuda13x==" in steps[2]
+    assert re.search(r"pip install.* 'torch==\d", steps[3])
+    assert steps[4:] == [line for line in plain.splitlines() if "pip install" in line][1:]
+
+
+def test_an_index_of_torchs_builds_is_taken_for_cuda_too(checkout: Path) -> None:
+    cuda = make(checkout, "-n", "install", "DEVICE=cuda", "TORCH_INDEX=https://index.invalid/cu130").stdout
+    (step,) = [line for line in cuda.splitlines() if "--force-reinstall" in line]
+    assert "--index-url 'https://index.invalid/cu130' 'torch==" in step
+
+
+def test_cuda_on_a_machine_without_a_gpu_is_refused_before_anything_is_installed(checkout: Path) -> None:
+    if any(Path(node).exists() for node in NODES):
+        pytest.skip("this machine has a GPU")
+    for name in ("__init__", "launcher/__init__", "launcher/check", "launcher/gpu_checks", "launcher/gpu_facts"):
+        target = checkout / "services" / f"{name}.py"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "services" / f"{name}.py", target)
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$*" >> {checkout / "asked"}\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (checkout / ".venv" / ".made").touch()
+    for target in ("run", "install", "doctor"):
+        done = make(checkout, target, "DEVICE=cuda")
+        assert done.returncode == 2
+        assert "error: DEVICE=cuda: " in done.stderr and "-> " in done.stderr
+    assert "pip" not in (checkout / "asked").read_text()
 
 
 def test_another_python_than_the_environments_is_refused(checkout: Path) -> None:
