@@ -53,13 +53,23 @@ __device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4], 
   mma_f16(d, a, b0, b1);
 }
 
-// Where a 16-byte chunk of a row lies in shared memory, in chunks. ldmatrix reads the same chunk of 8 rows at a time,
-// which must lie in different banks: rows of 8, 16 or 32 chunks all begin in the same bank, rows of 12 in two and of 10
-// in four different ones, so 3, 2 or 1 bits of the row's number are added to the chunk's.
+// Rows in shared memory are so arranged that ldmatrix, which reads the same 16-byte chunk of 8 rows at a time, finds
+// them in different banks. Rows of 8, 16 or 32 chunks all begin in the same bank, rows of 12 in two and of 10 in four
+// different ones: 3, 2 or 1 bits of the row's number are added to the chunk's, within groups of EXCHANGED chunks.
+template <int D>
+constexpr int EXCHANGED = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2;
+
+// Where a chunk of a row lies, in chunks.
 template <int D>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-  constexpr int CHUNKS = D / VECTOR, EVEN = CHUNKS & -CHUNKS, EXCHANGED = EVEN < 8 ? EVEN : 8;
-  return row * CHUNKS + (chunk ^ (row / (8 / EXCHANGED) & (EXCHANGED - 1)));
+  return row * (D / VECTOR) + (chunk ^ (row / (8 / EXCHANGED<D>) & (EXCHANGED<D> - 1)));
+}
+
+// Where the chunk lies that is `chunks` behind the one at `at`, the first or second of its row. An even number; known to
+// the compiler, it makes at most four different additions of the whole row.
+template <int D>
+__device__ __forceinline__ int behind(int at, int chunks) {
+  return (at ^ (chunks & (EXCHANGED<D> - 1))) + (chunks & ~(EXCHANGED<D> - 1));
 }
 
 // The block of a slab, `pages` being the sequence's.
@@ -74,15 +84,27 @@ __device__ __forceinline__ int64_t slab_offset(const AttentionParams& p, int pag
   return page * p.block_stride + in_block * (SLAB * D);
 }
 
-// A warp starts the copy of a slab to shared memory.
+// A warp's way of copying a slab: lane by lane in one piece of memory, to rows as above.
 template <int D>
-__device__ __forceinline__ void copy_slab(uint4* to, const void* from, int lane) {
-  constexpr int CHUNKS = D / VECTOR;
+struct SlabCopy {
+  static constexpr int CHUNKS = D / VECTOR, STEPS = SLAB * CHUNKS / 32;
+  static constexpr bool WHOLE_ROWS = 32 % CHUNKS == 0;  // in a step: then all steps follow from the first
+  int places[WHOLE_ROWS ? 1 : STEPS];
+
+  __device__ __forceinline__ explicit SlabCopy(int lane) {
 #pragma unroll
-  for (int i = 0; i < SLAB * CHUNKS / 32; i++) {
-    const int chunk = i * 32 + lane;
-    cp_async_16(to + swizzled<D>(chunk / CHUNKS, chunk % CHUNKS), static_cast<const uint4*>(from) + chunk, true);
+    for (int i = 0; i < (WHOLE_ROWS ? 1 : STEPS); i++)
+      places[i] = swizzled<D>((i * 32 + lane) / CHUNKS, (i * 32 + lane) % CHUNKS);
   }
-}
+
+  // Starts it. to: a multiple of 8 chunks from the beginning of `shared`; from: the lane's first 16 bytes.
+  __device__ __forceinline__ void start(uint4* shared, int to, const void* from) const {
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+      const int at = WHOLE_ROWS ? ((to + places[0]) ^ (i * 32 / CHUNKS & 7)) + i * 32 : to + places[WHOLE_ROWS ? 0 : i];
+      cp_async_16(shared + at, static_cast<const uint4*>(from) + i * 32, true);
+    }
+  }
+};
 
 }  // namespace

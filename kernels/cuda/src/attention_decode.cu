@@ -45,82 +45,93 @@ __device__ __forceinline__ Work work_of(const AttentionParams& p, const Attentio
   return work;
 }
 
-// The slabs of a warp on their way to shared memory.
+// The slabs of a warp on their way to shared memory. Places there are counted in chunks.
 template <typename T, int D>
 struct Ring {
   const AttentionParams& p;
   const Work& work;
-  uint4* units;
-  int lane;
-  int next;        // slab to be fetched
-  int page;        // its block, asked for an iteration ahead
-  int slot;        // the unit that is being read
-  int64_t offset;  // of the slab whose K was fetched last
+  uint4* shared;
+  const int first;  // unit 0
+  const SlabCopy<D> copy;
+  const T *keys, *values;  // this lane's first numbers of the KV head in block 0
+  int next;                // slab to be fetched
+  int page;                // its block, asked for an iteration ahead
+  int slot;                // the unit that is being read
+  int64_t offset;          // of the slab whose K was fetched last
 
-  __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* units, int warp, int lane)
-      : p(p), work(work), units(units), lane(lane), next(work.first_slab + warp), slot(UNITS<D> - 1), offset(0) {
+  __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* shared, int warp, int lane)
+      : p(p), work(work), shared(shared), first(UNIT<D> * (1 + warp * UNITS<D>)), copy(lane), slot(UNITS<D> - 1) {
+    const int64_t head = static_cast<int64_t>(work.kv_head) * p.slabs_per_block * (SLAB * D) + lane * VECTOR;
+    keys = static_cast<const T*>(p.keys) + head;
+    values = static_cast<const T*>(p.values) + head;
+    next = work.first_slab + warp;
     find_page();
 #pragma unroll
     for (int unit = 0; unit < UNITS<D> - 1; unit += 2) {
-      fetch_keys(unit);
-      fetch_values(unit + 1);
+      fetch_keys(first + unit * UNIT<D>);
+      fetch_values(first + (unit + 1) * UNIT<D>);
     }
   }
 
   __device__ __forceinline__ void find_page() { page = next < work.end_slab ? page_of(p, work.pages, next) : 0; }
 
-  __device__ __forceinline__ void fetch_keys(int unit) {
-    if (next < work.end_slab) {
-      offset = slab_offset<D>(p, page, work.kv_head, next);
-      copy_slab<D>(units + unit * UNIT<D>, static_cast<const T*>(p.keys) + offset, lane);
-    }
+  __device__ __forceinline__ void fetch_keys(int to) {
+    offset = slab_offset<D>(p, page, 0, next);
+    if (next < work.end_slab) copy.start(shared, to, keys + offset);
     cp_async_commit();
   }
 
-  __device__ __forceinline__ void fetch_values(int unit) {
-    if (next < work.end_slab) copy_slab<D>(units + unit * UNIT<D>, static_cast<const T*>(p.values) + offset, lane);
+  __device__ __forceinline__ void fetch_values(int to) {
+    if (next < work.end_slab) copy.start(shared, to, values + offset);
     cp_async_commit();
     next += WARPS;
     find_page();
   }
 
-  // The next unit, once it is there. No lane reads the one before it any more.
-  __device__ __forceinline__ uint4* take() {
+  // Where the next unit lies, once it is there. No lane reads the one before it any more.
+  __device__ __forceinline__ int take() {
     cp_async_wait<UNITS<D> - 2>();
     __syncwarp();
     slot = slot == UNITS<D> - 1 ? 0 : slot + 1;
-    return units + slot * UNIT<D>;
+    return first + slot * UNIT<D>;
   }
 
   // The unit before the one that is being read.
-  __device__ __forceinline__ int spare() const { return slot == 0 ? UNITS<D> - 1 : slot - 1; }
+  __device__ __forceinline__ int spare() const { return first + (slot == 0 ? UNITS<D> - 1 : slot - 1) * UNIT<D>; }
 };
 
 // The query heads as left operands of mma: in registers, or where these are too few read again for every slab.
-template <int D, bool held = (D <= 128)>
-struct Queries {
-  uint32_t words[D / 16][4];
-  __device__ __forceinline__ Queries(const uint4* tile, int lane) {
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) ldmatrix_x4(words[k], tile + swizzled<D>(lane % 16, 2 * k + lane / 16));
-  }
-  template <typename T>
-  __device__ __forceinline__ void multiply(float (&s)[2][4], int k, const uint32_t (&keys)[4]) const {
-    mma<T>(s[0], words[k], keys[0], keys[1]);
-    mma<T>(s[1], words[k], keys[2], keys[3]);
-  }
-};
 template <int D>
-struct Queries<D, false> {
-  const uint4* tile;
-  int lane;
-  __device__ __forceinline__ Queries(const uint4* tile, int lane) : tile(tile), lane(lane) {}
+struct Queries {
+  static constexpr bool HELD = D <= 128;
+  const uint4* shared;
+  int first;
+  uint32_t held[HELD ? D / 16 : 1][4];
+
+  __device__ __forceinline__ Queries(const uint4* shared, int lane)
+      : shared(shared), first(swizzled<D>(lane % 16, lane / 16)) {
+    if constexpr (HELD) {
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) read(held[k], k);
+    }
+  }
+
+  __device__ __forceinline__ void read(uint32_t (&words)[4], int k) const {
+    ldmatrix_x4(words, shared + behind<D>(first, 2 * k));
+  }
+
+  // s += numbers 16 k .. 16 k + 15 of the heads times those of the tokens.
   template <typename T>
   __device__ __forceinline__ void multiply(float (&s)[2][4], int k, const uint32_t (&keys)[4]) const {
-    uint32_t words[4];
-    ldmatrix_x4(words, tile + swizzled<D>(lane % 16, 2 * k + lane / 16));
-    mma<T>(s[0], words, keys[0], keys[1]);
-    mma<T>(s[1], words, keys[2], keys[3]);
+    if constexpr (HELD) {
+      mma<T>(s[0], held[k], keys[0], keys[1]);
+      mma<T>(s[1], held[k], keys[2], keys[3]);
+    } else {
+      uint32_t words[4];
+      read(words, k);
+      mma<T>(s[0], words, keys[0], keys[1]);
+      mma<T>(s[1], words, keys[2], keys[3]);
+    }
   }
 };
 
@@ -190,11 +201,11 @@ struct Found {
   }
 
   template <typename T>
-  __device__ __forceinline__ void add(const uint32_t (&weights)[4], const uint4* values, int lane) {
+  __device__ __forceinline__ void add(const uint32_t (&weights)[4], const uint4* shared, int first) {
 #pragma unroll
     for (int n = 0; n < D / 16; n++) {
       uint32_t words[4];
-      ldmatrix_x4_trans(words, values + swizzled<D>(lane % 16, 2 * n + lane / 16));
+      ldmatrix_x4_trans(words, shared + behind<D>(first, 2 * n));
       mma<T>(sums[2 * n], weights, words[0], words[1]);
       mma<T>(sums[2 * n + 1], weights, words[2], words[3]);
     }
@@ -203,13 +214,11 @@ struct Found {
 
 // s: the dot products of rows lane / 4 and lane / 4 + 8 with the tokens of a slab, in the layout of mma.
 template <typename T, int D>
-__device__ __forceinline__ void multiply_keys(float (&s)[2][4], const Queries<D>& queries, const uint4* keys,
-                                              int lane) {
-  const int token = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+__device__ __forceinline__ void multiply_keys(float (&s)[2][4], const Queries<D>& queries, int first) {
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     uint32_t words[4];
-    ldmatrix_x4(words, keys + swizzled<D>(token, 2 * k + half));
+    ldmatrix_x4(words, queries.shared + behind<D>(first, 2 * k));
     queries.template multiply<T>(s, k, words);
   }
 }
@@ -250,10 +259,11 @@ __device__ __forceinline__ void clear_unseen(uint4* values, const Work& work, in
 
 // A warp reads its slabs.
 template <typename T, int D>
-__device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, const Queries<D>& queries, int warp) {
+__device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, const Queries<D>& queries, int warp,
+                                           int lane) {
   const AttentionParams& p = ring.p;
   const Work& work = ring.work;
-  const int lane = ring.lane;
+  const int key = swizzled<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2), value = swizzled<D>(lane % 16, lane / 16);
   float slopes[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -261,17 +271,17 @@ __device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, co
     slopes[h] = p.slopes && row < work.heads ? p.slopes[work.first_head + row] * LOG2_E : 0.0f;
   }
   for (int slab = work.first_slab + warp; slab < work.end_slab; slab += WARPS) {
-    const uint4* keys = ring.take();
+    const int keys = ring.take();
     ring.fetch_keys(ring.spare());
     float s[2][4] = {};
-    multiply_keys<T, D>(s, queries, keys, lane);
+    multiply_keys<T, D>(s, queries, keys + key);
     score(s, p, work, slopes, slab, lane);
     uint32_t weights[4];
     found.template weigh<T>(s, weights);
-    uint4* values = ring.take();
+    const int values = ring.take();
     ring.fetch_values(ring.spare());
-    if (is_edge(work, slab)) clear_unseen<D>(values, work, slab, lane);
-    found.template add<T>(weights, values, lane);
+    if (is_edge(work, slab)) clear_unseen<D>(ring.shared + values, work, slab, lane);
+    found.template add<T>(weights, ring.shared, values + value);
   }
 }
 
@@ -344,11 +354,11 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   const Work work = work_of(p, item);
   if (work.first_slab >= work.end_slab) return store_nothing(p, work, item.partial);
   copy_queries<T, D>(shared, p, work);
-  Ring<T, D> ring(p, work, shared + UNIT<D> * (1 + warp * UNITS<D>), warp, lane);
+  Ring<T, D> ring(p, work, shared, warp, lane);
   cp_async_wait<UNITS<D> - 1>();  // the query heads, not yet the ring
   __syncthreads();
   Found<D> found;
-  read_slabs<T, D>(found, ring, Queries<D>(shared, lane), warp);
+  read_slabs<T, D>(found, ring, Queries<D>(shared, lane), warp, lane);
   __syncthreads();  // all have read their slabs and the query heads: the results take their place
   constexpr int SUMS = WARPS * ROWS * PADDED<D>;
   static_assert(SUMS * 4 + WARPS * ROWS * 8 <= UNIT<D> * (1 + WARPS * UNITS<D>) * 16, "the results fit");
