@@ -162,6 +162,14 @@ def bench_engine(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@bench.command("kernels", context_settings=PASS_ON, add_help_option=False)
+def bench_kernels(context: typer.Context) -> None:
+    """Every operation of the forward pass beside what the machine could do, and beside torch's."""
+    from bench.kernels import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @bench.command("serve", context_settings=PASS_ON, add_help_option=False)
 def bench_serve(context: typer.Context) -> None:
     """Load on a running server: latencies and throughput."""

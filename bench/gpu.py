@@ -1,0 +1,196 @@
+"""Everything that has to be measured on a GPU, in one run of under eight minutes.
+
+    python -m bench.gpu --out DIR         runs part after part, each in a process of its own with a limit of its own
+    python -m bench.gpu docs [RESULT]     rewrites the table of README.md from a result
+    python -m bench.gpu --device emulator --quick --out DIR     the same code in small, where there is no GPU
+
+A part that fails or hangs leaves its error and what it had found; the others go on. DIR/result.json holds all of them.
+Needs torch, numpy, CuPy, grpcio and protobuf; transformers, pytest and compute-sanitizer are used where they are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_context import Context
+from bench.machine import ROOT, commit, machine, versions
+
+TOTAL_S = 470.0
+PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf", "transformers")
+TAIL = 2000  # characters of a failed part's output that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`load` imports what measures it: a generator of (name, value); lists of one name grow."""
+
+    name: str
+    limit_s: float
+    load: Callable[[], Callable[[Context], Iterator[tuple[str, Any]]]]
+
+
+def _probes() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_probes import probes
+
+    return probes
+
+
+def _kernels(name: str) -> Callable[[], Callable[[Context], Iterator[tuple[str, Any]]]]:
+    def load() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+        from bench import gpu_kernels
+
+        return gpu_kernels.PARTS[name]
+
+    return load
+
+
+def _engine() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_engine import engine
+
+    return engine
+
+
+def _transformers() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_transformers import continuous_batching
+
+    return continuous_batching
+
+
+def _suites() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_checks import suites
+
+    return suites
+
+
+def _sanitizers() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_checks import sanitizers
+
+    return sanitizers
+
+
+def _checks() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_checks import checks
+
+    return checks
+
+
+# The most important first: what is left when the time is up is left out.
+PARTS = (
+    Part("probes", 60, _probes),
+    Part("checks", 60, _checks),
+    Part("decode", 90, _kernels("decode")),
+    Part("engine", 150, _engine),
+    Part("prefill", 60, _kernels("prefill")),
+    Part("sampler", 40, _kernels("sampler")),
+    Part("rows", 60, _kernels("rows")),
+    Part("swap", 30, _kernels("swap")),
+    Part("transformers", 90, _transformers),
+    Part("sanitizers", 120, _sanitizers),
+    Part("suites", 90, _suites),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every part ended well, 1 when one did not, 2 for wrong use."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["docs"]:
+        from bench.gpu_docs import main as docs
+
+        return docs(given[1:])
+    try:
+        options = _parser().parse_args(given)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    context = Context(options.device, options.quick, options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.part:
+        return run_part(next(part for part in PARTS if part.name == options.part), context)
+    chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
+    return _run_all(chosen, context, ["python", "-m", "bench.gpu", *given])
+
+
+def run_part(part: Part, context: Context) -> int:
+    """Runs it in this process and writes what it yields as it comes, so that a killed one leaves what it had."""
+    target, found = context.out / f"{part.name}.json", {}
+    for name, value in part.load()(context):
+        if isinstance(value, list):
+            found.setdefault(name, []).extend(value)
+        else:
+            found[name] = value
+        written = target.with_suffix(".tmp")
+        written.write_text(json.dumps(found))
+        os.replace(written, target)
+    return 0
+
+
+def _run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int:
+    result: dict[str, Any] = {
+        "command": shlex.join(command),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(*PACKAGES),
+        "device": context.device,
+        "quick": context.quick,
+        "parts": {},
+    }
+    begun = time.monotonic()
+    for part in parts:
+        (context.out / f"{part.name}.json").unlink(missing_ok=True)
+        left = TOTAL_S - (time.monotonic() - begun)
+        print(f"{part.name} ...", file=sys.stderr, flush=True)
+        took_s, error = _run_one(part, context, min(part.limit_s, left)) if left > 1 else (0.0, "no time was left")
+        print(f"{part.name}: {error or 'done'} ({took_s:.0f} s)", file=sys.stderr, flush=True)
+        result["parts"][part.name] = {"seconds": round(took_s, 1), "error": error, **context.found(part.name)}
+        (context.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(part["error"] for part in result["parts"].values()) else 0
+
+
+def _run_one(part: Part, context: Context, limit_s: float) -> tuple[float, str | None]:
+    """Seconds, and what went wrong. A process of its own: a kernel that hangs or faults takes nothing else with it."""
+    quick = ["--quick"] if context.quick else []
+    words = ["--part", part.name, "--device", context.device, "--out", str(context.out.resolve()), *quick]
+    log, begun = context.out / f"{part.name}.log", time.monotonic()
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu", *words],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return time.monotonic() - begun, f"longer than {limit_s:.0f} s"
+    took_s = time.monotonic() - begun
+    return took_s, None if code == 0 else f"exit {code}: {log.read_text(errors='replace')[-TAIL:]}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
+    names = [part.name for part in PARTS]
+    parser.add_argument("--out", type=Path, required=True, help="folder for result.json, each part's JSON and its log")
+    parser.add_argument("--device", choices=("cuda", "emulator"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; the times mean nothing")
+    parser.add_argument("--parts", nargs="+", choices=names, help="only these")
+    parser.add_argument("--part", choices=names, help="this one, in this process")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

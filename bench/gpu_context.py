@@ -1,0 +1,25 @@
+"""What the parts of `bench.gpu` are told, and how they find what earlier ones wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a part knows. `found` holds the results of the parts before it."""
+
+    device: str
+    quick: bool
+    out: Path
+
+    def found(self, part: str) -> dict[str, Any]:
+        """Empty where that part has not run."""
+        try:
+            result: dict[str, Any] = json.loads((self.out / f"{part}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return result
