@@ -19,6 +19,7 @@ from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
 from services.gateway.metrics import Metrics
 from services.gateway.tokenizer import ModelText
+from services.launcher.gpu_checks import HIDDEN_BY
 from services.scheduler.core.core import Core
 from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.stats import Stats
@@ -174,9 +175,13 @@ def test_measured_figures_of_the_engine_are_those_of_the_committed_result() -> N
 
 def names_that_exist() -> set[str]:
     """Words in capitals with an underscore that the project knows beside its ORCINUS_ settings: compose's variables."""
-    return set(re.findall(r"\$\{([A-Z_]+):", text("compose.yaml"))) | set(
-        re.findall(r"^ARG ([A-Z_]+)", text("deploy/Dockerfile"), re.M)
-    )
+    image = text("deploy/Dockerfile")
+    return {
+        *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml")),
+        *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
+        *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
+        HIDDEN_BY,
+    }
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
