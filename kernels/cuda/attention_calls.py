@@ -25,7 +25,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2_E = math.log2(math.e)
 
 DECODE_WARPS, DECODE_ROWS = 4, 16  # attention_decode.cu: WARPS, ROWS
-DECODE_UNITS = {64: 5, 80: 5, 96: 5, 128: 3, 256: 3}  # UNITS
+DECODE_UNITS = {64: 5, 80: 5, 96: 5, 128: 4, 256: 3}  # UNITS
+PREFILL_WARPS = 4  # attention_prefill.cuh: WARPS
 MERGE_WARPS, MERGE_PIECE = 8, 128  # attention_merge.cu: WARPS, PIECE
 MERGE_BLOCKS = 1024
 """Blocks of a merge, about: with many tokens each takes more of a row, for most tokens of a graph are padding."""
@@ -66,8 +67,14 @@ MERGE = _struct(
 
 
 def tokens_per_item(head_dim: int, group: int) -> int:
-    """Tokens of a prefill item at most: their rows, `group` each, fill the kernel's tile."""
-    raise NotImplementedError
+    """Tokens of a prefill item at most: their rows, `group` each, fill the kernel's tile.
+
+    Raises ValueError for heads that no kernel has, and where one token's rows are more than a tile.
+    """
+    rows, _ = _prefill_tile(head_dim)
+    if group > rows:
+        raise ValueError(f"{group} query heads share a KV head; prefill of heads of {head_dim} takes {rows} at most")
+    return rows // group
 
 
 def decode(
@@ -127,8 +134,19 @@ def prefill(
     slopes: int = 0,
     window: int = 0,
 ) -> Call:
-    """Items of sequences with any number of rows, at most tokens_per_item each; causal."""
-    raise NotImplementedError
+    """Items of sequences with any number of rows, tokens_per_item each but for the last; causal. See decode.
+
+    Raises ValueError as tokens_per_item does.
+    """
+    tokens_per_item(head_dim, heads // kv_heads)
+    rows, stages = _prefill_tile(head_dim)
+    params = _attention(
+        heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
+        (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
+    )  # fmt: skip
+    shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2
+    grid = (_some(items), kv_heads, 1)
+    return Call(f"attention_prefill_{dtype}_d{head_dim}", grid, (PREFILL_WARPS * WARP, 1, 1), shared, params)
 
 
 def merge(
@@ -147,6 +165,13 @@ def merge(
     grid = (_some(tokens), min(pieces, max(1, MERGE_BLOCKS // tokens)), 1)
     params = _filled(MERGE, (out, partial_out, partial_lse, starts, rows, heads, head_dim))
     return Call(f"attention_merge_{dtype}", grid, (MERGE_WARPS * WARP, 1, 1), 0, params)
+
+
+def _prefill_tile(head_dim: int) -> tuple[int, int]:
+    """ROWS and STAGES of attention_prefill.cuh."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"heads of {head_dim} numbers; attention has kernels for {HEAD_DIMS}")
+    return (128, 3) if head_dim <= 128 else (64, 2)
 
 
 def _attention(

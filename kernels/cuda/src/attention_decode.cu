@@ -16,7 +16,7 @@ constexpr int CHUNKS = D / VECTOR;  // of a row
 template <int D>
 constexpr int UNIT = SLAB * CHUNKS<D>;  // a slab, in chunks
 template <int D>
-constexpr int UNITS = D <= 96 ? 5 : 3;  // of a ring; odd: K and V of as many slabs, and one that is being read
+constexpr int UNITS = D <= 96 ? 5 : D <= 128 ? 4 : 3;  // of a ring; one is read while the others are under way
 template <int D>
 constexpr int PADDED = D + 8;  // numbers from row to row of a warp's results: 8 bytes a lane, no bank conflict
 
@@ -53,23 +53,25 @@ struct Ring {
   uint4* shared;
   const int first;  // unit 0
   const SlabCopy<D> copy;
-  const T *keys, *values;  // this lane's first numbers of the KV head in block 0
-  int next;                // slab to be fetched
-  int page;                // its block, asked for an iteration ahead
-  int slot;                // the unit that is being read
-  int64_t offset;          // of the slab whose K was fetched last
+  const T *keys, *values;   // this lane's first numbers of the KV head in block 0
+  int next;                 // slab to be fetched
+  int page;                 // its block, asked for long before it is needed
+  int64_t offset = 0;       // of the slab whose K was fetched last
+  int slot = UNITS<D> - 1;  // the unit that is being read
 
   __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* shared, int warp, int lane)
-      : p(p), work(work), shared(shared), first(UNIT<D> * (1 + warp * UNITS<D>)), copy(lane), slot(UNITS<D> - 1) {
+      : p(p), work(work), shared(shared), first(UNIT<D> * (1 + warp * UNITS<D>)), copy(lane) {
     const int64_t head = static_cast<int64_t>(work.kv_head) * p.slabs_per_block * (SLAB * D) + lane * VECTOR;
     keys = static_cast<const T*>(p.keys) + head;
     values = static_cast<const T*>(p.values) + head;
     next = work.first_slab + warp;
     find_page();
 #pragma unroll
-    for (int unit = 0; unit < UNITS<D> - 1; unit += 2) {
-      fetch_keys(first + unit * UNIT<D>);
-      fetch_values(first + (unit + 1) * UNIT<D>);
+    for (int unit = 0; unit < UNITS<D> - 1; unit++) {
+      if (unit % 2 == 0)
+        fetch_keys(first + unit * UNIT<D>);
+      else
+        fetch_values(first + unit * UNIT<D>);
     }
   }
 
@@ -88,16 +90,20 @@ struct Ring {
     find_page();
   }
 
-  // Where the next unit lies, once it is there. No lane reads the one before it any more.
+  // Where the next unit lies, once it is there. The one before it, which no lane reads any more, is fetched anew: with
+  // the K or V that is UNITS - 1 further on.
+  template <bool is_keys>
   __device__ __forceinline__ int take() {
     cp_async_wait<UNITS<D> - 2>();
     __syncwarp();
+    const int spare = first + slot * UNIT<D>;
     slot = slot == UNITS<D> - 1 ? 0 : slot + 1;
+    if constexpr (is_keys == (UNITS<D> % 2 == 1))
+      fetch_keys(spare);
+    else
+      fetch_values(spare);
     return first + slot * UNIT<D>;
   }
-
-  // The unit before the one that is being read.
-  __device__ __forceinline__ int spare() const { return first + (slot == 0 ? UNITS<D> - 1 : slot - 1) * UNIT<D>; }
 };
 
 // The query heads as left operands of mma: in registers, or where these are too few read again for every slab.
@@ -271,15 +277,13 @@ __device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, co
     slopes[h] = p.slopes && row < work.heads ? p.slopes[work.first_head + row] * LOG2_E : 0.0f;
   }
   for (int slab = work.first_slab + warp; slab < work.end_slab; slab += WARPS) {
-    const int keys = ring.take();
-    ring.fetch_keys(ring.spare());
+    const int keys = ring.template take<true>();
     float s[2][4] = {};
     multiply_keys<T, D>(s, queries, keys + key);
     score(s, p, work, slopes, slab, lane);
     uint32_t weights[4];
     found.template weigh<T>(s, weights);
-    const int values = ring.take();
-    ring.fetch_values(ring.spare());
+    const int values = ring.template take<false>();
     if (is_edge(work, slab)) clear_unseen<D>(ring.shared + values, work, slab, lane);
     found.template add<T>(weights, ring.shared, values + value);
   }
