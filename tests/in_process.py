@@ -1,6 +1,7 @@
 """Core and engine in one process, joined by the real wire forms: what the scheduler and the worker do, without sockets.
 
-Steps are planned as far ahead as (microbatches, lookahead) allow before the oldest is executed, as the service does.
+Steps are planned as far ahead as (microbatches, lookahead) allow before the oldest is executed, as the service does; an
+engine that overlaps is given as many of them as it takes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from protos import queue_pb2, worker_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, NewRequest, Outcome
 from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
-from services.worker.engine import Engine
+from services.worker.engine import FLIGHTS, Engine
+from services.worker.flight import Flight
 from shared.columns import pack, unpack
 
 MOST_STEPS = 200_000
@@ -95,6 +97,7 @@ def run(
     recorded = Recorded()
     later, policies, now, idle = deque(requests), deque(then), 1, 0
     waiting: deque[worker_pb2.Step] = deque()
+    flights: deque[tuple[worker_pb2.Step, Flight]] = deque()
     for _ in range(len(requests) // 2):
         recorded.take(core.add(later.popleft(), now))
     for _ in range(MOST_STEPS):
@@ -110,7 +113,7 @@ def run(
                 break
             wire = step_to_wire(plan, epoch=1).SerializeToString()
             waiting.append(worker_pb2.Step.FromString(wire))
-        if not waiting:
+        if not (waiting or flights):
             if not core.unfinished and not later and not policies:
                 break
             idle += 1
@@ -119,8 +122,10 @@ def run(
             now += IDLE_NS  # a policy may wait for company
             continue
         idle = 0
-        step = waiting.popleft()
-        result = engine.execute(step)
+        while waiting and len(flights) < (FLIGHTS if engine.overlaps else 1):
+            flights.append((waiting[0], engine.submit(waiting.popleft())))
+        step, flight = flights.popleft()
+        result = engine.finish(flight, lambda: bool(waiting or flights))
         if result.error:
             raise AssertionError(f"step {result.id}: {result.error}")
         set_timings(step, result)
@@ -135,5 +140,5 @@ def run(
 def set_timings(step: worker_pb2.Step, result: worker_pb2.Result) -> None:
     """Time by the work done instead of by the clock, so that no decision depends on how fast this machine is."""
     tokens = int(unpack(step.chunk_lengths).sum())
-    result.timings.swap_ns = BLOCK_NS * (len(step.swap_out_gpu) + len(step.swap_in_gpu)) // 4
+    result.timings.swap_ns = BLOCK_NS * (len(result.swap_out_acks) + len(result.swap_in_acks)) // 4
     result.timings.total_ns = STEP_NS + TOKEN_NS * tokens + result.timings.swap_ns

@@ -1,13 +1,14 @@
-"""Which kernels a worker computes with, and in which type: chosen at start, said in the log.
+"""Which kernels a worker computes with, where and in which type: chosen at start, said in the log.
 
-`auto` is the C++ kernels where they can be had, in the checkpoint's type: what a model answers does not hang on a
-stopwatch. Whose matrix kernels are faster is measured (`kernels.cpu.choice`) unless something else decides it.
-Whatever the operator asked for by name is used or refused, never replaced.
+`auto` is a GPU if one can be used, else the C++ kernels where they can be had, in the checkpoint's type: what a model
+answers does not hang on a stopwatch. Whose matrix kernels are faster on a CPU is measured (`kernels.cpu.choice`) unless
+something else decides it. Whatever the operator asked for by name is used or refused, never replaced.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,43 +18,134 @@ from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cpu.choice import Candidate, Timing, clearly_faster, measure, sample_of
 from kernels.cpu.library import Library, load
+from kernels.cuda.attention_calls import HEAD_DIMS
+from kernels.cuda.calls import VECTOR
+from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
-from services.worker.models.config import DecoderConfig
+from services.worker.models.config import DTYPES, DecoderConfig
 from shared.errors import ConfigurationError
-from shared.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from kernels.cuda.device import Device
+    from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
 
-BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it
+BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
 
 
 def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
     """The operations and the type to compute in. Raises ConfigurationError for what cannot be had."""
-    device, dtype = choose_device(settings.device), choose_dtype(settings.dtype, config)
+    if settings.kernels == "emulator":
+        return _emulator(settings, config)
+    if _on_gpu(settings):
+        return _gpu(settings, config)
+    dtype = cpu_dtype(settings.dtype, config)
     if settings.kernels == "reference" and (option := _needs_cpu_kernels(settings)):
         raise ConfigurationError(f"{option} needs the cpu kernels; give --kernels auto or cpu")
     library = None if settings.kernels == "reference" else _library(settings)
     if library is None:
-        return kernel_ops.create("reference", device), dtype
+        return kernel_ops.create("reference", torch.device("cpu")), dtype
     return _faster(settings, config, library, dtype), dtype
 
 
-def choose_device(wanted: str) -> torch.device:
-    """The device to compute on. Raises ConfigurationError for one that this build cannot use."""
-    if wanted == "cuda":
-        raise ConfigurationError("DEVICE=cuda: this build has no CUDA engine yet; use DEVICE=cpu or DEVICE=auto")
-    return torch.device("cpu")
+def device_of(ops: AnyOps) -> Device | None:
+    """The device whose memory the KV pool has to be fitted into; None where that is the host's."""
+    gpu: Device | None = getattr(ops, "gpu", None)
+    if gpu is None and ops.device.type == "cuda":  # the reference kernels on a GPU
+        from kernels.cuda.gpu import CudaDevice
+
+        return CudaDevice(ops.device.index or 0)
+    return gpu
 
 
-def choose_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
-    """`auto` is the checkpoint's type; float16, which the CPU engine does not compute in, is widened to float32."""
+def cpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
+    """`auto` is the checkpoint's type, float16 widened to float32. Raises ConfigurationError for float16 by name."""
     if wanted == "float16":
         raise ConfigurationError("--dtype float16 needs a GPU; the CPU engine computes in float32 or bfloat16")
-    if wanted == "float32":
-        return torch.float32
-    if wanted == "bfloat16":
-        return torch.bfloat16
-    return torch.bfloat16 if config.checkpoint_dtype == torch.bfloat16 else torch.float32
+    dtype = gpu_dtype(wanted, config)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
+    """`auto` is the checkpoint's type."""
+    return config.checkpoint_dtype if wanted == "auto" else DTYPES[wanted]
+
+
+def _on_gpu(settings: WorkerSettings) -> bool:
+    """Whether to compute on a GPU. Raises ConfigurationError where one is asked for by name and cannot be used."""
+    option = _needs_cpu_kernels(settings)
+    if settings.device == "cuda" or settings.kernels == "cuda":
+        asked = "DEVICE=cuda" if settings.device == "cuda" else "--kernels cuda"
+        if settings.device == "cpu":
+            raise ConfigurationError("--kernels cuda needs a GPU, and DEVICE=cpu rules it out; give DEVICE=cuda")
+        if option:
+            raise ConfigurationError(f"{option} is for CPUs alone and {asked} for a GPU: give up one of the two")
+        if lack := _lacks_gpu():
+            raise ConfigurationError(f"{asked}: {lack}")
+        return True
+    if settings.device == "cpu" or settings.kernels != "auto" or option or not torch.cuda.is_available():
+        return False
+    if lack := _lacks_gpu():
+        log.warning("the GPU is not used: %s", lack)
+    return not lack
+
+
+def _lacks_gpu() -> str:
+    """Why no GPU can be used and what to do; nothing where one can."""
+    from kernels.cuda.gpu import demand_gpu
+
+    try:
+        demand_gpu(0)
+    except CudaError as error:
+        return str(error)
+    return ""
+
+
+def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
+    dtype = gpu_dtype(settings.dtype, config)
+    lack = "" if settings.kernels == "reference" else _lacks_kernels(settings, config, dtype)
+    if lack and settings.kernels == "cuda":
+        raise ConfigurationError(f"--kernels cuda: {lack}")
+    if lack:
+        log.warning("the slower reference kernels are used on the GPU: %s", lack)
+    name = "reference" if lack or settings.kernels == "reference" else "cuda"
+    return _created(name, torch.device("cuda", 0)), dtype
+
+
+def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
+    if settings.device == "cuda":
+        raise ConfigurationError("--kernels emulator runs on a CPU; give DEVICE=cpu, or --kernels cuda")
+    if option := _needs_cpu_kernels(settings):
+        raise ConfigurationError(f"{option} needs the cpu kernels; --kernels emulator has no such thing")
+    dtype = gpu_dtype(settings.dtype, config)
+    if lack := _lacks_kernels(settings, config, dtype):
+        raise ConfigurationError(f"--kernels emulator: {lack}")
+    log.warning("a GPU is emulated, thread by thread: for tests only, it is slower than every other choice by far")
+    return _created("emulator", torch.device("cpu")), dtype
+
+
+def _created(name: str, device: torch.device) -> AnyOps:
+    import kernels.cuda.backend  # noqa: F401 - registers its names; a CPU worker does without
+
+    try:
+        return kernel_ops.create(name, device)
+    except CudaError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> str:
+    """What of the model the cuda kernels cannot compute; nothing where they can all."""
+    blocks = settings.block_size // BLOCK_TOKENS
+    if settings.block_size % BLOCK_TOKENS or blocks & (blocks - 1):
+        raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
+    if dtype == torch.float32:
+        return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
+    if config.head_dim not in HEAD_DIMS:
+        return f"heads of {config.head_dim} numbers, they have {', '.join(map(str, HEAD_DIMS))}"
+    if wrong := [width for width in (config.hidden_size, config.intermediate_size) if width % VECTOR]:
+        return f"rows of {wrong[0]} numbers, they take multiples of {VECTOR}"
+    return ""
 
 
 def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:

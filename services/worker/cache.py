@@ -5,28 +5,38 @@ All arithmetic is in blocks; what does not fit is a ConfigurationError that name
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+import torch
 
+from kernels.cuda.loader import CudaError
 from kernels.ops import CacheShape
 from services.worker.models.config import DecoderConfig
 from shared.errors import ConfigurationError
-from shared.settings import WorkerSettings
 
-POOL_SHARE = 0.2
-"""Of the free memory, for a pool whose size nobody set."""
+if TYPE_CHECKING:
+    from shared.settings import WorkerSettings
 
-HOST_SHARE = 0.05
-"""Of the free memory, at most, for a host tier whose size nobody set: it only saves computing again."""
+POOL_SHARE, GPU_POOL_SHARE = 0.2, 0.9
+"""Of the free memory for a pool whose size nobody set. A GPU is the worker's alone; what is left is for what torch's
+allocator wastes and for recorded steps."""
 
-NO_MEMORY = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed", "numel: integer")
-"""In torch's errors, which are RuntimeErrors like any other (c10/core/CPUAllocator, c10/core/TensorImpl)."""
+HOST_SHARE, PINNED_SHARE = 0.05, 0.1
+"""Of the free memory, at most, for a host tier whose size nobody set: on a CPU it only saves computing again, beside a
+GPU it is memory that the pool does not take."""
+
+NO_MEMORY = (
+    *("not enough memory", "can't allocate memory", "Storage size calculation overflowed", "numel: integer"),
+    "out of memory",
+)
+"""In torch's errors, which are RuntimeErrors like any other (c10/core/CPUAllocator, c10/core/TensorImpl, CUDA's)."""
 
 log = logging.getLogger("orcinus.worker")
 
@@ -42,7 +52,8 @@ class Lengths:
 
 def free_memory_bytes() -> int:
     """Memory that this process can still take: the machine's, or its control group's if that is less."""
-    free = int(psutil.virtual_memory().available)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
@@ -56,12 +67,16 @@ def room_for(what: str, remedy: str) -> Iterator[None]:
     """Memory that the system refuses inside becomes a ConfigurationError; other errors pass."""
     try:
         yield
+    except CudaError as error:
+        raise ConfigurationError(f"{what}: {error}") from error
     except (MemoryError, OSError, OverflowError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
+        known = isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+        if isinstance(error, RuntimeError) and not known:
             raise
-        said = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". Error code")[0] or "out of memory"
+        said = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". Error code")[0].partition(". GPU")[0]
+        said = said or "out of memory"
         raise ConfigurationError(f"this machine has no memory for {what} ({said}); {remedy}") from error
 
 
@@ -90,10 +105,25 @@ def wanted_lengths(settings: WorkerSettings, config: DecoderConfig) -> Lengths:
     )
 
 
-def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, free_bytes: int) -> tuple[int, Lengths]:
+def plan_pool(
+    settings: WorkerSettings, shape: CacheShape, lengths: Lengths, gpu_bytes: int | None
+) -> tuple[CacheShape, Lengths]:
+    """The pool's blocks and those of its host tier, and the lengths that fit. gpu_bytes: what a GPU has left for the
+    pool; None where it lies in the host's memory."""
+    host_bytes = free_memory_bytes()
+    on_gpu = gpu_bytes is not None
+    blocks, lengths = plan_blocks(settings, shape, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu)
+    host_blocks = plan_host_blocks(settings, blocks, lengths, shape.block_bytes, host_bytes, on_gpu)
+    return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), lengths
+
+
+def plan_blocks(
+    settings: WorkerSettings, shape: CacheShape, lengths: Lengths, free_bytes: int, on_gpu: bool = False
+) -> tuple[int, Lengths]:
     """Blocks of the pool and the lengths that fit into it.
 
-    Lengths that nobody set shrink to the pool, with a warning; lengths that were set are an error when they do not fit.
+    free_bytes: where the pool is to lie, on_gpu or not. Lengths that nobody set shrink to the pool, with a warning;
+    lengths that were set are an error when they do not fit.
     """
     size = settings.block_size
     per_sequence = -(-lengths.model // size)
@@ -101,9 +131,11 @@ def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, f
     if settings.kv_blocks:
         blocks, source = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
     else:
-        share = settings.kv_memory_fraction or POOL_SHARE
+        share = settings.kv_memory_fraction or (GPU_POOL_SHARE if on_gpu else POOL_SHARE)
         blocks = min(useful, int(free_bytes * share) // shape.block_bytes)
         source = f"--kv-memory-fraction {share} of {free_bytes / 2**20:.0f} MiB free"
+        if on_gpu:
+            source += " beside weights and the largest step (--max-step-tokens)"
     if blocks >= per_sequence:
         return blocks, lengths
     need_mib = per_sequence * shape.block_bytes / 2**20
@@ -119,20 +151,24 @@ def plan_blocks(settings: WorkerSettings, shape: CacheShape, lengths: Lengths, f
     return blocks, Lengths(model=fits, input=min(lengths.input, fits - 1), output=min(lengths.output, fits - 1))
 
 
-def plan_host_blocks(settings: WorkerSettings, blocks: int, lengths: Lengths, block_bytes: int, free_bytes: int) -> int:
-    """Blocks of the host tier: as set, else as many as the pool has, within HOST_SHARE of the free memory; none where
-    every slot's longest sequence fits into the pool, so that nobody is ever swapped out for memory.
+def plan_host_blocks(
+    settings: WorkerSettings, blocks: int, lengths: Lengths, block_bytes: int, free_bytes: int, on_gpu: bool = False
+) -> int:
+    """Blocks of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
+    where every slot's longest sequence fits into the pool, so that nobody is ever swapped out for memory.
 
     Raises ConfigurationError when what was set is more than pool and machine leave.
     """
-    left = free_bytes - blocks * block_bytes
+    left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:
         if blocks >= settings.max_seqs * -(-lengths.model // settings.block_size):
             return 0
-        return max(0, min(blocks, int(free_bytes * HOST_SHARE) // block_bytes, left // block_bytes))
+        share = PINNED_SHARE if on_gpu else HOST_SHARE
+        return max(0, min(blocks, int(free_bytes * share) // block_bytes, left // block_bytes))
     if settings.host_blocks * block_bytes > left:
         raise ConfigurationError(
             f"--host-blocks {settings.host_blocks} needs {settings.host_blocks * block_bytes / 2**20:.0f} MiB, but "
-            f"the KV pool leaves {max(0, left) / 2**20:.0f} MiB; lower it, or give 0 for no host tier"
+            f"{'the host has' if on_gpu else 'the KV pool leaves'} {max(0, left) / 2**20:.0f} MiB; lower it, or give "
+            "0 for no host tier"
         )
     return settings.host_blocks

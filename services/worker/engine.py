@@ -1,18 +1,19 @@
-"""The engine: runs one Step after another, in order, and answers each with a Result.
+"""The engine: gives one Step after another to the device, in order, and answers each with a Result.
 
-Usable in process (tests, benches) and behind gRPC (`services.worker.server`). One thread at a time may call it.
+Usable in process (tests, benches) and behind gRPC (`services.worker.server`). Where the backend overlaps, a step may be
+submitted while the one before it is computed: one thread submits, one finishes, each in the order of the steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
-from pathlib import Path
-from typing import IO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 import torch
 from torch import Tensor
 
@@ -20,24 +21,44 @@ from kernels.cpu.backend import Compiled, CpuOps
 from kernels.ops import (
     STATUS_FINE,
     STATUS_NOT_FINITE,
+    STATUS_NOTHING_ALLOWED,
+    Batch,
     Cache,
     CacheShape,
+    Float32,
     Int32,
+    Sampled,
 )
 from protos import worker_pb2
-from services.worker.backend import choose
-from services.worker.cache import free_memory_bytes, plan_blocks, plan_host_blocks, room_for, wanted_lengths
+from services.worker.backend import choose, device_of
+from services.worker.cache import plan_pool, room_for, wanted_lengths
+from services.worker.copies import Copies
+from services.worker.flight import Flight, Marks
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Progress, open_weights
 from services.worker.models.weights import check_matrices
-from services.worker.slots import Chunks, SlotTable
-from shared.columns import pack, pack_float, unpack
+from services.worker.slots import SlotTable
+from services.worker.step_log import StepLog
+from services.worker.warm_up import WarmUp
+from shared.columns import pack, pack_float
 from shared.errors import ConfigurationError, ProtocolError
 from shared.ids import identity
-from shared.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from kernels.cuda.device import Device
+    from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
+
+FLIGHTS = 2
+"""Steps that may be submitted and not finished: with more, a token could be wanted that two draws ago was the last."""
+
+WHY = {
+    STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
+    STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
+}
+NO_MASK = ("no_mask", "no allow-bitmask came for this step")
 
 
 class Engine:
@@ -50,7 +71,7 @@ class Engine:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         config = load_config(settings.model)
-        lengths = wanted_lengths(settings, config)
+        self.lengths = wanted_lengths(settings, config)
         weights = open_weights(settings.model, settings.load_format, progress)
         check_matrices(config, weights)
         self.config = config
@@ -59,7 +80,25 @@ class Engine:
             self._ops, self.dtype = choose(settings, config)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             int8 = settings.quantize == "int8"
-            self._decoder = Decoder(config, weights, self._ops, self.dtype, lengths.model, int8)
+            self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, int8)
+        self._lock = threading.Lock()  # around slots and flights, which both threads change
+        self._warm_s, self._warm_tokens = 0.0, 0  # the largest step of the warm-up
+        self._warm_decode_s = 0.0
+        self._step_log: StepLog | None = None
+        self._plan_memory()
+        with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
+            self._compiled = self._ops.compile(
+                self._forward_of(self._cache),
+                self._cache,
+                settings.max_step_tokens,
+                min(settings.max_seqs, settings.max_step_tokens),
+            )
+        if settings.step_log is not None:
+            self._step_log = StepLog(settings.step_log)
+
+    def _plan_memory(self) -> None:
+        """Takes a pool of as many blocks as there may be; on a GPU of what weights and the largest step leave."""
+        settings, config = self.settings, self.config
         shape = CacheShape(
             blocks=1,
             host_blocks=0,
@@ -69,25 +108,46 @@ class Engine:
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        free_bytes = free_memory_bytes()
-        blocks, self.lengths = plan_blocks(settings, shape, lengths, free_bytes)
-        host_blocks = plan_host_blocks(settings, blocks, self.lengths, shape.block_bytes, free_bytes)
+        gpu_bytes = None
+        if (device := device_of(self._ops)) is not None:
+            with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
+                gpu_bytes = self._left_on(device, shape)
+        shape, self.lengths = plan_pool(settings, shape, self.lengths, gpu_bytes)
         with room_for("the KV pool", "lower --kv-blocks, --kv-memory-fraction or --host-blocks"):
-            self._cache: Cache = self._ops.new_cache(dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks))
-        with room_for("the largest step", "lower --max-step-tokens"):
-            self._compiled = self._ops.compile(
-                lambda prepared: self._decoder.forward(prepared, self._cache),
-                self._cache,
-                settings.max_step_tokens,
-                min(settings.max_seqs, settings.max_step_tokens),
-            )
+            self._take_pool(shape)
+
+    def _left_on(self, device: Device, shape: CacheShape) -> int:
+        """Bytes of the device that are free while the largest step runs, measured with a pool just large enough."""
+        free, _ = device.free_bytes()
+        device.peak_bytes(reset=True)
+        before = device.peak_bytes()
+        shape = dataclasses.replace(shape, blocks=self._warm_steps.blocks)
+        self._take_pool(shape)
+        self._compiled = self._forward_of(self._cache)
+        self._run_largest()
+        taken = device.peak_bytes() - before - shape.blocks * shape.block_bytes
+        log.info("the largest step takes %.0f MiB of the %.0f that the weights leave", taken / 2**20, free / 2**20)
+        return max(0, free - taken)
+
+    def _take_pool(self, shape: CacheShape) -> None:
+        self._cache: Cache = self._ops.new_cache(shape)
         self._slots = SlotTable(
-            settings.max_seqs, self.lengths.model, settings.block_size, blocks, host_blocks, config.vocab_size
+            self.settings.max_seqs,
+            self.lengths.model,
+            shape.block_size,
+            shape.blocks,
+            shape.host_blocks,
+            self.config.vocab_size,
         )
-        self._last_end_ns = 0
-        self._warm_s, self._warm_tokens = 0.0, 0  # the largest step of the warm-up
-        self._warm_decode_s = 0.0
-        self._step_log: IO[bytes] | None = _open_log(settings.step_log)
+        self._begin_run()
+
+    def _forward_of(self, cache: Cache) -> Callable[[Any], Tensor]:
+        return lambda prepared: self._decoder.forward(prepared, cache)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be submitted before the one before it is finished: up to FLIGHTS."""
+        return self._ops.overlaps
 
     @property
     def matrices(self) -> str:
@@ -129,49 +189,48 @@ class Engine:
         return max(self._warm_s * tokens / max(self._warm_tokens, 1), self._warm_decode_s)
 
     def reset(self) -> None:
-        """A new Run: no slot is taken and no KV is known. What stays in the blocks is never read."""
-        self._slots.clear()
-        self._last_end_ns = 0
+        """A new Run: no slot is taken, no KV is known, nothing is copied any more. What stays in the blocks is never
+        read, and the results of flights that are out mean nothing."""
+        self._copies.drain()
+        with self._lock:
+            self._slots.clear()
+            self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._copies = Copies(self._cache)
+        self._flights: list[Flight] = []  # submitted and not finished, in order
+        self._last_end: Any = None
 
     def warm_up(self) -> None:
         """Runs the largest batches, so that what is missing (memory above all) is missing now. Ends with reset().
 
-        All sequences share one block table: their numbers mean nothing, and any pool is large enough. Raises
-        ConfigurationError where the memory does not suffice.
+        Raises ConfigurationError where the memory does not suffice.
         """
         with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
-            self._warm_up()
+            self._run_largest()
+            sizes = self._ops.batch_sizes(self.dtype, self.settings.max_step_tokens)
+            for step in self._warm_steps.sizes(sizes):
+                self._run_alone(step)
+            shape = self._cache.shape
+            if most := min(self._slots.max_blocks, shape.blocks, shape.host_blocks):
+                self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
 
-    def _warm_up(self) -> None:
-        seqs, budget = self.settings.max_seqs, self.settings.max_step_tokens
-        longest = min(self.lengths.model - 1, budget)
-        blocks = pack(np.arange(-(-longest // self.settings.block_size)))
-        lengths = [longest] * min(seqs, budget // longest)
-        if len(lengths) < seqs and budget % longest:
-            lengths.append(budget % longest)
-        result = self.execute(_warm_step(lengths, 0, blocks))
-        self._warm_s, self._warm_tokens = result.timings.total_ns / 1e9, sum(lengths)
+    def _run_largest(self) -> None:
+        """The largest prefill and the largest decode; what they took is what `predicted_s` goes by."""
+        step, self._warm_tokens = self._warm_steps.prefill()
+        self._warm_s = self._run_alone(step)
+        self._warm_decode_s = self._run_alone(self._warm_steps.decode(self._cache.shape.blocks))
+
+    def _run_alone(self, step: worker_pb2.Step) -> float:
+        """Seconds of a step that nothing comes before or after."""
+        seconds = self.execute(step).timings.total_ns / 1e9
         self.reset()
-        rows = min(seqs, budget)
-        context = max(1, min(longest, self._cache.shape.blocks * self.settings.block_size // rows))
-        result = self.execute(_warm_step([context] * rows, context - 1, blocks))
-        self._warm_decode_s = result.timings.total_ns / 1e9
-        self.reset()
-        for size in self._ops.batch_sizes(self.dtype, budget):
-            whole, rest = divmod(size, longest)
-            lengths = [longest] * whole + [rest] * (rest > 0)
-            if len(lengths) <= seqs:
-                self.execute(_warm_step(lengths, 0, blocks))
-                self.reset()
-            if size <= rows:
-                self.execute(_warm_step([2] * size, 1, blocks))
-                self.reset()
-        if most := min(self._slots.max_blocks, self._cache.shape.blocks, self._cache.shape.host_blocks):
-            copied = pack(np.arange(most))  # the longest sequence, out and in
-            self.execute(
-                worker_pb2.Step(swap_out_gpu=copied, swap_out_host=copied, swap_in_host=copied, swap_in_gpu=copied)
-            )
-            self.reset()
+        return seconds
+
+    @property
+    def _warm_steps(self) -> WarmUp:
+        settings = self.settings
+        return WarmUp(settings.max_seqs, settings.max_step_tokens, self.lengths.model - 1, settings.block_size)
 
     def read_block(self, block: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
@@ -186,152 +245,133 @@ class Engine:
             remedy = "--deterministic keeps to our own" if self._ops.name == "cpu" else "use --kernels cpu"
             raise ConfigurationError(f"{self.matrices}'s matrix kernels cannot be profiled; {remedy}")
         with torch.inference_mode():
-            chunks = self._slots.apply(step, self._cache)
+            chunks = self._slots.apply(step, self._copies)
             found = self._compiled.profile(self._ops.prepare(self._slots.batch(chunks), self._cache))
             self._slots.computed_through(chunks)
         return found
 
     def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
-        """Runs one step. `received_ns` is time.monotonic_ns() at its receipt.
+        """Submits a step and finishes it; see there for arguments and errors."""
+        return self.finish(self.submit(step, received_ns))
 
-        Raises ProtocolError for a step that breaks the contract, and whatever the backend raises; after either the
-        state is not to be trusted until reset(). A sequence that fails alone is in Result.errors.
+    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
+        """Gives a step to the device. `received_ns` is time.monotonic_ns() at its receipt.
+
+        At most one flight may be out, and none unless the backend overlaps. Raises ProtocolError for a step that breaks
+        the contract, and whatever the backend raises; after either the state is not to be trusted until reset().
         """
-        started = time.monotonic_ns()
+        queued_ns = time.monotonic_ns() - received_ns if received_ns else 0
         if step.HasField("hello"):
             raise ProtocolError("a step cannot carry hello: it begins a Run")
         with torch.inference_mode():
-            chunks = self._slots.apply(step, self._cache)
-            errors = self._failed(step)
-            tokens_total = int(chunks.lengths.sum())
-            if tokens_total > self.settings.max_step_tokens:
-                raise ProtocolError(
-                    f"the step has {tokens_total} tokens, this worker takes at most {self.settings.max_step_tokens}"
-                )
-            logits = self._forward(chunks)
-            forwarded = time.monotonic_ns()
-            slots, tokens, logprobs = self._sample(logits, chunks.slots[chunks.samples], errors)
-        ended = time.monotonic_ns()
+            marks = Marks(self._last_end, self._ops.mark())
+            with self._lock:
+                flight, batch = self._begin(step, marks, queued_ns)
+            logits = None if batch is None else self._forward(batch)
+            marks.forwarded = self._ops.mark()
+            if logits is not None:
+                self._sample(flight, logits)
+            marks.ended = self._last_end = self._ops.mark()
+        return flight
+
+    def finish(self, flight: Flight, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
+        """Waits for the device and answers. Flights are finished in the order in which they were submitted.
+
+        `more` tells, when the tokens are there, whether another Result will follow without anybody asking: copies that
+        are still on their way are then left to it. Raises whatever the backend raises, as `submit`. A sequence that
+        fails alone is in Result.errors, and again in the result of a flight that was submitted before it was known.
+        """
+        sampled = None if flight.sampled is None else flight.sampled.wait()
+        timings = flight.marks.timings(self._ops)
+        with self._lock:
+            slots, tokens, logprobs = self._settle(flight, sampled)
+        copied = flight.copies.acknowledge(flight.id, wait=not more())
+        timings.queued_ns, timings.swap_ns = flight.queued_ns, copied.ns
+        failed = [worker_pb2.SequenceError(slot=s, code=c, message=m) for s, (c, m) in flight.failed.items()]
         result = worker_pb2.Result(
-            epoch=step.epoch,
-            id=step.id,
+            epoch=flight.epoch,
+            id=flight.id,
             slots=pack(slots),
             tokens=pack(tokens),
             logprobs=b"" if logprobs is None else pack_float(logprobs),
-            timings=worker_pb2.Timings(
-                queued_ns=started - received_ns if received_ns else 0,
-                idle_ns=started - self._last_end_ns if self._last_end_ns else 0,
-                forward_ns=forwarded - started,
-                sample_ns=ended - forwarded,
-                total_ns=ended - started,
-                swap_ns=chunks.swap_ns,
-            ),
-            swap_out_acks=step.swap_out_gpu,
-            swap_in_acks=step.swap_in_host,
-            errors=errors,
+            timings=timings,
+            swap_out_acks=copied.out_gpu,
+            swap_in_acks=copied.in_host,
+            errors=flight.errors + failed,
         )
-        self._last_end_ns = ended
-        self._write_log(result, chunks)
+        if self._step_log is not None:
+            self._step_log.write(result, flight.chunks)
         return result
 
-    def _forward(self, chunks: Chunks) -> Tensor | None:
-        """Logits of the chunks that sample; None when the step computes nothing."""
-        if not chunks.slots.size:
-            return None
-        prepared = self._ops.prepare(self._slots.batch(chunks), self._cache)
-        logits = self._compiled(prepared)
-        self._slots.computed_through(chunks)
-        return logits
-
-    def _sample(
-        self, logits: Tensor | None, slots: Int32, errors: list[worker_pb2.SequenceError]
-    ) -> tuple[Int32, Int32, np.ndarray | None]:
-        """Samples one token per slot; those that cannot go to `errors` and out of the answer."""
-        if logits is None or not slots.size:
-            return slots[:0], slots[:0], None
+    def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[Flight, Batch | None]:
+        """The step applied to the slots; its batch, None when it computes nothing."""
         table = self._slots
-        unmasked = [s for s in slots[table.sampling.needs_mask[slots]].tolist() if not table.sampling.has_mask(s)]
-        if unmasked:
-            for slot in unmasked:
-                self._fail(slot, "no_mask", "no allow-bitmask came for this step", errors)
-            keep = ~np.isin(slots, unmasked)
-            slots, logits = slots[keep], logits[torch.from_numpy(keep)]
-            if not slots.size:
-                return slots, slots, None
-        rows = table.sampling.rows(slots, table.known[slots], table.prompt[slots], table.tokens)
-        sampled = self._ops.sample(logits, rows)
+        chunks = table.apply(step, self._copies)
+        tokens = int(chunks.lengths.sum())
+        if tokens > self.settings.max_step_tokens:
+            raise ProtocolError(
+                f"the step has {tokens} tokens, this worker takes at most {self.settings.max_step_tokens}"
+            )
+        flight = Flight(
+            epoch=step.epoch,
+            id=step.id,
+            chunks=chunks,
+            generations=table.generation[chunks.slots],
+            copies=self._copies,
+            marks=marks,
+            queued_ns=queued_ns,
+            errors=table.errors(step),
+        )
+        self._flights.append(flight)
+        if not chunks.slots.size:
+            return flight, None
+        batch = table.batch(chunks)
+        table.computed_through(chunks)
+        return flight, batch
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """[R, vocab] float32."""
+        return self._compiled(self._ops.prepare(batch, self._cache))
+
+    def _sample(self, flight: Flight, logits: Tensor) -> None:
+        """Begins to draw one token for each slot that samples."""
+        slots, table = flight.sampling, self._slots
+        if not slots.size:
+            return
+        with self._lock:
+            for slot in slots[table.sampling.needs_mask[slots]].tolist():
+                if not table.sampling.has_mask(slot):
+                    self._fail(flight, slot, *NO_MASK)
+            rows = table.sampling.rows(slots, table.known[slots], table.prompt[slots], table.tokens)
+            flight.places = table.expect(slots)
+        flight.sampled = self._ops.sample_later(logits, rows, slots)
+
+    def _settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, Float32 | None]:
+        """Slots, tokens and log-probabilities of the Result; the tokens are known on the host from here on."""
+        if flight in self._flights:  # else reset() came first
+            self._flights.remove(flight)
+        slots = flight.sampling
+        if sampled is None:
+            return slots, slots, None
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
         status = sampled.status.cpu().numpy()
         logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
-        if (status != STATUS_FINE).any():
-            for row in np.flatnonzero(status != STATUS_FINE).tolist():
-                if status[row] == STATUS_NOT_FINITE:
-                    self._fail(int(slots[row]), "nan_logits", "the model gave logits that are not finite", errors)
-                else:
-                    self._fail(int(slots[row]), "nothing_allowed", "bans and mask leave no token to choose", errors)
-            fine = status == STATUS_FINE
-            slots, tokens = slots[fine], tokens[fine]
-            logprobs = None if logprobs is None else logprobs[fine]
-        table.record(slots, tokens)
-        return slots, tokens, logprobs
+        for row in np.flatnonzero(status != STATUS_FINE).tolist():
+            self._fail(flight, int(slots[row]), *WHY[int(status[row])])
+        self._slots.record(slots, flight.generations[flight.chunks.samples], flight.places, tokens)
+        if not flight.failed:
+            return slots, tokens, logprobs
+        fine = ~np.isin(slots, list(flight.failed))
+        return slots[fine], tokens[fine], None if logprobs is None else logprobs[fine]
 
-    def _fail(self, slot: int, code: str, message: str, errors: list[worker_pb2.SequenceError]) -> None:
-        self._slots.fail(slot, code, message)
-        errors.append(worker_pb2.SequenceError(slot=slot, code=code, message=message))
-
-    def _failed(self, step: worker_pb2.Step) -> list[worker_pb2.SequenceError]:
-        """The errors of slots that failed before and are in this step again (or entered in it with bad input)."""
-        failed = self._slots.failed
-        if not failed:
-            return []
-        return [
-            worker_pb2.SequenceError(slot=slot, code=failed[slot][0], message=failed[slot][1])
-            for slot in unpack(step.chunk_slots).tolist()
-            if slot in failed
-        ]
-
-    def _write_log(self, result: worker_pb2.Result, chunks: Chunks) -> None:
-        if self._step_log is None:
+    def _fail(self, flight: Flight, slot: int, code: str, message: str) -> None:
+        """The sequence that the slot held in this flight gives no token, here and in the flights behind."""
+        if slot in flight.failed:
             return
-        one = chunks.lengths == 1
-        starts, lengths = chunks.starts[~one].astype(np.int64), chunks.lengths[~one]
-        line = {
-            "epoch": result.epoch,
-            "step": result.id,
-            "sequences": len(chunks.slots),
-            "tokens": int(chunks.lengths.sum()),
-            "decode_context": int(chunks.starts[one].sum()),
-            "prefill_context": float((lengths * (starts + (lengths + 1) / 2)).sum()),
-            "sampled": len(result.slots) // 4,
-            "errors": len(result.errors),
-            "queued_us": result.timings.queued_ns // 1000,
-            "idle_us": result.timings.idle_ns // 1000,
-            "forward_us": result.timings.forward_ns // 1000,
-            "sample_us": result.timings.sample_ns // 1000,
-            "swap_us": result.timings.swap_ns // 1000,
-        }
-        self._step_log.write(orjson.dumps(line) + b"\n")
-        self._step_log.flush()
-
-
-def _warm_step(lengths: list[int], computed: int, blocks: bytes) -> worker_pb2.Step:
-    """Sequences of these lengths, all but the first `computed` tokens of each to be computed."""
-    slots = list(range(len(lengths)))
-    return worker_pb2.Step(
-        enters=[
-            worker_pb2.Enter(slot=slot, tokens=bytes(4 * n), prompt_tokens=n, computed=computed, blocks=blocks)
-            for slot, n in zip(slots, lengths, strict=True)
-        ],
-        chunk_slots=pack(slots),
-        chunk_starts=pack([computed] * len(slots)),
-        chunk_lengths=pack([n - computed for n in lengths]),
-    )
-
-
-def _open_log(path: Path | None) -> IO[bytes] | None:
-    if path is None:
-        return None
-    try:
-        return path.open("ab")
-    except OSError as error:
-        raise ConfigurationError(f"--step-log {path}: {error.strerror}") from error
+        flight.failed[slot] = (code, message)
+        generation = flight.generation(slot)
+        if self._slots.generation[slot] == generation:
+            self._slots.fail(slot, code, message)
+        for later in self._flights:
+            if later.id > flight.id and later.generation(slot) == generation:
+                later.failed.setdefault(slot, (code, message))

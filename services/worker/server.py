@@ -1,34 +1,29 @@
-"""The worker behind gRPC: Describe, Run and grpc.health.v1, in front of one engine thread.
+"""The worker behind gRPC: Describe, Run and grpc.health.v1, in front of the engine's pipeline.
 
-One Run is current. Its handler thread yields results, a reader thread takes steps off the wire into one bounded queue,
-the engine thread executes them in order; so step k+1 is queued while step k runs. A Run that was replaced or cancelled
-stays what it is: its steps are dropped wherever they are met.
+One Run is current. Its handler thread yields results, a reader thread takes steps off the wire into the pipeline, so
+step k+1 is there while step k runs. A Run that was replaced or cancelled stays what it is.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
-from services.worker.watchdog import StepWatchdog, limit_s
-from shared.columns import unpack
-from shared.errors import ConfigurationError, ProtocolError
+from services.worker.pipeline import Item, Pipeline, RunState
+from shared.errors import ConfigurationError
 
 log = logging.getLogger("orcinus.worker")
 
 MESSAGE_BYTES = 64 << 20
 HANDLERS = 16  # Run holds one for as long as it lasts; Describe and health checks need others
-QUEUED_STEPS = 64
 SERVICE = "orcinus.worker.v1.Worker"
 OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -43,43 +38,15 @@ OPTIONS = [
 ]
 
 
-@dataclass(eq=False)
-class _Run:
-    """One Run call. `ended` is set when its results are of no use any more."""
-
-    epoch: int
-    results: queue.SimpleQueue[worker_pb2.Result | None] = field(default_factory=queue.SimpleQueue)
-    ended: threading.Event = field(default_factory=threading.Event)
-    replaced_by: int | None = None
-    last_id: int = 0
-    broken: str = ""  # why no step of this Run can be executed any more
-
-    def end(self) -> None:
-        self.ended.set()
-        self.results.put(None)
-
-
-@dataclass(frozen=True)
-class _Item:
-    """What the engine thread takes: a step, or with None the end of the Run's requests."""
-
-    run: _Run
-    step: worker_pb2.Step | None
-    received_ns: int
-
-
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """`bind` first (a port in use shows at once), then `serve` with a loaded engine, `stop` at the end."""
 
     def __init__(self, listen: str) -> None:
-        self.last_step_id = 0
         self._engine: Engine | None = None
         self._lock = threading.Lock()
-        self._current: _Run | None = None
+        self._current: RunState | None = None
         self._highest_epoch = 0
-        self._work: queue.Queue[_Item | None] = queue.Queue(QUEUED_STEPS)
-        self._thread = threading.Thread(target=self._engine_loop, name="engine", daemon=True)
-        self._watchdog = StepWatchdog()
+        self._pipeline = Pipeline()
         self._health = health.HealthServicer()
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -89,26 +56,27 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self.address = self._bind(listen)
         self._server.start()
 
+    @property
+    def last_step_id(self) -> int:
+        """The latest step that was answered."""
+        return self._pipeline.last_step_id
+
     def serve(self, engine: Engine) -> None:
         """The engine is loaded and warm: answer."""
         self._engine = engine
-        self._watchdog.start()
-        self._thread.start()
+        self._pipeline.start(engine)
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Ends the current Run and the server; the step that runs is finished first, and still watched."""
+        """Ends the current Run and the server; the steps that run are finished first, and still watched."""
         self._health.enter_graceful_shutdown()
         with self._lock:
             run, self._current = self._current, None
         if run:
             run.end()
         stopped = self._server.stop(grace_s)
-        if self._thread.is_alive():
-            self._work.put(None)
-            self._thread.join()
-        self._watchdog.stop()
+        self._pipeline.stop()
         stopped.wait(grace_s)
 
     def Describe(  # noqa: N802 - the name in worker.proto
@@ -151,13 +119,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             raise RuntimeError("abort raises")
         return self._engine
 
-    def _begin(self, first: worker_pb2.Step, context: grpc.ServicerContext) -> _Run:
+    def _begin(self, first: worker_pb2.Step, context: grpc.ServicerContext) -> RunState:
         """Makes this the current Run; the older one ends."""
         with self._lock:
             highest = self._highest_epoch
             if first.epoch >= highest:
                 self._highest_epoch = first.epoch
-                old, run = self._current, _Run(first.epoch)
+                old, run = self._current, RunState(first.epoch)
                 self._current = run
         if first.epoch < highest:
             context.abort(
@@ -167,61 +135,16 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             old.replaced_by = first.epoch
             old.end()
         log.info("run of epoch %d from shard %s begins", first.epoch, first.hello.shard)
-        self._work.put(_Item(run, first, time.monotonic_ns()))
+        self._pipeline.put(Item(run, first, time.monotonic_ns()))
         return run
 
-    def _read(self, run: _Run, steps: Iterator[worker_pb2.Step]) -> None:
+    def _read(self, run: RunState, steps: Iterator[worker_pb2.Step]) -> None:
         """Wire to queue; blocks when the queue is full, which in turn holds the sender back."""
         try:
             for step in steps:
                 if run.ended.is_set():
                     return
-                self._work.put(_Item(run, step, time.monotonic_ns()))
-            self._work.put(_Item(run, None, 0))
+                self._pipeline.put(Item(run, step, time.monotonic_ns()))
+            self._pipeline.put(Item(run, None, 0))
         except Exception:  # grpc raises a bare Exception when the call ended; the callback has ended the run
             log.debug("the requests of epoch %d broke off", run.epoch, exc_info=True)
-
-    def _engine_loop(self) -> None:
-        """The one thread that touches the engine."""
-        engine = self._engine
-        if engine is None:
-            raise RuntimeError("serve() sets the engine before it starts this thread")
-        while (item := self._work.get()) is not None:
-            run = item.run
-            if run.ended.is_set() and not (item.step and item.step.HasField("hello")):
-                continue
-            if item.step is None:
-                run.end()
-            elif item.step.HasField("hello") and run.last_id == 0 and item.step.id == 0:
-                engine.reset()
-            else:
-                run.results.put(self._execute(engine, run, item))
-
-    def _execute(self, engine: Engine, run: _Run, item: _Item) -> worker_pb2.Result:
-        """A result for every step, whatever happens. After a failure the slots are not to be trusted until a hello."""
-        step = item.step
-        if step is None:
-            raise RuntimeError("the end of a Run is no step")
-        try:
-            if run.broken:
-                raise ProtocolError(f"{run.broken}; begin a new Run")
-            if step.HasField("hello"):
-                raise ProtocolError(f"step {step.id} carries a second hello")
-            if step.epoch != run.epoch or step.id != run.last_id + 1:
-                raise ProtocolError(
-                    f"step {step.id} of epoch {step.epoch} where {run.last_id + 1} of {run.epoch} was expected"
-                )
-            predicted_s = engine.predicted_s(int(unpack(step.chunk_lengths).sum()))
-            limit = limit_s(predicted_s, engine.settings.step_timeout_s)
-            with self._watchdog.step(f"step {step.id} of epoch {step.epoch}", limit):
-                result = engine.execute(step, item.received_ns)
-        except Exception as error:  # the engine must stay alive for the next Run, whatever a step did
-            if not run.broken:
-                level = logging.WARNING if isinstance(error, ProtocolError) else logging.ERROR
-                log.log(level, "step %d of epoch %d failed: %s", step.id, run.epoch, error, exc_info=level > 30)
-                run.broken = f"step {step.id} failed ({error}) and the state of this Run is lost"
-            return worker_pb2.Result(
-                epoch=step.epoch, id=step.id, error=f"{type(error).__name__}: {error}" if str(error) else repr(error)
-            )
-        run.last_id = self.last_step_id = step.id
-        return result

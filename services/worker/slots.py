@@ -1,19 +1,19 @@
 """The worker's mirror of the running sequences: a Step of worker.proto applied to numpy tables, in the proto's order.
 
 Last tokens stay here: a sampled token is written behind the sequence's known ones, so the next step need not carry it.
-Whatever breaks the contract raises ProtocolError; what is wrong with one sequence alone marks that slot as failed.
+Until the device has told which it is, ~slot stands in its place (kernels.ops.Batch.tokens). Whatever breaks the
+contract raises ProtocolError; what is wrong with one sequence alone marks that slot as failed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.ops import Batch, Bool, Cache, Int32
+from kernels.ops import Batch, Bool, Int32, Int64
 from protos import worker_pb2
+from services.worker.copies import Copies
 from services.worker.sampling import SamplingTable
 from shared.columns import unpack
 from shared.errors import ProtocolError
@@ -27,7 +27,6 @@ class Chunks:
     starts: Int32
     lengths: Int32
     samples: Bool
-    swap_ns: int = 0  # what the step's copies between the tiers took
 
 
 class SlotTable:
@@ -50,27 +49,28 @@ class SlotTable:
         self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
         self.table_blocks = np.zeros(max_seqs, np.int32)
         self.active = np.zeros(max_seqs, np.bool_)
+        self.generation = np.zeros(max_seqs, np.int64)  # another number for each sequence that a slot has held
         self.sampling = SamplingTable(max_seqs, vocab)
         self.failed: dict[int, tuple[str, str]] = {}  # slot -> code, message
 
     def clear(self) -> None:
         """As at start: no sequence holds a slot."""
         self.active[:] = False
+        self.generation += 1
         self.failed.clear()
         self.sampling.clear()
 
-    def apply(self, step: worker_pb2.Step, cache: Cache) -> Chunks:
-        """Frees, swaps, enters, appends, masks; returns the chunks to compute. Raises ProtocolError."""
+    def apply(self, step: worker_pb2.Step, copies: Copies) -> Chunks:
+        """Frees, begins copies, enters, appends, masks; returns the chunks to compute. Raises ProtocolError."""
         self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
-        swap_ns = self._swap(step, cache)
+        self._swap(step, copies)
         for enter in step.enters:
             self._enter(enter)
         if step.append_slots or step.append_blocks:
             self._append(step)
         for mask in step.masks:
             self._mask(mask)
-        chunks = self._chunks(step)
-        return dataclasses.replace(chunks, swap_ns=swap_ns) if swap_ns else chunks
+        return self._chunks(step)
 
     def batch(self, chunks: Chunks) -> Batch:
         """The iteration's tokens flattened, one chunk after another. All of it in numpy at once."""
@@ -93,17 +93,37 @@ class SlotTable:
         )
 
     def computed_through(self, chunks: Chunks) -> None:
-        """The KV of the chunks' tokens is in its blocks now."""
+        """For every later step, the KV of the chunks' tokens is in its blocks."""
         self.computed[chunks.slots] = chunks.starts + chunks.lengths
 
-    def record(self, slots: Int32, tokens: Int32) -> None:
-        """Each slot's new token becomes its last known one."""
-        self.tokens[slots, self.known[slots]] = tokens
+    def expect(self, slots: Int32) -> Int32:
+        """Each slot's next token counts as known from here on, although only the device knows it.
+
+        Returns where in its sequence each belongs.
+        """
+        places = self.known[slots]
+        self.tokens[slots, places] = ~slots
         self.known[slots] += 1
+        return places
+
+    def record(self, slots: Int32, generations: Int64, places: Int32, tokens: Int32) -> None:
+        """Tokens that were expected, where the slots still hold the sequences of then."""
+        same = self.generation[slots] == generations
+        self.tokens[slots[same], places[same]] = tokens[same]
 
     def fail(self, slot: int, code: str, message: str) -> None:
         """The sequence is not computed any more; its chunks answer with this error until the slot is freed."""
         self.failed[slot] = (code, message)
+
+    def errors(self, step: worker_pb2.Step) -> list[worker_pb2.SequenceError]:
+        """Those of failed sequences that have a chunk in this step all the same (or entered in it with bad input)."""
+        if not self.failed:
+            return []
+        return [
+            worker_pb2.SequenceError(slot=slot, code=self.failed[slot][0], message=self.failed[slot][1])
+            for slot in unpack(step.chunk_slots).tolist()
+            if slot in self.failed
+        ]
 
     def _column(self, data: bytes, name: str, limit: int) -> Int32:
         """A column of indices in 0..limit-1."""
@@ -129,15 +149,15 @@ class SlotTable:
         if len(np.unique(slots)) != len(slots):
             raise ProtocolError("free_slots: a slot is freed twice")
         self.active[slots] = False
+        self.generation[slots] += 1
         if self.failed:
             for slot in slots.tolist():
                 self.failed.pop(slot, None)
 
-    def _swap(self, step: worker_pb2.Step, cache: Cache) -> int:
-        """Copies between the tiers, complete when it returns; the ns they took, 0 without any."""
+    def _swap(self, step: worker_pb2.Step, copies: Copies) -> None:
+        """Begins the step's copies between the tiers."""
         if not (step.swap_out_gpu or step.swap_out_host or step.swap_in_gpu or step.swap_in_host):
-            return 0
-        began = time.monotonic_ns()
+            return
         if not self.total_host_blocks:
             raise ProtocolError("the step swaps, but this worker has no host blocks (see Describe)")
         out_gpu = self._column(step.swap_out_gpu, "swap_out_gpu", self.total_blocks)
@@ -146,11 +166,7 @@ class SlotTable:
         in_gpu = self._column(step.swap_in_gpu, "swap_in_gpu", self.total_blocks)
         self._pair(out_gpu, out_host, "swap_out_gpu, swap_out_host")
         self._pair(in_host, in_gpu, "swap_in_host, swap_in_gpu")
-        if out_gpu.size:
-            cache.copy_out(out_gpu, out_host)
-        if in_host.size:
-            cache.copy_in(in_host, in_gpu)
-        return max(1, time.monotonic_ns() - began)
+        copies.begin(step.id, out_gpu, out_host, in_host, in_gpu)
 
     def _enter(self, enter: worker_pb2.Enter) -> None:
         slot = enter.slot

@@ -1,7 +1,8 @@
 """Ends the process when one step runs far longer than it can take (PROTOCOL, section 4).
 
 A hung engine thread cannot be stopped from within, and what supervises the worker restarts what exits, not what hangs.
-The thread here needs the interpreter's lock, which kernels and waits release; a hang that keeps it is not seen.
+Steps may overlap; each has its time from when it began, or from the end of the one before it. The thread here needs the
+interpreter's lock, which kernels and waits release; a hang that keeps it is not seen.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 log = logging.getLogger("orcinus.worker")
 
@@ -32,13 +34,22 @@ def limit_s(predicted_s: float, setting_s: float) -> float:
     return setting_s or max(FLOOR_S, SLACK * predicted_s)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Watched:
+    """A step that may take so long."""
+
+    name: str
+    limit_s: float
+
+
 class StepWatchdog:
-    """Watches one thread, which wraps each step in `step()`."""
+    """Watches steps from `begin` to `end`, the oldest of those that are not ended at a time."""
 
     def __init__(self, on_stuck: Callable[[str], None] | None = None) -> None:
         """`on_stuck` gets the line for the log; without one the process ends with status 1."""
         self._on_stuck = on_stuck or end_process
-        self._step: tuple[str, float] | None = None  # name and limit; replaced as a whole, so no lock
+        self._lock = threading.Lock()
+        self._steps: deque[Watched] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="step-watchdog", daemon=True)
 
@@ -51,29 +62,35 @@ class StepWatchdog:
         if self._thread.is_alive():
             self._thread.join()
 
-    @contextmanager
-    def step(self, name: str, limit_s: float) -> Iterator[None]:
-        """The block is a step that may take `limit_s` seconds."""
-        self._step = (name, limit_s)
-        try:
-            yield
-        finally:
-            self._step = None
+    def begin(self, name: str, limit_s: float) -> Watched:
+        """A step that may take `limit_s` seconds; it goes to `end`."""
+        step = Watched(name, limit_s)
+        with self._lock:
+            self._steps.append(step)
+        return step
+
+    def end(self, step: Watched) -> None:
+        with self._lock:
+            self._steps.remove(step)
+
+    def _oldest(self) -> Watched | None:
+        with self._lock:
+            return self._steps[0] if self._steps else None
 
     def _loop(self) -> None:
-        watched: tuple[str, float] | None = None
+        watched: Watched | None = None
         ran, last = 0.0, time.monotonic()
         while not self._stop.wait(POLL_S):
-            now, step = time.monotonic(), self._step
+            now, step = time.monotonic(), self._oldest()
             # While the whole process was stopped (SIGSTOP, a frozen container) the step did not run either.
             passed, last = min(now - last, 2 * POLL_S), now
             if step is None or step is not watched:
                 watched, ran = step, 0.0
                 continue
             ran += passed
-            if ran > step[1]:
+            if ran > step.limit_s:
                 self._on_stuck(
-                    f"{step[0]} has run for {ran:.1f} s, {step[1]:.1f} s is the most (--step-timeout-s): "
+                    f"{step.name} has run for {ran:.1f} s, {step.limit_s:.1f} s is the most (--step-timeout-s): "
                     "the engine hangs, so the worker ends itself"
                 )
                 return

@@ -14,6 +14,7 @@ import pytest
 
 from protos import worker_pb2
 from services.worker.engine import Engine
+from services.worker.flight import Flight
 from services.worker.main import record
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
@@ -38,7 +39,7 @@ class PoisonedEngine(Engine):
             raise TimeoutError("nobody opened the worker")
         return super().info()
 
-    def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
+    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
         for enter in step.enters:
             self.poisoned = getattr(self, "poisoned", set()) - {enter.slot}
             if unpack(enter.tokens)[0] == POISON:
@@ -46,7 +47,7 @@ class PoisonedEngine(Engine):
         if set(unpack(step.chunk_slots).tolist()) & getattr(self, "poisoned", set()):
             PoisonedEngine.failed += 1
             raise RuntimeError("poison")
-        return super().execute(step, received_ns)
+        return super().submit(step, received_ns)
 
 
 @pytest.fixture(scope="module")

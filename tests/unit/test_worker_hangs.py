@@ -1,6 +1,7 @@
 """What never ends must not keep the worker: a hung step, a client that is gone without a word, a stop in a long step.
 
-The engine of the worker processes here is the real one, except that a step first waits for a line from a named pipe.
+The engine of the worker processes here is the real one, except that a step first waits for a line from a named pipe,
+either when it is submitted or when it is finished.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pytest
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker import server as server_module
 from services.worker import watchdog
+from services.worker.pipeline import QUEUED_STEPS
 from services.worker.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
 from shared.columns import pack, unpack
@@ -46,12 +48,23 @@ class Waiting(main.Engine):
         super().warm_up()
         self.warm = True
 
-    def execute(self, step, received_ns=0):
-        if self.warm:
+    @property
+    def overlaps(self):
+        return sys.argv[2] == "finish"
+
+    def wait(self, where):
+        if self.warm and sys.argv[2] == where:
             print("the step waits", file=sys.stderr, flush=True)
             with open(sys.argv[1]) as pipe:
                 pipe.read()
-        return super().execute(step, received_ns)
+
+    def submit(self, step, received_ns=0):
+        self.wait("submit")
+        return super().submit(step, received_ns)
+
+    def finish(self, flight, *more):
+        self.wait("finish")
+        return super().finish(flight, *more)
 
 main.Engine = Waiting
 sys.exit(main.run(WorkerSettings()))
@@ -82,7 +95,7 @@ def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:
 class WaitingWorker:
     """A worker process whose steps wait for `gate`."""
 
-    def __init__(self, directory: Path, model: Path, redis_url: str, **settings: Any) -> None:
+    def __init__(self, directory: Path, model: Path, redis_url: str, where: str, **settings: Any) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.gate = directory / "gate"
         os.mkfifo(self.gate)
@@ -90,7 +103,7 @@ class WaitingWorker:
         values |= {"KV_BLOCKS": 64, "MAX_SEQS": 4, "MAX_STEP_TOKENS": 256} | settings
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WAITING_ENGINE, str(self.gate)],
+            [sys.executable, "-c", WAITING_ENGINE, str(self.gate), where],
             cwd=ROOT,
             env={**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}},
             stderr=subprocess.PIPE,
@@ -113,9 +126,11 @@ class WaitingWorker:
 
 
 @contextlib.contextmanager
-def waiting_worker(directory: Path, model: Path, **settings: Any) -> Iterator[tuple[WaitingWorker, RedisServer]]:
+def waiting_worker(
+    directory: Path, model: Path, where: str = "submit", **settings: Any
+) -> Iterator[tuple[WaitingWorker, RedisServer]]:
     with RedisServer(directory / "redis") as redis:
-        worker = WaitingWorker(directory, model, redis.url, **settings)
+        worker = WaitingWorker(directory, model, redis.url, where, **settings)
         try:
             until("it is ready", lambda: worker.says("ready:"), 90)
             yield worker, redis
@@ -123,11 +138,11 @@ def waiting_worker(directory: Path, model: Path, **settings: Any) -> Iterator[tu
             worker.close()
 
 
-@pytest.mark.parametrize("stopping", [False, True])
+@pytest.mark.parametrize(("where", "stopping"), [("submit", False), ("submit", True), ("finish", True)])
 def test_a_worker_whose_step_hangs_says_so_and_exits_also_while_it_stops(
-    reference: Reference, tmp_path: Path, stopping: bool
+    reference: Reference, tmp_path: Path, where: str, stopping: bool
 ) -> None:
-    with waiting_worker(tmp_path, reference.path, STEP_TIMEOUT_S=3) as (worker, _):
+    with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, _):
         with grpc.insecure_channel(worker.address) as channel:
             call = begin(channel, entering(reference.prompts[0][:8]))
             until("the step hangs", lambda: worker.says("the step waits"))
@@ -139,7 +154,7 @@ def test_a_worker_whose_step_hangs_says_so_and_exits_also_while_it_stops(
         worker.close()
         said = [line for line in worker.lines if "step 1 of epoch 1 has run for" in line]
         assert len(said) == 1 and "3.0 s is the most" in said[0]
-        assert any("in execute" in line for line in worker.lines)  # where it hung
+        assert any(f"in {where}" in line for line in worker.lines)  # where it hung
 
 
 def test_a_stop_in_a_long_step_leaves_redis_at_once_and_ends_after_the_step(
@@ -150,7 +165,7 @@ def test_a_stop_in_a_long_step_leaves_redis_at_once_and_ends_after_the_step(
         until("it registers", lambda: registered("orcinus:{tiny}:worker:worker-0"))
         with grpc.insecure_channel(worker.address) as channel:
             # More steps than the queue holds: those that cannot be queued must not keep the process either.
-            steps = [entering(reference.prompts[0][:8], id) for id in range(1, server_module.QUEUED_STEPS + 10)]
+            steps = [entering(reference.prompts[0][:8], id) for id in range(1, QUEUED_STEPS + 10)]
             call = begin(channel, *steps)
             until("the step runs", lambda: worker.says("the step waits"))
             worker.process.send_signal(signal.SIGTERM)
@@ -241,12 +256,31 @@ def test_only_one_step_that_is_too_long_counts_and_not_many_in_a_row(monkeypatch
     dog = StepWatchdog(said.append)
     dog.start()
     for number in range(10):
-        with dog.step(f"step {number}", 0.5):
-            threading.Event().wait(0.1)
+        step = dog.begin(f"step {number}", 0.5)
+        threading.Event().wait(0.1)
+        dog.end(step)
     assert not said
-    with dog.step("the long one", 0.5):
-        until("it is seen", lambda: said, 10)
+    dog.begin("the long one", 0.5)
+    until("it is seen", lambda: said, 10)
     assert said[0].startswith("the long one has run for")
+    dog.stop()
+
+
+def test_a_step_that_was_submitted_early_has_its_time_from_the_end_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    said: list[str] = []
+    dog = StepWatchdog(said.append)
+    dog.start()
+    steps = [dog.begin("step 0", 0.5)]
+    for number in range(1, 10):
+        steps.append(dog.begin(f"step {number}", 0.5))  # two are out
+        threading.Event().wait(0.1)
+        dog.end(steps.pop(0))
+    assert not said
+    until("it is seen", lambda: said, 10)
+    assert said[0].startswith("step 9 has run for")
     dog.stop()
 
 
@@ -262,10 +296,10 @@ def test_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch:
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
     said: list[str] = []
     dog = StepWatchdog(said.append)
-    with dog.step("a step", 5.0):
-        dog.start()
-        until("it has looked often", lambda: len(polls) > 20)
-        assert not said
+    dog.begin("a step", 5.0)
+    dog.start()
+    until("it has looked often", lambda: len(polls) > 20)
+    assert not said
     dog.stop()
 
 

@@ -18,7 +18,6 @@ import torch
 
 from kernels.ops import CacheShape
 from protos import worker_pb2, worker_pb2_grpc
-from services.worker.backend import choose_device
 from services.worker.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.models.config import load_config
 from services.worker.registration import TTL_MS, WORKERS_MS, Registration
@@ -131,12 +130,6 @@ def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -
         plan_host_blocks(
             settings(reference.path, host_blocks=1200), 1000, Lengths(256, 255, 255), SHAPE.block_bytes, 10 * MIB
         )
-
-
-def test_a_device_that_this_build_lacks_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no CUDA engine"):
-        choose_device("cuda")
-    assert choose_device("auto") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
+from services.worker.flight import Flight
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
@@ -183,16 +184,16 @@ def test_steps_of_a_replaced_run_that_were_queued_are_dropped(
 ) -> None:
     entered, go = threading.Event(), threading.Event()
     executed: list[tuple[int, int]] = []
-    execute = engine.execute
+    submit = engine.submit
 
-    def slow(step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
+    def slow(step: worker_pb2.Step, received_ns: int = 0) -> Flight:
         executed.append((step.epoch, step.id))
         entered.set()
         if not go.wait(DEADLINE_S):
             raise TimeoutError("the test never let the step go on")
-        return execute(step, received_ns)
+        return submit(step, received_ns)
 
-    monkeypatch.setattr(engine, "execute", slow)
+    monkeypatch.setattr(engine, "submit", slow)
     old = Client(channel, epoch=1)
     old.send(1, **first_step(reference.prompts[0], 24))
     for k in range(5):
@@ -263,4 +264,4 @@ def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: 
         server.stop()
         with pytest.raises((StopIteration, grpc.RpcError)):
             next(run.call)
-    until("the engine thread ends", lambda: not server._thread.is_alive())
+    until("the engine thread ends", lambda: not any(thread.is_alive() for thread in server._pipeline._threads))

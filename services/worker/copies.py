@@ -1,0 +1,68 @@
+"""Copies between the two tiers that a Run has begun, until a Result acknowledges them. Belongs to one Run.
+
+The engine thread begins them, whoever finishes a step acknowledges; they complete in the order in which they began.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kernels.ops import Cache, Int32, Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """int32 columns of a Result, and the ns that the copies took; 0 without any."""
+
+    out_gpu: bytes = b""
+    in_host: bytes = b""
+    ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    step: int
+    out_gpu: bytes
+    in_host: bytes
+    pending: list[Pending[int]]
+
+
+class Copies:
+    """A queue of copies on their way."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._begun: deque[_Begun] = deque()
+        self._last: Pending[int] | None = None
+
+    def begin(self, step: int, out_gpu: Int32, out_host: Int32, in_host: Int32, in_gpu: Int32) -> None:
+        """The copies of one step: `out_gpu` to `out_host`, then `in_host` to `in_gpu`."""
+        pending = []
+        if out_gpu.size:
+            pending.append(self._cache.start_copy_out(out_gpu, out_host))
+        if in_host.size:
+            pending.append(self._cache.start_copy_in(in_host, in_gpu))
+        if pending:
+            self._last = pending[-1]
+            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending))
+
+    def acknowledge(self, step: int, wait: bool) -> Acknowledged:
+        """Those of `step` and the steps before it that are complete and were not acknowledged; with `wait`, all."""
+        done: list[_Begun] = []
+        while self._begun and self._begun[0].step <= step:
+            if not wait and not all(pending.ready() for pending in self._begun[0].pending):
+                break
+            done.append(self._begun.popleft())
+        if not done:
+            return Acknowledged()
+        return Acknowledged(
+            out_gpu=b"".join(one.out_gpu for one in done),
+            in_host=b"".join(one.in_host for one in done),
+            ns=max(1, sum(pending.wait() for one in done for pending in one.pending)),
+        )
+
+    def drain(self) -> None:
+        """Returns when nothing is copied any more, acknowledged or not."""
+        if self._last is not None:
+            self._last.wait()

@@ -1,0 +1,197 @@
+"""The threads that hold the engine: one submits steps, in order; where the engine overlaps, another finishes them.
+
+So step k+1 is given to the device while step k runs. At most FLIGHTS steps are out, more wait in a bounded queue. Steps
+of a Run that was replaced or cancelled are dropped wherever they are met.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.cuda.loader import CudaError
+from protos import worker_pb2
+from services.worker.engine import FLIGHTS, Engine
+from services.worker.flight import Flight
+from services.worker.watchdog import StepWatchdog, Watched, end_process, limit_s
+from shared.columns import unpack
+from shared.errors import ProtocolError
+
+log = logging.getLogger("orcinus.worker")
+
+QUEUED_STEPS = 64
+NEVER = 1 << 64
+
+DEVICE_LOST = (torch.AcceleratorError, CudaError)
+"""After one of these every later call fails as well: only a new process has a device that works."""
+
+
+@dataclass(eq=False)
+class RunState:
+    """One Run call. `ended` is set when its results are of no use any more."""
+
+    epoch: int
+    results: queue.SimpleQueue[worker_pb2.Result | None] = field(default_factory=queue.SimpleQueue)
+    ended: threading.Event = field(default_factory=threading.Event)
+    replaced_by: int | None = None
+    last_id: int = 0  # the latest step that was submitted
+    broken: str = ""  # why no further step of this Run can be executed
+    broken_at: int = NEVER  # the step with which that began
+
+    def end(self) -> None:
+        self.ended.set()
+        self.results.put(None)
+
+    def fail(self, step: int, error: Exception) -> None:
+        """Once; what comes after is of no interest."""
+        if not self.broken:
+            level = logging.WARNING if isinstance(error, ProtocolError) else logging.ERROR
+            log.log(level, "step %d of epoch %d failed: %s", step, self.epoch, error, exc_info=level > 30)
+            self.broken = f"step {step} failed ({error}) and the state of this Run is lost"
+            self.broken_at = step
+
+
+@dataclass(frozen=True)
+class Item:
+    """What comes from the wire: a step, or with None the end of the Run's requests."""
+
+    run: RunState
+    step: worker_pb2.Step | None
+    received_ns: int
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is to be answered: a flight, an error, or neither where the Run ends."""
+
+    run: RunState
+    epoch: int = 0  # the step's
+    id: int = 0
+    flight: Flight | None = None
+    error: Exception | None = None
+    watched: Watched | None = None
+
+
+class Pipeline:
+    """`start` with a warm engine, `put` items in order, `stop` when no Run is current."""
+
+    def __init__(self) -> None:
+        self.last_step_id = 0  # answered
+        self._work: queue.Queue[Item | None] = queue.Queue(QUEUED_STEPS)
+        self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._places = threading.Semaphore(FLIGHTS)
+        self._watchdog = StepWatchdog()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, engine: Engine) -> None:
+        self._watchdog.start()
+        loops = {"engine": self._submit_all, "engine-results": self._finish_all}
+        for name, loop in loops.items():
+            if engine.overlaps or name == "engine":
+                self._threads.append(threading.Thread(target=loop, args=(engine,), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, item: Item) -> None:
+        """Blocks while the queue is full."""
+        self._work.put(item)
+
+    def stop(self) -> None:
+        """Returns when the steps that run are done, which are still watched."""
+        if self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._watchdog.stop()
+
+    def _submit_all(self, engine: Engine) -> None:
+        """The thread that gives steps to the device."""
+        while (item := self._work.get()) is not None:
+            if item.step is not None and item.step.HasField("hello") and not (item.run.last_id or item.step.id):
+                self._reset(engine, item.run)
+                continue
+            if engine.overlaps:
+                self._places.acquire()
+            given = self._submit(engine, item)
+            if engine.overlaps:
+                self._given.put(given)
+            else:
+                self._answer(engine, given)
+        self._given.put(None)
+
+    def _finish_all(self, engine: Engine) -> None:
+        """The thread that waits for the device."""
+        while (given := self._given.get()) is not None:
+            self._answer(engine, given)
+            self._places.release()
+
+    def _reset(self, engine: Engine, run: RunState) -> None:
+        watched = self._watchdog.begin(f"the begin of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
+        try:
+            engine.reset()
+        except Exception as error:  # the thread must stay alive for the next Run
+            self._look_at(error)
+            run.fail(0, error)
+        finally:
+            self._watchdog.end(watched)
+
+    def _submit(self, engine: Engine, item: Item) -> _Given:
+        """After a failure the slots are not to be trusted until a hello."""
+        run, step = item.run, item.step
+        if run.ended.is_set() or step is None:
+            return _Given(run)
+        watched = None
+        try:
+            if run.broken:
+                raise ProtocolError(f"{run.broken}; begin a new Run")
+            if step.HasField("hello"):
+                raise ProtocolError(f"step {step.id} carries a second hello")
+            if step.epoch != run.epoch or step.id != run.last_id + 1:
+                raise ProtocolError(
+                    f"step {step.id} of epoch {step.epoch} where {run.last_id + 1} of {run.epoch} was expected"
+                )
+            predicted_s = engine.predicted_s(int(unpack(step.chunk_lengths).sum()))
+            limit = limit_s(predicted_s, engine.settings.step_timeout_s)
+            watched = self._watchdog.begin(f"step {step.id} of epoch {step.epoch}", limit)
+            flight = engine.submit(step, item.received_ns)
+        except Exception as error:  # whatever a step did
+            self._look_at(error)
+            run.fail(step.id, error)
+            return _Given(run, step.epoch, step.id, None, error, watched)
+        run.last_id = step.id
+        return _Given(run, step.epoch, step.id, flight, None, watched)
+
+    def _answer(self, engine: Engine, given: _Given) -> None:
+        """A result for every step, whatever happens."""
+        run, error = given.run, given.error
+        try:
+            if given.flight is not None and given.id < run.broken_at:
+                run.results.put(engine.finish(given.flight, self._more))
+                self.last_step_id = given.id
+            elif given.flight is not None:
+                error = ProtocolError(f"{run.broken}; begin a new Run")
+        except Exception as raised:
+            self._look_at(raised)
+            run.fail(given.id, raised)
+            error = raised
+        finally:
+            if given.watched is not None:
+                self._watchdog.end(given.watched)
+        if error is not None:
+            said = f"{type(error).__name__}: {error}" if str(error) else repr(error)
+            run.results.put(worker_pb2.Result(epoch=given.epoch, id=given.id, error=said))
+        elif given.flight is None:
+            run.end()
+
+    def _more(self) -> bool:
+        """Whether another step is out or waits."""
+        return not (self._given.empty() and self._work.empty())
+
+    @staticmethod
+    def _look_at(error: Exception) -> None:
+        if isinstance(error, DEVICE_LOST):
+            end_process(f"the device is lost, so the worker ends itself: {error}")

@@ -1,0 +1,79 @@
+"""The largest batches that an engine can be given, as Steps: to run them once shows what is missing, memory above all.
+
+All their sequences share one block table: the numbers mean nothing, and any pool is large enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from protos import worker_pb2
+from shared.columns import pack
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """seqs, step_tokens: of one step at most; longest: tokens of a sequence that still samples."""
+
+    seqs: int
+    step_tokens: int
+    longest: int
+    block_size: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the longest chunk."""
+        return min(self.longest, self.step_tokens)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all of it needs."""
+        return -(-self.chunk // self.block_size)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that can decode in one step."""
+        return min(self.seqs, self.step_tokens)
+
+    def prefill(self) -> tuple[worker_pb2.Step, int]:
+        """As many tokens as one step can have, in the longest chunks; and how many those are."""
+        lengths = [self.chunk] * min(self.seqs, self.step_tokens // self.chunk)
+        if len(lengths) < self.seqs and self.step_tokens % self.chunk:
+            lengths.append(self.step_tokens % self.chunk)
+        return self._step(lengths, 0), sum(lengths)
+
+    def decode(self, blocks: int) -> worker_pb2.Step:
+        """Every slot decodes, with contexts that would fill a pool of so many blocks together."""
+        context = max(1, min(self.chunk, blocks * self.block_size // self.rows))
+        return self._step([context] * self.rows, context - 1)
+
+    def sizes(self, sizes: Sequence[int]) -> Iterator[worker_pb2.Step]:
+        """Steps with exactly so many rows: of prompts, and of decodes."""
+        for size in sizes:
+            whole, rest = divmod(size, self.chunk)
+            lengths = [self.chunk] * whole + [rest] * (rest > 0)
+            if len(lengths) <= self.seqs:
+                yield self._step(lengths, 0)
+            if size <= self.rows:
+                yield self._step([2] * size, 1)
+
+    def swap(self, blocks: int) -> worker_pb2.Step:
+        """So many blocks out and in again."""
+        copied = pack(np.arange(blocks))
+        return worker_pb2.Step(swap_out_gpu=copied, swap_out_host=copied, swap_in_host=copied, swap_in_gpu=copied)
+
+    def _step(self, lengths: list[int], computed: int) -> worker_pb2.Step:
+        """Sequences of these lengths, all but the first `computed` tokens of each to be computed."""
+        slots, blocks = list(range(len(lengths))), pack(np.arange(self.blocks))
+        return worker_pb2.Step(
+            enters=[
+                worker_pb2.Enter(slot=slot, tokens=bytes(4 * n), prompt_tokens=n, computed=computed, blocks=blocks)
+                for slot, n in zip(slots, lengths, strict=True)
+            ],
+            chunk_slots=pack(slots),
+            chunk_starts=pack([computed] * len(slots)),
+            chunk_lengths=pack([n - computed for n in lengths]),
+        )
