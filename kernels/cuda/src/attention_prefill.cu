@@ -1,0 +1,117 @@
+// Attention of chunks over paged K and V, those of cached positions included: FlashAttention-2 (Dao 2023).
+//
+// A block has a work item and a KV head. Its tile of Q stays in shared memory. K and V come KEYS tokens at a time,
+// as pieces K V K V ..., through a ring of buffers there: while one is worked on, the next ones are on their way. Each
+// warp brings a slab of every piece, and goes through all keys with its own rows of the tile.
+// Grid: work items, KV heads. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers.
+#include "attention_prefill.cuh"
+
+namespace {
+
+// Starts the copies of the tile of Q. Rows without a token become zeros.
+template <int D>
+__device__ __forceinline__ void copy_queries(const AttentionParams& p, const Work& work, Group group, uint4* queries) {
+  constexpr int CHUNKS = Tile<D>::CHUNKS;
+  const uint4* q = static_cast<const uint4*>(p.q);
+#pragma unroll
+  for (int i = 0; i < Tile<D>::ROWS * CHUNKS / THREADS; i++) {
+    const int index = i * THREADS + threadIdx.x, row = index / CHUNKS, chunk = index % CHUNKS;
+    const bool there = group.token(row) < work.tokens;
+    const int64_t token = work.first_row + (there ? group.token(row) : 0);
+    const int64_t head = (token * p.kv_heads + blockIdx.y) * group.size + group.head(row);
+    cp_async_16(queries + swizzled<D>(row, chunk), q + head * CHUNKS + chunk, there);
+  }
+}
+
+// Brings this warp's slab of one piece after another, in the order K V K V ...
+template <typename T, int D>
+struct Feed {
+  const AttentionParams& p;
+  const Work& work;
+  const int32_t* pages;  // of the sequence
+  int page;              // of the next slab, read ahead of its use
+
+  __device__ __forceinline__ Feed(const AttentionParams& params, const AttentionItem& item, const Work& todo)
+      : p(params), work(todo), pages(params.pages + params.page_start[item.sequence]) {
+    find_page(work.first_key / SLAB);
+  }
+
+  // first: the slab that the piece begins with.
+  __device__ __forceinline__ void find_page(int first) {
+    const int slab = first + threadIdx.x / 32, last = max(work.end_key - 1, 0) / SLAB;
+    page = page_of(p, pages, min(slab, last));
+  }
+
+  // Starts the copies of a piece, if there is one. Keys that no row sees become zeros: what lies there may be NaN, and
+  // a weight of 0 does not take that out of the sums.
+  template <bool VALUES>
+  __device__ __forceinline__ void copy(uint4* piece, int first) {
+    constexpr int CHUNKS = Tile<D>::CHUNKS;
+    if (first * SLAB < work.end_key) {
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = first + warp;
+      const T* from = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.y, slab);
+      const unsigned unseen = work.first_key - slab * SLAB, seen = work.end_key - work.first_key;
+#pragma unroll
+      for (int i = 0; i < SLAB * CHUNKS / 32; i++) {
+        const unsigned index = i * 32 + lane, row = index / CHUNKS;
+        cp_async_16(piece + swizzled<D>(warp * SLAB + row, index % CHUNKS), from + index * VECTOR, row - unseen < seen);
+      }
+    }
+    cp_async_commit();
+    if (VALUES) find_page(first + WARPS);
+  }
+};
+
+template <typename T, int D>
+__device__ __forceinline__ void prefill(const AttentionParams& p) {
+  constexpr int STAGES = Tile<D>::STAGES, PIECE = Tile<D>::PIECE;
+  DYNAMIC_SHARED(uint4, queries);
+  uint4* ring = queries + Tile<D>::ROWS * Tile<D>::CHUNKS;
+  const AttentionItem item = p.items[blockIdx.x];
+  if (item.sequence < 0) return;
+  const Group group(p.group);
+  const Work work = work_of<D>(p, item);
+  int slab = work.first_key / SLAB;
+  Feed<T, D> feed(p, item, work);
+  copy_queries<D>(p, work, group, queries);
+  feed.template copy<false>(ring, slab);  // with the queries one group of copies
+  if (STAGES == 3) feed.template copy<true>(ring + PIECE, slab);
+  Rows<T, D> rows(work, group);
+  int now = 0, next = STAGES - 1;  // buffers: of the piece that is worked on, and the one to be filled
+  // Everybody's copies of a piece are there, and everybody is through with the piece before.
+  const auto take = [&] {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+  };
+  const auto advance = [&] {
+    next = now;
+    now = now == STAGES - 1 ? 0 : now + 1;
+  };
+  for (; slab * SLAB < work.end_key; slab += WARPS) {
+    const bool seen = rows.sees(slab * SLAB, p.window);
+    uint32_t weights[Tile<D>::M_TILES][KEYS / 16][4];
+    take();
+    feed.template copy<STAGES % 2 == 0>(ring + next * PIECE, slab + (STAGES - 1) / 2 * WARPS);
+    if (seen) rows.weigh(p, work, group, queries, ring + now * PIECE, slab * SLAB, weights);
+    advance();
+    take();
+    feed.template copy<STAGES % 2 == 1>(ring + next * PIECE, slab + STAGES / 2 * WARPS);
+    if (seen) rows.add(weights, ring + now * PIECE);
+    advance();
+  }
+  cp_async_wait<0>();
+  rows.write(p, p.items[blockIdx.x]);
+}
+
+}  // namespace
+
+KERNEL(attention_prefill_bf16_d64, AttentionParams, THREADS, prefill<bf16, 64>)
+KERNEL(attention_prefill_bf16_d80, AttentionParams, THREADS, prefill<bf16, 80>)
+KERNEL(attention_prefill_bf16_d96, AttentionParams, THREADS, prefill<bf16, 96>)
+KERNEL(attention_prefill_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128>)
+KERNEL(attention_prefill_bf16_d256, AttentionParams, THREADS, prefill<bf16, 256>)
+KERNEL(attention_prefill_f16_d64, AttentionParams, THREADS, prefill<f16, 64>)
+KERNEL(attention_prefill_f16_d80, AttentionParams, THREADS, prefill<f16, 80>)
+KERNEL(attention_prefill_f16_d96, AttentionParams, THREADS, prefill<f16, 96>)
+KERNEL(attention_prefill_f16_d128, AttentionParams, THREADS, prefill<f16, 128>)
+KERNEL(attention_prefill_f16_d256, AttentionParams, THREADS, prefill<f16, 256>)

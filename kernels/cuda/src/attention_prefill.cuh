@@ -1,0 +1,266 @@
+// The rows of a warp in chunked-prefill attention: scores, softmax and the weighted sum of V, all in registers.
+//
+// A tile's row is token * group + query head of the KV head; warp w has rows w * ROWS / WARPS and on. Sums lie as mma
+// leaves them: [m tile][8 columns][i], row lane / 4 + i / 2 * 8 of the m tile, column lane % 4 * 2 + i % 2.
+#pragma once
+#include "attention.cuh"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = WARPS * 32;
+constexpr int KEYS = WARPS * SLAB;  // of a piece of K or V
+constexpr float SLACK = 8.0f;       // a row's weights grow to 2^SLACK before its sums are scaled down
+
+template <int D>
+struct Tile {
+  static constexpr int M_TILES = D > 128 ? 1 : 2;  // of a warp; the sums of two with D 256 do not fit into registers
+  static constexpr int ROWS = WARPS * M_TILES * 16;
+  static constexpr int STAGES = D > 128 ? 2 : 3;  // buffers for pieces
+  static constexpr int CHUNKS = D / VECTOR;       // of 16 bytes, in a row
+  static constexpr int PIECE = KEYS * CHUNKS;
+};
+
+// What a thread block has to do.
+struct Work {
+  int first_row;   // of q and out: the item's first token
+  int tokens;
+  int first_position;  // of the first token
+  int first_key, end_key;  // the positions that some row sees, as far as they are the item's; perhaps none
+};
+
+template <int D>
+__device__ __forceinline__ Work work_of(const AttentionParams& p, const AttentionItem& item) {
+  const int start = p.query_start[item.sequence], rows = p.query_start[item.sequence + 1] - start;
+  Work work;
+  work.first_row = start + item.first_token;
+  work.tokens = min(Tile<D>::ROWS / p.group, rows - item.first_token);
+  work.first_position = p.context[item.sequence] - rows + item.first_token;
+  const int end = work.first_position + work.tokens;
+  const int seen_from = p.window ? max(0, work.first_position - p.window + 1) : 0;
+  work.first_key = max(item.first_slab * SLAB, seen_from);
+  work.end_key = min(item.end_slab * SLAB, end);
+  return work;
+}
+
+// `first` is where chunk 0 or 1 of a row lies, by `swizzled`; where the one `chunks` further on does, an even number.
+template <int D>
+__device__ __forceinline__ int along(int first, int chunks) {
+  constexpr int CHUNKS = Tile<D>::CHUNKS, EVEN = CHUNKS & -CHUNKS, EXCHANGED = EVEN < 8 ? EVEN : 8;
+  return (first ^ (chunks & (EXCHANGED - 1))) + chunks / EXCHANGED * EXCHANGED;
+}
+
+// The token and the head of a tile's row, without a division: exact for rows and groups up to 128.
+struct Group {
+  int size, reciprocal;
+  __device__ __forceinline__ explicit Group(int heads) : size(heads), reciprocal((65535 + heads) / heads) {}
+  __device__ __forceinline__ int token(int row) const { return row * reciprocal >> 16; }
+  __device__ __forceinline__ int head(int row) const { return row - token(row) * size; }
+};
+
+template <typename T, int D>
+struct Rows {
+  static constexpr int M_TILES = Tile<D>::M_TILES, CHUNKS = Tile<D>::CHUNKS;
+
+  int first, last;          // positions of the first and the last token; last is below zero where there is none
+  float top[M_TILES][2];    // per row: log2 of what the weights so far are divided by
+  float total[M_TILES][2];  // per row: this lane's share of the sum of the weights
+  float sums[M_TILES][D / 8][4];
+
+  __device__ __forceinline__ Rows(const Work& work, Group group) {
+    const int token = group.token(row(0, 0) - lane() / 4);
+    first = work.first_position + token;
+    last = work.first_position + min(group.token(row(0, 0) - lane() / 4 + M_TILES * 16 - 1), work.tokens - 1);
+    if (token >= work.tokens) last = -1;
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        top[m][half] = minus_infinity();
+        total[m][half] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) sums[m][n][2 * half] = sums[m][n][2 * half + 1] = 0.0f;
+      }
+  }
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  // The tile's row that this lane has in an m tile, in its upper half (0) or its lower one (1).
+  static __device__ __forceinline__ int row(int m, int half) {
+    return (threadIdx.x / 32 * M_TILES + m) * 16 + lane() / 4 + half * 8;
+  }
+
+  // Does any row see any of KEYS keys from position `key` on?
+  __device__ __forceinline__ bool sees(int key, int window) const {
+    return key <= last && (!window || key + KEYS > first - window + 1);
+  }
+  // Do all rows see all of them?
+  __device__ __forceinline__ bool sees_all(int key, int window, int end_key) const {
+    return key + KEYS <= min(first + 1, end_key) && (!window || key > last - window);
+  }
+
+  // The weights of a piece's keys, [m tile][16 keys] as left operands of mma; `key` is the position of the first.
+  __device__ __forceinline__ void weigh(const AttentionParams& p, const Work& work, Group group, const uint4* queries,
+                                        const uint4* keys, int key, uint32_t (&weights)[M_TILES][KEYS / 16][4]) {
+    float scores[M_TILES][KEYS / 8][4];
+    multiply(queries, keys, scores);
+    if (p.slopes) add_slopes(p, work, group, key, scores);
+    if (!sees_all(key, p.window, work.end_key)) hide(p.window, work, group, key, scores);
+    raise_tops(p.scale_log2, scores);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float base = top[m][half] == minus_infinity() ? 0.0f : top[m][half];
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++) {
+          const float low = exp2_approx(scores[m][n][2 * half] * p.scale_log2 - base);
+          const float high = exp2_approx(scores[m][n][2 * half + 1] * p.scale_log2 - base);
+          total[m][half] += low + high;
+          weights[m][n / 2][n % 2 * 2 + half] = T::pack(low, high);
+        }
+      }
+  }
+
+  // sums += weights * values
+  __device__ __forceinline__ void add(const uint32_t (&weights)[M_TILES][KEYS / 16][4], const uint4* values) {
+    const int value = swizzled<D>(lane() % 16, lane() / 16);
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++)
+#pragma unroll
+      for (int n = 0; n < D / 16; n++) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, values + along<D>(value, 2 * n) + k * 16 * CHUNKS);
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+          mma<T>(sums[m][2 * n], weights[m][k], b[0], b[1]);
+          mma<T>(sums[m][2 * n + 1], weights[m][k], b[2], b[3]);
+        }
+      }
+  }
+
+  // Rows of the result, or of partial results with the base-2 logarithm of the sum of exponentials.
+  // Item and work are read again, for they would take registers in the loop over the keys.
+  __device__ __forceinline__ void write(const AttentionParams& p, const AttentionItem& item) {
+    const Work work = work_of<D>(p, item);
+    const Group group(p.group);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float all = total[m][half];
+        all += __shfl_xor_sync(ALL_LANES, all, 1);
+        all += __shfl_xor_sync(ALL_LANES, all, 2);
+        const float scale = all == 0.0f ? 0.0f : 1.0f / all;
+        const int token = group.token(row(m, half));
+        if (token >= work.tokens) continue;
+        const bool whole = item.partial < 0;
+        const int64_t line = whole ? work.first_row + token : item.partial + static_cast<int64_t>(token) * item.splits;
+        const int64_t head = (line * p.kv_heads + blockIdx.y) * group.size + group.head(row(m, half));
+        if (!whole && lane() % 4 == 0) p.partial_lse[head] = top[m][half] + log2f(all);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+          const int64_t to = (head * D + n * 8) / 2 + lane() % 4;  // in pairs
+          const float low = sums[m][n][2 * half] * scale, high = sums[m][n][2 * half + 1] * scale;
+          if (whole)
+            static_cast<uint32_t*>(p.out)[to] = T::pack(low, high);
+          else
+            reinterpret_cast<float2*>(p.partial_out)[to] = make_float2(low, high);
+        }
+      }
+  }
+
+ private:
+  using Scores = float[M_TILES][KEYS / 8][4];
+
+  static __device__ __forceinline__ void multiply(const uint4* queries, const uint4* keys, Scores& scores) {
+    const int query = swizzled<D>(row(0, 0) - lane() / 4 + lane() % 16, lane() / 16);
+    const int key = swizzled<D>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
+// Not all at once: the compiler would read so many operands ahead that sums of 128 numbers did not fit any more.
+#pragma unroll 4
+    for (int k = 0; k < D / 16; k++) {
+      uint32_t a[M_TILES][4];
+#pragma unroll
+      for (int m = 0; m < M_TILES; m++) ldmatrix_x4(a[m], queries + along<D>(query, 2 * k) + m * 16 * CHUNKS);
+#pragma unroll
+      for (int n = 0; n < KEYS / 16; n++) {
+        uint32_t b[4];
+        ldmatrix_x4(b, keys + along<D>(key, 2 * k) + n * 16 * CHUNKS);
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+          mma<T>(scores[m][2 * n], a[m], b[0], b[1]);
+          mma<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // ALiBi, in units of the scores before their scale.
+  static __device__ __forceinline__ void add_slopes(const AttentionParams& p, const Work& work, Group group, int key,
+                                                    Scores& scores) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int at = row(m, half), position = work.first_position + group.token(at);
+        const float slope = p.slopes[blockIdx.y * group.size + group.head(at)] * LOG2_E / p.scale_log2;
+        const float nearest = slope * (key + lane() % 4 * 2 - position);
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) scores[m][n][2 * half + i] += slope * (n * 8 + i) + nearest;
+      }
+  }
+
+  // Takes out the keys that a row does not see.
+  static __device__ __forceinline__ void hide(int window, const Work& work, Group group, int key, Scores& scores) {
+    const int column = key + lane() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int position = work.first_position + group.token(row(m, half));
+        const int end = min(position + 1, work.end_key) - column;
+        const int begin = window ? position - window + 1 - column : -KEYS;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            if (n * 8 + i >= end || n * 8 + i < begin) scores[m][n][2 * half + i] = minus_infinity();
+      }
+  }
+
+  // Moves a row's top up to its largest score, if that is SLACK above. What a row does depends on its own scores alone.
+  __device__ __forceinline__ void raise_tops(float scale_log2, const Scores& scores) {
+    float largest[M_TILES][2];
+    bool grown = false;
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float x = minus_infinity();
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2)) * scale_log2;
+        largest[m][half] = x > top[m][half] + SLACK ? x : top[m][half];
+        grown |= largest[m][half] > top[m][half];
+      }
+    if (!__any_sync(ALL_LANES, grown)) return;
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float top_now = largest[m][half];
+        const float scale = top_now == top[m][half] ? 1.0f : exp2_approx(top[m][half] - top_now);
+        top[m][half] = top_now;
+        total[m][half] *= scale;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) sums[m][n][2 * half] *= scale, sums[m][n][2 * half + 1] *= scale;
+      }
+  }
+};
+
+}  // namespace
