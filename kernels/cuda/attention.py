@@ -1,0 +1,99 @@
+"""Paged attention of an iteration: the decode and the prefill kernel over their work items, then the merge."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cuda import attention_calls
+from kernels.cuda.cache import CudaCache
+from kernels.cuda.device import Device
+from kernels.cuda.launching import dtype_name, launch, pointer
+from kernels.cuda.metadata import Staging, plan_columns
+from kernels.cuda.planner import Planner
+from kernels.cuda.prepared import CudaPrepared, Work
+from kernels.ops import Attention
+
+
+class PagedAttention:
+    """The operation `attention` of kernels.ops, and the memory for its partial results."""
+
+    def __init__(self, gpu: Device, staging: Staging) -> None:
+        self.seen: list[Attention] | None = None  # what is asked for, while somebody wants to know
+        self._gpu, self._staging = gpu, staging
+        self._partial_out = gpu.empty((0,), torch.float32)
+        self._partial_lse = gpu.empty((0,), torch.float32)
+
+    def reserve(self, rows: int, heads: int, head_dim: int) -> None:
+        """Takes memory for so many partial rows, once for all layers and iterations."""
+        self._partial_out, self._partial_lse = self._partials(rows, heads, head_dim)
+
+    def __call__(self, q: Tensor, attention: Attention, prepared: CudaPrepared, cache: CudaCache, layer: int) -> Tensor:
+        if self.seen is not None:
+            self.seen.append(attention)
+        work = self._work(attention, prepared, cache)
+        out = self._gpu.empty((q.shape[0], q.shape[1]), q.dtype)
+        heads, head_dim = attention.heads, cache.shape.head_dim
+        partial_out, partial_lse = self._partial_out, self._partial_lse
+        if work.partial_rows * heads > partial_lse.numel():
+            partial_out, partial_lse = self._partials(work.partial_rows, heads, head_dim)
+        columns, plan = prepared.columns, prepared.plan
+        for make, items, name in (
+            (attention_calls.decode, work.decode_items, "decode_items"),
+            (attention_calls.prefill, work.prefill_items, "prefill_items"),
+        ):
+            if not items:
+                continue
+            call = make(
+                dtype_name(q.dtype),
+                items,
+                heads,
+                cache.shape.kv_heads,
+                head_dim,
+                cache.shape.block_size,
+                cache.block_stride,
+                attention.scale,
+                pointer(q),
+                pointer(out),
+                cache.keys(layer),
+                cache.values(layer),
+                plan.address(name),
+                columns.address("pages"),
+                columns.address("page_start"),
+                columns.address("context"),
+                columns.address("query_start"),
+                pointer(partial_out),
+                pointer(partial_lse),
+                pointer(attention.slopes),
+                attention.window,
+            )
+            read = (q, cache.pool, columns.tensor, plan.tensor, attention.slopes)
+            launch(self._gpu.main, call, *read, out, partial_out, partial_lse)
+        if work.merged:
+            call = attention_calls.merge(
+                dtype_name(q.dtype),
+                work.merged,
+                heads,
+                head_dim,
+                pointer(out),
+                pointer(partial_out),
+                pointer(partial_lse),
+                plan.address("merge_starts"),
+                plan.address("merge_rows"),
+            )
+            launch(self._gpu.main, call, out, partial_out, partial_lse, plan.tensor)
+        return out
+
+    def _work(self, attention: Attention, prepared: CudaPrepared, cache: CudaCache) -> Work:
+        """The plan of the batch; made now where nothing was known of the attention when it was prepared."""
+        shape = cache.shape
+        group = attention.heads // shape.kv_heads
+        if prepared.work is not None and prepared.work.covers(group, attention.window):
+            return prepared.work
+        planner = Planner(self._gpu.processors, shape.kv_heads, group, shape.head_dim)
+        plan = planner.plan(prepared.batch.query_start, prepared.batch.context)
+        return prepared.plan_anew(Work.of(planner, plan), self._staging.stage(plan_columns(plan)))
+
+    def _partials(self, rows: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        out = self._gpu.empty((rows, heads, head_dim), torch.float32)
+        return out, self._gpu.empty((rows, heads), torch.float32)

@@ -1,0 +1,132 @@
+"""An iteration's numbers on their way to the device: columns of int32 behind one another, one buffer, one copy.
+
+What does not change its size within a graph comes first, the pages of all sequences last, so that only what is used is
+copied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor, int32
+
+from kernels.cuda.calls import PADDING
+from kernels.cuda.device import Device, Event
+from kernels.cuda.planner import Bounds, Plan
+from kernels.ops import Batch, Int32
+
+ALIGNMENT = 8  # numbers: 32 bytes, a work item
+SMALLEST_BUFFER = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Numbers with a name; behind them `room - len(values)` times `fill`."""
+
+    name: str
+    values: Int32
+    room: int
+    fill: int = 0
+
+
+def row_columns(batch: Batch, block_size: int, padded: int = 0) -> list[Column]:
+    """What the operations on rows read, for `padded` rows, samples and sequences where these are more."""
+    slots = batch.write_blocks * np.int32(block_size) + batch.write_offsets
+    sequences = max(padded, len(batch.context))
+    return [
+        Column("tokens", batch.tokens, max(padded, len(batch.tokens)), PADDING),
+        Column("positions", batch.positions, max(padded, len(batch.positions))),
+        Column("slots", slots, max(padded, len(slots)), -1),
+        Column("sample_rows", batch.sample_rows, max(padded, len(batch.sample_rows)), -1),
+        Column("context", batch.context, sequences),
+        Column("query_start", batch.query_start, sequences + 1),
+    ]
+
+
+def plan_columns(plan: Plan, bounds: Bounds | None = None) -> list[Column]:
+    """What attention and its merge read; with bounds, as much room as any plan within them needs."""
+    decode, merged = plan.decode.ravel(), len(plan.rows)
+    item_room = bounds.items * plan.decode.shape[1] if bounds else decode.size
+    merge_room = bounds.merged if bounds else merged
+    return [
+        Column("decode_items", decode, item_room, -1),
+        Column("prefill_items", plan.prefill.ravel(), plan.prefill.size),
+        Column("merge_starts", plan.starts, merge_room + 1),
+        Column("merge_rows", plan.rows, merge_room, -1),
+    ]
+
+
+def page_columns(batch: Batch, block_size: int, padded: int = 0) -> list[Column]:
+    """The pages of all sequences one after another, and where each sequence's begin; the last columns of a buffer."""
+    used = -(-batch.context // block_size)
+    start = np.zeros(len(used) + 1, np.int32)
+    np.cumsum(used, out=start[1:])
+    width = batch.tables.shape[1]
+    # Page i of sequence s is number s * width + i of the tables.
+    skipped = np.arange(len(used), dtype=np.int32) * width - start[:-1]
+    pages = batch.tables.ravel().take(np.arange(start[-1], dtype=np.int32) + np.repeat(skipped, used))
+    return [
+        Column("page_start", start, max(padded, len(used)) + 1),
+        Column("pages", pages, len(pages)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Columns in pinned memory, ready to be copied; `offsets` and `used` in numbers."""
+
+    pinned: Tensor
+    offsets: dict[str, int]
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where kernels read them."""
+
+    tensor: Tensor  # int32 on the device
+    offsets: dict[str, int]
+
+    def address(self, name: str) -> int:
+        """Of a column's first number."""
+        return int(self.tensor.data_ptr()) + 4 * self.offsets[name]
+
+
+class Staging:
+    """Pinned buffers in rotation. One is written again only when the copy out of it is done; nobody waits for that."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._sent: deque[tuple[Event, Tensor]] = deque()
+
+    def stage(self, columns: list[Column]) -> Staged:
+        """Writes the columns, in this order, to a buffer that nobody reads any more."""
+        offsets, used = {}, 0
+        for column in columns:
+            offsets[column.name] = used
+            used += -(-column.room // ALIGNMENT) * ALIGNMENT
+        pinned = self._buffer(used)
+        numbers: Int32 = pinned.numpy()
+        for column in columns:
+            start, count = offsets[column.name], len(column.values)
+            numbers[start : start + count] = column.values
+            if count < column.room:
+                numbers[start + count : start + column.room] = column.fill
+        return Staged(pinned, offsets, used)
+
+    def send(self, staged: Staged, target: Tensor | None = None) -> Columns:
+        """Begins the copy, to the first numbers of target or to memory taken for it. Once for each `stage`."""
+        if target is None:
+            target = self._device.empty((staged.used,), int32)
+        self._device.main.copy(target[: staged.used], staged.pinned[: staged.used])
+        self._sent.append((self._device.main.record(), staged.pinned))
+        return Columns(target, staged.offsets)
+
+    def _buffer(self, numbers: int) -> Tensor:
+        while self._sent and self._sent[0][0].done():
+            _, pinned = self._sent.popleft()
+            if pinned.numel() >= numbers:
+                return pinned  # a smaller one is let go
+        return self._device.pinned((max(SMALLEST_BUFFER, 1 << (numbers - 1).bit_length()),), int32)

@@ -1,0 +1,177 @@
+"""Cuts the attention of an iteration into work items (`attention_calls.ITEM`). Pure numpy; no loop over sequences.
+
+A sequence with one row is one tile of the decode kernel, any other is cut into tiles of `tokens_per_item` tokens for
+the prefill kernel. A tile whose KV is long beside what each resident block of the GPU should get is split into several
+items; `attention_merge` brings their partial results together. The same lengths always give the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.cuda.attention_calls import ITEM, SLAB, tokens_per_item
+from kernels.ops import Int32
+
+MIN_SPLIT_SLABS = 16  # 256 tokens: below, merging costs more than the split gains
+SPLIT_STEP = 4  # slabs: one for each warp of a decode block, one KV tile of the prefill kernel
+MMA_ROWS = 16  # query heads of a KV head that a decode block takes at once
+
+DECODE_ITEMS_PER_PROCESSOR = 6
+"""Three resident blocks, two items for each: with one for each, the longest sequence would set the time."""
+PREFILL_ITEMS_PER_PROCESSOR = 2
+"""One resident block, two items for each. Few, because a split tile writes all its tokens once for each item."""
+
+ITEM_INTS = ITEM.itemsize // 4
+SEQUENCE, FIRST_TOKEN, FIRST_SLAB, END_SLAB, PARTIAL, SPLITS, TOKENS, SIZE = range(ITEM_INTS)
+"""Columns of items and tiles as int32 [.., ITEM_INTS]. Kernels do not read the last two: tokens of the tile, and slabs
+of each of its items."""
+
+_NO_TILES = np.zeros((0, ITEM_INTS), np.int32)
+_INT16_MIN = -(1 << 15)
+SlabsT = TypeVar("SlabsT", int, Int32)
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Work items of both kernels, longest first, and what is to be merged (see attention_calls.MERGE)."""
+
+    decode: Int32  # [items, ITEM_INTS]
+    prefill: Int32  # [items, ITEM_INTS]
+    starts: Int32  # [tokens that are merged + 1]
+    rows: Int32  # [tokens that are merged]
+    partial_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that a plan has, whatever the lengths."""
+
+    items: int
+    merged: int
+    partial_rows: int
+
+
+class Planner:
+    """Plans for one model on one device."""
+
+    def __init__(self, processors: int, kv_heads: int, group: int, head_dim: int, window: int = 0) -> None:
+        """processors: streaming multiprocessors; group: query heads of a KV head; window: the largest of the layers.
+
+        A window of 0 means that some layer sees everything. Raises ValueError for a group that no tile can hold.
+        """
+        self.group, self.window = group, window
+        self._tile = tokens_per_item(head_dim, group)
+        decode_blocks = kv_heads * -(-group // MMA_ROWS)  # each item is launched so many times
+        self._decode_items = -(-processors * DECODE_ITEMS_PER_PROCESSOR // decode_blocks)
+        self._prefill_items = -(-processors * PREFILL_ITEMS_PER_PROCESSOR // kv_heads)
+
+    def plan(self, query_start: Int32, context: Int32) -> Plan:
+        """The items of S sequences: query_start [S + 1], context [S] (see kernels.ops.Batch)."""
+        lengths = query_start[1:] - query_start[:-1]
+        one = lengths == 1
+        decodes, chunks = np.flatnonzero(one), np.flatnonzero(~one)
+        decode_tiles = self._decode_tiles(decodes, context) if decodes.size else _NO_TILES
+        prefill_tiles = self._prefill_tiles(chunks, lengths, context) if chunks.size else _NO_TILES
+        decode = _items(decode_tiles, self._decode_items, 0)
+        split = decode_tiles[decode_tiles[:, SPLITS] > 1]
+        prefill = _items(prefill_tiles, self._prefill_items, int(split[:, SPLITS].sum()))
+        if chunks.size:
+            split = np.concatenate([split, prefill_tiles[prefill_tiles[:, SPLITS] > 1]])
+        starts, rows = _merges(split, query_start)
+        return Plan(decode, prefill, starts, rows, int(starts[-1]))
+
+    def decode_bounds(self, sequences: int) -> Bounds:
+        """Of an iteration in which so many sequences, or fewer, have one row each.
+
+        A split holds `total slabs / wanted items` or more, so the numbers of splits, each rounded up, sum up to fewer
+        than wanted + sequences, and fewer sequences than are wanted are longer than one split.
+        """
+        merged = min(sequences, self._decode_items - 1)
+        return Bounds(
+            items=sequences + self._decode_items - 1,
+            merged=merged,
+            partial_rows=self._decode_items + merged,
+        )
+
+    def partial_rows(self, tokens: int) -> int:
+        """The most partial rows of any iteration of so many tokens."""
+        split = self._prefill_items + min(tokens, self._prefill_items - 1)
+        return self.decode_bounds(tokens).partial_rows + split * min(tokens, self._tile)
+
+    def _decode_tiles(self, sequences: Indices, context: Int32) -> Int32:
+        tiles = np.zeros((len(sequences), ITEM_INTS), np.int32)
+        context = context[sequences]
+        tiles[:, SEQUENCE] = sequences
+        tiles[:, TOKENS] = 1
+        if self.window:
+            tiles[:, FIRST_SLAB] = np.maximum(context - self.window, 0) // SLAB
+        tiles[:, END_SLAB] = -(-context // SLAB)
+        return tiles
+
+    def _prefill_tiles(self, sequences: Indices, lengths: Int32, context: Int32) -> Int32:
+        lengths, context = lengths[sequences], context[sequences]
+        owner, index = _places(-(-lengths // self._tile))
+        tiles = np.zeros((len(owner), ITEM_INTS), np.int32)
+        first_token = index * self._tile
+        tokens = np.minimum(lengths[owner] - first_token, self._tile)
+        position = (context - lengths)[owner] + first_token  # of the tile's first token
+        tiles[:, SEQUENCE] = sequences[owner]
+        tiles[:, FIRST_TOKEN] = first_token
+        tiles[:, TOKENS] = tokens
+        if self.window:
+            tiles[:, FIRST_SLAB] = np.maximum(position - self.window + 1, 0) // SLAB
+        tiles[:, END_SLAB] = -(-(position + tokens) // SLAB)
+        return tiles
+
+
+def _items(tiles: Int32, wanted: int, partial_row: int) -> Int32:
+    """Items of the tiles, longest first: `wanted` or a few more where there is work enough, else one for each tile.
+
+    Writes SIZE, SPLITS and PARTIAL of the tiles; partial rows are counted from `partial_row` on.
+    """
+    if not len(tiles):
+        return tiles
+    work = tiles[:, END_SLAB] - tiles[:, FIRST_SLAB]
+    share = -(-int(work.sum(dtype=np.int64)) // wanted)
+    most = max(MIN_SPLIT_SLABS, _whole_steps(share))
+    splits = np.minimum(-(-work // most), np.maximum(work // MIN_SPLIT_SLABS, 1))
+    size = _whole_steps(-(-work // splits))
+    splits = -(-work // size)
+    rows = np.where(splits > 1, splits * tiles[:, TOKENS], 0)
+    tiles[:, SIZE], tiles[:, SPLITS] = size, splits
+    tiles[:, PARTIAL] = np.where(splits > 1, partial_row + np.cumsum(rows) - rows, -1)
+    items = tiles
+    if len(splits) < splits.sum():
+        owner, index = _places(splits)
+        items = tiles[owner]
+        items[:, FIRST_SLAB] += index * items[:, SIZE]
+        items[:, END_SLAB] = np.minimum(items[:, FIRST_SLAB] + items[:, SIZE], items[:, END_SLAB])
+        items[:, PARTIAL] += index  # 0 where there is but one
+    # 16-bit keys are sorted by their digits, in linear time; items beyond half a million tokens count as that long.
+    shorter = np.maximum(items[:, FIRST_SLAB] - items[:, END_SLAB], _INT16_MIN).astype(np.int16)
+    return items[np.argsort(shorter, kind="stable")]
+
+
+def _merges(tiles: Int32, query_start: Int32) -> tuple[Int32, Int32]:
+    """Of the tokens of tiles that are split: where their partial rows start and, last, end; and their rows."""
+    owner, index = _places(tiles[:, TOKENS])
+    starts = np.zeros(len(owner) + 1, np.int32)
+    np.cumsum(tiles[owner, SPLITS], out=starts[1:])
+    first_row = query_start[tiles[:, SEQUENCE]] + tiles[:, FIRST_TOKEN]
+    return starts, first_row[owner] + index
+
+
+def _places(counts: Int32) -> tuple[Indices, Int32]:
+    """For counts[0] things of owner 0, counts[1] of owner 1, ...: each one's owner, and its index among the owner's."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    return owner, np.arange(len(owner), dtype=np.int32) - starts[owner]
+
+
+def _whole_steps(slabs: SlabsT) -> SlabsT:
+    return -(-slabs // SPLIT_STEP) * SPLIT_STEP

@@ -1,0 +1,160 @@
+"""The planner against brute force: what each row must see is covered exactly once, by kernels that can be launched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.cuda.attention_calls import ITEM, SLAB, tokens_per_item
+from kernels.cuda.planner import MIN_SPLIT_SLABS, SPLIT_STEP, Plan, Planner
+from kernels.ops import Int32
+
+HEAD_DIM = 128
+
+
+def lengths_of(seed: int, sequences: int, longest: int, decode_share: float) -> tuple[Int32, Int32]:
+    """Random (query_start, context)."""
+    rng = np.random.default_rng(seed)
+    context = (longest ** rng.random(sequences)).astype(np.int32) + 1
+    rows = np.where(rng.random(sequences) < decode_share, 1, rng.integers(1, context + 1))
+    return np.concatenate([[0], np.cumsum(rows)]).astype(np.int32), context
+
+
+def items_of(plan: Plan) -> list[tuple[str, dict[str, int]]]:
+    found = []
+    for kernel, numbers in (("decode", plan.decode), ("prefill", plan.prefill)):
+        items: Any = np.ascontiguousarray(numbers).view(ITEM)[:, 0]
+        found += [(kernel, {name: int(item[name]) for name in ITEM.names[:6]}) for item in items]
+    return found
+
+
+CASES = [
+    # processors, KV heads, group, window, sequences, longest context, share of sequences with one row
+    (4, 2, 4, 0, 9, 900, 1.0),
+    (4, 2, 4, 0, 9, 900, 0.5),
+    (4, 2, 4, 0, 7, 2500, 0.0),
+    (132, 8, 4, 0, 5, 6000, 1.0),
+    (132, 8, 4, 0, 40, 9000, 0.9),
+    (132, 1, 32, 0, 3, 9000, 0.6),
+    (8, 8, 1, 0, 6, 3000, 0.5),
+    (4, 2, 4, 700, 9, 3000, 0.6),
+    (4, 1, 7, 33, 9, 900, 0.5),
+    (132, 2, 2, 1, 5, 500, 0.5),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_row_sees_what_it_must_exactly_once(case: tuple[int, ...], seed: int) -> None:
+    processors, kv_heads, group, window, sequences, longest, share = case
+    query_start, context = lengths_of(seed, sequences, longest, share)
+    plan = Planner(processors, kv_heads, group, HEAD_DIM, window).plan(query_start, context)
+    tile = tokens_per_item(HEAD_DIM, group)
+    covered: dict[int, Counter[int]] = {row: Counter() for row in range(query_start[-1])}
+    partial_rows: dict[int, list[int]] = {}
+    for kernel, item in items_of(plan):
+        rows = np.arange(query_start[item["sequence"]], query_start[item["sequence"] + 1])
+        assert (kernel == "decode") == (len(rows) == 1)
+        assert item["first_token"] % tile == 0
+        for i, row in enumerate(rows[item["first_token"] :][:tile].tolist()):
+            covered[row].update(range(item["first_slab"], item["end_slab"]))
+            if item["partial"] >= 0:
+                partial_rows.setdefault(row, []).append(item["partial"] + i * item["splits"])
+            else:
+                assert item["splits"] == 1
+    for sequence, end in enumerate(context.tolist()):
+        rows = np.arange(query_start[sequence], query_start[sequence + 1]).tolist()
+        for tokens in (rows[first : first + tile] for first in range(0, len(rows), tile)):
+            positions = [end - (rows[-1] + 1 - token) for token in tokens]
+            first = max(0, positions[0] - window + 1) // SLAB if window else 0
+            wanted = {slab: 1 for slab in range(first, positions[-1] // SLAB + 1)}
+            assert all(covered[token] == wanted for token in tokens)
+    merged = {
+        int(row): list(range(start, stop))
+        for row, start, stop in zip(plan.rows, plan.starts[:-1], plan.starts[1:], strict=True)
+    }
+    assert {row: sorted(found) for row, found in partial_rows.items()} == merged
+    assert sorted(chain.from_iterable(merged.values())) == list(range(plan.partial_rows))
+
+
+def test_some_cases_split_and_some_do_not() -> None:
+    plans = [Planner(*case[:3], HEAD_DIM, case[3]).plan(*lengths_of(0, *case[4:])) for case in CASES]
+    assert any(len(plan.rows) for plan in plans) and any(not len(plan.rows) for plan in plans)
+    assert any(items["splits"] > 1 for plan in plans for kernel, items in items_of(plan) if kernel == "prefill")
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 8, 100, 256])
+@pytest.mark.parametrize(("processors", "kv_heads", "group"), [(4, 2, 4), (132, 8, 4), (132, 1, 16), (132, 32, 1)])
+def test_no_decode_needs_more_than_the_bounds(sequences: int, processors: int, kv_heads: int, group: int) -> None:
+    planner = Planner(processors, kv_heads, group, HEAD_DIM)
+    bounds = planner.decode_bounds(sequences)
+    most = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        longest = int(rng.integers(1, 1 << rng.integers(1, 18)))
+        count = sequences if seed % 2 else int(rng.integers(1, sequences + 1))
+        context = rng.integers(1, longest + 1, count).astype(np.int32)
+        if seed % 3 == 0:  # a few as long as it takes, the others short
+            context[count // 8 :] = 1
+        plan = planner.plan(np.arange(count + 1, dtype=np.int32), context)
+        most = max(most, len(plan.decode))
+        assert len(plan.decode) <= bounds.items
+        assert len(plan.rows) <= bounds.merged
+        assert plan.partial_rows <= bounds.partial_rows
+    assert most > bounds.items / 3 or kv_heads != 8, "the bounds are far from what happens"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_iteration_has_more_partial_rows_than_its_tokens_allow(seed: int) -> None:
+    planner = Planner(132, 8, 4, HEAD_DIM)
+    query_start, context = lengths_of(seed, 30, 40_000, 0.5)
+    plan = planner.plan(query_start, context)
+    assert 0 < plan.partial_rows <= planner.partial_rows(int(query_start[-1]))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_splits_are_large_and_the_longest_items_come_first(seed: int) -> None:
+    plan = Planner(132, 4, 8, HEAD_DIM).plan(*lengths_of(seed, 20, 30_000, 0.6))
+    for numbers in (plan.decode, plan.prefill):
+        slabs = np.diff(np.ascontiguousarray(numbers)[:, 2:4])[:, 0]
+        assert (np.diff(slabs) <= 0).all()
+    sizes: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+    for kernel, item in items_of(plan):
+        key = (kernel, item["sequence"], item["first_token"])
+        sizes.setdefault(key, []).append((item["first_slab"], item["end_slab"] - item["first_slab"]))
+    split = [sorted(found) for found in sizes.values() if len(found) > 1]
+    assert split
+    for found in split:
+        for _, slabs in found[:-1]:
+            assert slabs >= MIN_SPLIT_SLABS and slabs % SPLIT_STEP == 0
+
+
+def test_a_long_sequence_is_split_among_the_whole_device_and_many_short_ones_are_not() -> None:
+    planner = Planner(132, 8, 4, HEAD_DIM)
+    alone = planner.plan(np.arange(2, dtype=np.int32), np.array([32_768], np.int32))
+    assert len(alone.decode) * 8 >= 2 * 132
+    crowd = planner.plan(np.arange(257, dtype=np.int32), np.full(256, 1024, np.int32))
+    assert len(crowd.decode) == 256 and not len(crowd.rows)
+
+
+def test_heads_of_a_wide_group_count_as_work() -> None:
+    lengths = (np.arange(2, dtype=np.int32), np.array([100_000], np.int32))
+    narrow, wide = (len(Planner(132, 8, group, HEAD_DIM).plan(*lengths).decode) for group in (16, 32))
+    assert wide < narrow
+
+
+def test_the_same_lengths_give_the_same_plan_in_any_planner() -> None:
+    lengths = lengths_of(5, 50, 20_000, 0.7)
+    first, second = (Planner(132, 8, 4, HEAD_DIM).plan(*lengths) for _ in range(2))
+    for name in ("decode", "prefill", "starts", "rows"):
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+
+
+def test_nobody_is_no_work() -> None:
+    plan = Planner(4, 2, 4, HEAD_DIM).plan(np.zeros(1, np.int32), np.zeros(0, np.int32))
+    assert not len(plan.decode) and not len(plan.prefill) and not len(plan.rows)
+    assert plan.starts.tolist() == [0] and plan.partial_rows == 0
