@@ -1,0 +1,348 @@
+"""The CUDA backend: our kernels, torch's matrices, graphs for decode. On a GPU it is `cuda`, on a CPU `emulator`.
+
+Every operation is given to the device's main stream and returns at once; only what is called at load waits. Importing
+this registers both names; what a GPU needs is imported when `cuda` is created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cuda import attention_calls, calls
+from kernels.cuda.attention import PagedAttention
+from kernels.cuda.cache import CudaCache
+from kernels.cuda.device import Device, Event
+from kernels.cuda.graphs import Graphs, sizes_up_to
+from kernels.cuda.launching import dtype_name, launch, pointer
+from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_columns
+from kernels.cuda.planner import Planner
+from kernels.cuda.prepared import CudaPrepared, Work
+from kernels.cuda.sampling import Sampler
+from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Pending, Sampled, SamplingRows, register
+
+MOST_SLOTS = 1 << 16
+
+PAGES_OF_GRAPHS = 1 << 13
+"""For each sequence, on average: graphs have room for so many pages. A batch with more is computed without a graph."""
+
+_EMPTY = np.zeros(0, np.int32)
+NOBODY = Batch(_EMPTY, _EMPTY, np.zeros(1, np.int32), _EMPTY, _EMPTY.reshape(0, 0), _EMPTY, _EMPTY, _EMPTY)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix [outputs, inputs] on the device; an embedding is one too."""
+
+    weight: Tensor
+    transposed: Tensor
+    bias: Tensor | None  # [outputs] float32
+    rounded_bias: Tensor | None  # of the weight's dtype
+
+
+class CudaOps(Ops[CudaPrepared, CudaCache]):
+    """See kernels.ops. Models in bfloat16 or float16; those in float32 are the reference backend's."""
+
+    overlaps = True
+
+    def __init__(self, gpu: Device) -> None:
+        self.gpu = gpu
+        self.device = gpu.torch_device
+        self.name = "cuda" if gpu.torch_device.type == "cuda" else "emulator"
+        self._main = gpu.main
+        self._staging = Staging(gpu)
+        self._last_tokens = gpu.empty((MOST_SLOTS,), torch.int32)  # of each slot
+        self._main.run(self._last_tokens.zero_)
+        self._samplers: dict[int, Sampler] = {}
+        self._attention = PagedAttention(gpu, self._staging)
+        self._graphs: Graphs | None = None
+        self._logits_room: Tensor | None = None  # where the next logits go
+
+    def new_cache(self, shape: CacheShape) -> CudaCache:
+        dtype_name(shape.dtype)
+        if shape.head_dim not in attention_calls.HEAD_DIMS:
+            known = ", ".join(map(str, attention_calls.HEAD_DIMS))
+            raise ValueError(f"heads of {shape.head_dim} numbers: the cuda kernels have {known} (--kernels reference)")
+        return CudaCache(shape, self.gpu)
+
+    def prepare(self, batch: Batch, cache: CudaCache) -> CudaPrepared:
+        graphs = self._graphs
+        if graphs is None or graphs.cache is not cache:
+            prepared = self._prepared(batch, cache)
+        else:
+            decodes = len(batch.tokens) == len(batch.context) == len(batch.sample_rows)
+            graph = graphs.size_for(len(batch.tokens)) if decodes else 0
+            prepared = self._prepared(batch, cache, graphs.planner, graph)
+            if graph and prepared.numbers <= graphs.columns.numel():
+                return prepared
+        prepared.graph = 0
+        prepared.send()
+        return prepared
+
+    def _prepared(self, batch: Batch, cache: CudaCache, planner: Planner | None = None, graph: int = 0) -> CudaPrepared:
+        """Not sent yet. graph: rows of the graph that it is padded for."""
+        size = cache.shape.block_size
+        columns, work = row_columns(batch, size, graph), None
+        if planner is not None:
+            plan = planner.plan(batch.query_start, batch.context)
+            bounds = planner.decode_bounds(graph) if graph else None
+            work = Work.of(planner, plan, bounds)
+            columns += plan_columns(plan, bounds)
+        staged = self._staging.stage(columns + page_columns(batch, size, graph))
+        return CudaPrepared(batch, staged, self._staging, work, graph)
+
+    def pack_linear(
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+    ) -> Packed:
+        if int8:
+            raise ValueError("the cuda backend has no int8 weights")
+        weight = self._joined(parts, outputs, inputs)
+        if bias is None:
+            return Packed(weight, weight.t(), None, None)
+        return Packed(weight, weight.t(), self._put(bias), self._put(bias.to(weight.dtype)))
+
+    def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
+        return self.pack_linear(parts, tokens, hidden, None)
+
+    def _joined(self, parts: Iterable[Tensor], rows: int, width: int) -> Tensor:
+        whole: Tensor | None = None
+        first = 0
+        for part in parts:
+            if whole is None:
+                dtype_name(part.dtype)
+                whole = self.gpu.empty((rows, width), part.dtype)
+            self._put(part, whole[first : first + part.shape[0]])
+            first += part.shape[0]
+        if whole is None or first != rows:
+            raise ValueError(f"the parts of a matrix of {rows} rows have {first}")
+        return whole
+
+    def _put(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        """source on the device, when this returns."""
+        to = self.gpu.empty(tuple(source.shape), source.dtype) if target is None else target
+        self._main.run(lambda: to.copy_(source))
+        self._main.record().wait()
+        return to
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        out, bias = self._empty(x.shape[0], packed.weight.shape[0], x.dtype), packed.rounded_bias
+        if bias is None:
+            self._main.run(lambda: torch.mm(x, packed.transposed, out=out))
+        else:
+            self._main.run(lambda: torch.addmm(bias, x, packed.transposed, out=out))
+        return out
+
+    def logits(self, x: Tensor, packed: Packed) -> Tensor:
+        rows, room = x.shape[0], self._logits_room
+        self._logits_room = None  # a second matrix of logits would overwrite the first
+        out = self._empty(rows, packed.weight.shape[0], torch.float32) if room is None else room[:rows]
+
+        def multiply() -> None:
+            if self.device.type == "cuda":
+                torch.mm(x, packed.transposed, out_dtype=torch.float32, out=out)
+            else:
+                torch.mm(x.float(), packed.transposed.float(), out=out)
+            if packed.bias is not None:
+                out.add_(packed.bias)
+
+        self._main.run(multiply)
+        return out
+
+    def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
+        return []
+
+    def embed(self, prepared: CudaPrepared, table: Packed, scale: float = 1.0, places: Tensor | None = None) -> Tensor:
+        weight, columns = table.weight, prepared.columns
+        out = self._empty(prepared.rows, weight.shape[1], weight.dtype)
+        call = calls.embed(
+            dtype_name(weight.dtype),
+            prepared.rows,
+            weight.shape[1],
+            weight.data_ptr(),
+            out.data_ptr(),
+            columns.address("tokens"),
+            scale=scale,
+            places=pointer(places),
+            positions=columns.address("positions"),
+            last_tokens=self._last_tokens.data_ptr(),
+        )
+        launch(self._main, call, weight, out, columns.tensor, places, self._last_tokens)
+        return out
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._norm(x, None, norm)
+
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        return self._norm(x, residual, norm)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+        rows, hidden = x.shape
+        out = self._empty(rows, hidden, x.dtype)
+        if rows:
+            call = calls.norm(
+                dtype_name(x.dtype),
+                rows,
+                hidden,
+                x.data_ptr(),
+                out.data_ptr(),
+                norm.weight.data_ptr(),
+                norm.eps,
+                pointer(norm.bias),
+                pointer(residual),
+                norm.layer_norm,
+            )
+            launch(self._main, call, x, out, residual, norm.weight, norm.bias)
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        rows, width = x.shape
+        if rows:
+            call = calls.add(dtype_name(x.dtype), rows, width, x.data_ptr(), residual.data_ptr())
+            launch(self._main, call, x, residual)
+
+    def select(self, x: Tensor, prepared: CudaPrepared) -> Tensor:
+        rows, width = prepared.samples, x.shape[1]
+        out = self._empty(rows, width, x.dtype)
+        if rows:
+            columns = prepared.columns
+            call = calls.select(rows, width, x.data_ptr(), out.data_ptr(), columns.address("sample_rows"))
+            launch(self._main, call, x, out, columns.tensor)
+        return out
+
+    def rope_and_write(
+        self, qkv: Tensor, attention: Attention, prepared: CudaPrepared, cache: CudaCache, layer: int
+    ) -> Tensor:
+        shape, columns = cache.shape, prepared.columns
+        out = self._empty(qkv.shape[0], attention.heads * shape.head_dim, qkv.dtype)
+        rope, q_norm, k_norm = attention.rope, attention.q_norm, attention.k_norm
+        weights = tuple(None if norm is None else norm.weight for norm in (q_norm, k_norm))
+        call = calls.rope_and_write(
+            dtype_name(qkv.dtype),
+            qkv.shape[0],
+            attention.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            cache.block_stride,
+            qkv.data_ptr(),
+            out.data_ptr(),
+            cache.keys(layer),
+            cache.values(layer),
+            columns.address("slots"),
+            angles=pointer(rope),
+            rotary=0 if rope is None else rope.shape[1],
+            positions=columns.address("positions"),
+            q_norm=pointer(weights[0]),
+            k_norm=pointer(weights[1]),
+            eps=(0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps),
+        )
+        launch(self._main, call, qkv, out, cache.pool, columns.tensor, rope, *weights)
+        return out
+
+    def attention(
+        self, q: Tensor, attention: Attention, prepared: CudaPrepared, cache: CudaCache, layer: int
+    ) -> Tensor:
+        return self._attention(q, attention, prepared, cache, layer)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._empty(rows, width, gate_up.dtype)
+        if rows:
+            name = dtype_name(gate_up.dtype)
+            call = calls.gated(name, rows, width, gate_up.data_ptr(), out.data_ptr(), activation)
+            launch(self._main, call, gate_up, out)
+        return out
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        rows, width = x.shape
+        if rows:
+            pointer = x.data_ptr()
+            launch(self._main, calls.activate(dtype_name(x.dtype), rows, width, pointer, pointer, activation), x)
+        return x
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
+        return self._sampler(logits).sample(logits, rows)
+
+    def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
+        return self._sampler(logits).sample_later(logits, rows, slots, self._last_tokens)
+
+    def mark(self) -> Event:
+        return self._main.record()
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        end.wait()
+        return self.gpu.elapsed_ns(start, end)
+
+    def compile(
+        self, forward: Callable[[Any], Tensor], cache: CudaCache, max_tokens: int, max_samples: int
+    ) -> Callable[[CudaPrepared], Tensor]:
+        """Runs the forward pass for nobody, to see what its attention is, and records it for decode (see Graphs).
+
+        Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache
+        from now on are planned for this forward pass.
+        """
+        self._graphs = None  # what an earlier call recorded need not be held
+        most, shape = min(max_tokens, max_samples), cache.shape
+        attention, vocabulary = self._tried(forward, cache)
+        if not attention:
+            return forward
+        heads, windows = attention[0].heads, [one.window for one in attention]
+        window = max(windows) if all(windows) else 0
+        planner = Planner(self.gpu.processors, shape.kv_heads, heads // shape.kv_heads, shape.head_dim, window)
+        self._attention.reserve(planner.partial_rows(max_tokens), heads, shape.head_dim)
+        room = self.gpu.empty((most, vocabulary), torch.float32)
+
+        def run(prepared: CudaPrepared) -> Tensor:
+            self._logits_room = room
+            try:
+                return forward(prepared)
+            finally:
+                self._logits_room = None
+
+        sizes = sizes_up_to(most)
+        numbers = self._prepared(NOBODY, cache, planner, most).numbers
+        numbers += most * min(shape.blocks, PAGES_OF_GRAPHS)
+        graphs = Graphs(self.gpu, run, sizes, self.gpu.empty((numbers,), torch.int32), cache, planner)
+        graphs.record(lambda size: self._prepared(NOBODY, cache, planner, size))
+        self._graphs = graphs
+        return graphs
+
+    def _tried(self, forward: Callable[[Any], Tensor], cache: CudaCache) -> tuple[list[Attention], int]:
+        """What the layers' attention is, and how many logits a row has; found by computing one row of nobody."""
+        prepared = self._prepared(NOBODY, cache, graph=1)
+        prepared.rows = prepared.samples = 1
+        seen = self._attention.seen = []
+        try:
+            return seen, forward(prepared).shape[1]
+        finally:
+            self._attention.seen = None
+
+    def _sampler(self, logits: Tensor) -> Sampler:
+        rows, vocabulary = logits.shape
+        if vocabulary not in self._samplers:
+            self._samplers[vocabulary] = Sampler(self.gpu, vocabulary, rows)
+        return self._samplers[vocabulary]
+
+    def _empty(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self.gpu.empty((rows, width), dtype)
+
+
+def _emulator(device: torch.device) -> CudaOps:
+    from kernels.emulator.device import EmulatedDevice
+
+    return CudaOps(EmulatedDevice())
+
+
+def _cuda(device: torch.device) -> CudaOps:
+    from kernels.cuda.gpu import CudaDevice
+
+    return CudaOps(CudaDevice(device.index or 0))
+
+
+register("emulator", _emulator)
+register("cuda", _cuda)
