@@ -17,14 +17,13 @@ from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, prebuilt_pat
 
 
 def build_all() -> list[Path]:
-    """Makes what is not there yet and removes what other sources left. Raises CudaError."""
+    """Compiles, and removes what other sources left. Raises CudaError."""
     wanted = {prebuilt_path(source, arch): (source, arch) for arch in ARCHITECTURES for source in sources()}
     loader.PREBUILT.mkdir(parents=True, exist_ok=True)
     for old in set(loader.PREBUILT.glob("*.cubin")) - wanted.keys():
         old.unlink()
-    missing = [path for path in wanted if not path.is_file()]
     with ThreadPoolExecutor(2) as pool:
-        for path, made in zip(missing, pool.map(lambda path: compiled(*wanted[path]), missing), strict=True):
+        for path, made in zip(wanted, pool.map(lambda job: compiled(*job), wanted.values()), strict=True):
             loader.write_whole(path, made.image)
     return sorted(wanted)
 
