@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -330,3 +331,34 @@ def test_tensors_of_inference_mode_are_written_by_whoever_waits() -> None:
         device.main.copy(made, torch.full((4,), 2, dtype=torch.bfloat16))
     device.close()
     assert (made == 2).all()
+
+
+def test_threads_that_wait_together_do_one_piece_of_work_at_a_time() -> None:
+    device, count = EmulatedDevice(LAZY), [0]
+
+    def work() -> None:
+        before = count[0]
+        sum(range(100))
+        count[0] = before + 1
+
+    for _ in range(3000):
+        device.main.run(work)
+    event, failed = device.main.record(), []
+
+    def wait() -> None:
+        try:
+            event.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert count == [3000] and failed == []
