@@ -103,7 +103,7 @@ class CudaDevice(Device):
         self.processors = int(cuda.get_device_properties(index).multi_processor_count)
         self._main = CudaStream(self)
         self.main, self.copies = self._main, CudaStream(self)
-        self.enter()
+        cuda.set_device(self.torch_device)  # CuPy loads kernels for this one
         self.programs = {name: program for program in map(loader.Program, loader.sources()) for name in program.kernels}
         self._recordings = cuda.graph_pool_handle()
 
