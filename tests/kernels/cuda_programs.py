@@ -30,6 +30,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a unit in the last place, relative."""
 SMALLEST = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}
 """Half of the smallest number, which numbers near zero are off."""
+FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
 FENCE = 64
 UNTOUCHED = -77.0
 
@@ -39,8 +40,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 @cache
 def program_of(kernel: str) -> Program:
     """The emulated program that has a kernel of that name."""
-    flags = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
-    return Program(source_of(kernel), flags=flags)
+    return Program(source_of(kernel), flags=FLAGS)
 
 
 @cache

@@ -125,11 +125,11 @@ def same_as_reference(draw: Draw, logits: Array, how: SamplingRows) -> Sampled:
     return found
 
 
-DRAWS, EACH, SMALL = 100_000, 10_000, 300
-BIASES = ((3, 2.5), (40, -4.0), (40, 1.5), (299, 3.0))
-BANNED = (0, 17, 200)
-HISTORY = ((5, 1), (5, 1), (5, 0), (60, 0), (61, 1), (299, 1))
-MASK = np.random.default_rng(13).integers(0, 1 << 32, 10, dtype=np.uint64).astype(np.uint32)
+DRAWS, EACH, SMALL = 100_000, 10_000, 120
+BIASES = ((3, 2.5), (40, -4.0), (40, 1.5), (119, 3.0))
+BANNED = (0, 17, 100)
+HISTORY = ((5, 1), (5, 1), (5, 0), (60, 0), (61, 1), (119, 1))
+MASK = np.random.default_rng(13).integers(0, 1 << 32, 4, dtype=np.uint64).astype(np.uint32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "hot": {"temperature": 3.0},
@@ -141,7 +141,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mask": {"temperature": 1.0, "mask": True, "banned": True},
     "all": {
         "temperature": 1.5,
-        "top_k": 60,
+        "top_k": 40,
         "top_p": 0.9,
         "min_p": 0.01,
         "presence": 0.8,
