@@ -11,20 +11,36 @@ import torch
 from torch import Tensor
 
 import kernels.cpu
-import kernels.reference  # noqa: F401 - both register themselves
+import kernels.cuda.backend
+import kernels.reference  # noqa: F401 - all register themselves
 from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import load
+from kernels.cuda.attention_calls import HEAD_DIMS
+from kernels.cuda.backend import CudaOps
 from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape
 
 Float64 = npt.NDArray[np.float64]
 TORCH_PATH = "cpu-torch"
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of the largest number expected, or of 1 if that is more."""
+BACKENDS = [*(name for name in kernel_ops.names() if name != "cuda"), TORCH_PATH]
+"""Not `cuda`: these tests read results without waiting. bench.gpu tests that backend on a GPU."""
+
+in_its_types = pytest.mark.parametrize(
+    ("ops", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+        for name in BACKENDS
+        for dtype in (torch.float16 if name == "emulator" else torch.float32, torch.bfloat16)
+    ],
+    indirect=["ops"],
+)
+"""For a test of `ops` and `dtype`."""
 
 
-@pytest.fixture(params=[*kernel_ops.names(), TORCH_PATH])
+@pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> AnyOps:
     """Every backend that this machine can run, and the cpu one with torch's matrices."""
     try:
@@ -48,12 +64,28 @@ def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def new_cache(ops: AnyOps, shape: CacheShape) -> Cache:
-    """Skips the test where the backend has no blocks of this size, having seen it refuse them."""
-    if ops.name == "cpu" and shape.block_size % 16:
-        with pytest.raises(ValueError, match=f"block size {shape.block_size}"):
-            ops.new_cache(shape)
-        pytest.skip(f"cpu: no blocks of {shape.block_size}")
-    return ops.new_cache(shape)
+    """Skips the test where the backend has no blocks or heads of this size, having seen it refuse them."""
+    wrong, size = None, shape.block_size
+    if isinstance(ops, CudaOps):
+        if shape.head_dim not in HEAD_DIMS:
+            wrong = f"heads of {shape.head_dim}"
+        elif size not in (16, 32, 64):
+            wrong = f"block size {size}"
+    elif ops.name == "cpu" and size % 16:
+        wrong = f"block size {size}"
+    if wrong is None:
+        return ops.new_cache(shape)
+    with pytest.raises(ValueError, match=wrong):
+        ops.new_cache(shape)
+    pytest.skip(f"{ops.name}: {wrong}")
+
+
+def demand_width(ops: AnyOps, width: int, dtype: torch.dtype) -> None:
+    """Skips the test where the backend has no rows of this width, having seen it refuse one."""
+    if isinstance(ops, CudaOps) and width % 8:
+        with pytest.raises(ValueError, match=str(width)):
+            ops.activate(torch.zeros(1, width, dtype=dtype), "relu")
+        pytest.skip(f"{ops.name}: rows of {width}")
 
 
 def chunk(tokens: list[int], block_size: int, sample_rows: list[int], first: int = 0) -> Batch:
@@ -82,7 +114,7 @@ class Sequences:
         contexts: list[int],
         block_size: int,
         attention: Attention,
-        head_dim: int = 16,
+        head_dim: int = 64,
     ) -> None:
         self.ops, self.dtype, self.attention = ops, dtype, attention
         self.block_size, self.head_dim = block_size, head_dim

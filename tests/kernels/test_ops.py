@@ -13,10 +13,9 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Norm
-from tests.kernels.sequences import Float64, Sequences, chunk, close, new_cache, random
+from tests.kernels.sequences import Float64, Sequences, chunk, close, demand_width, in_its_types, new_cache, random
 from tests.kernels.sequences import ops as ops  # the fixture
 
-DTYPES = [torch.float32, torch.bfloat16]
 FORMULAS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
@@ -28,6 +27,11 @@ PLAIN = Attention(heads=4, scale=0.25)
 
 def f64(x: Tensor) -> Float64:
     return x.double().numpy()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN too: what nobody wrote may be anything."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def normed(x: Float64, norm: Norm) -> Float64:
@@ -42,12 +46,13 @@ def make_norm(kind: str, size: int) -> Norm:
     return Norm(weight, bias if kind == "layer" else None, 1e-5, kind == "layer")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("width", [48, 7, 515])
 def test_norms_are_their_formulas_and_the_residual_is_added_in_place(
     ops: AnyOps, width: int, kind: str, dtype: torch.dtype
 ) -> None:
+    demand_width(ops, width, dtype)
     x, residual, norm = random((5, width), 1, dtype) + 3, random((5, width), 2, dtype), make_norm(kind, width)
     close(ops.norm(x.clone(), norm), normed(f64(x), norm), dtype)
     total = f64(x) + f64(residual)
@@ -58,7 +63,7 @@ def test_norms_are_their_formulas_and_the_residual_is_added_in_place(
     close(residual, total, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("size", [(24, 32), (130, 65), (1, 3)])
 @pytest.mark.parametrize("rows", [1, 5, 33])
 def test_linear_and_logits_are_products_however_the_weight_comes(
@@ -76,13 +81,14 @@ def test_linear_and_logits_are_products_however_the_weight_comes(
 
 
 def test_a_weight_of_too_few_rows_is_refused(ops: AnyOps) -> None:
+    rows = torch.ones(3, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"3 rows.* 4|4 rows.* 3"):
-        ops.pack_linear(iter([torch.ones(3, 8)]), 4, 8, None)
+        ops.pack_linear(iter([rows]), 4, 8, None)
     with pytest.raises(ValueError, match=r"3 rows.* 4|4 rows.* 3"):
-        ops.pack_embedding(iter([torch.ones(3, 8)]), 4, 8)
+        ops.pack_embedding(iter([rows]), 4, 8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 def test_int8_weights_are_rounded_row_by_row_or_refused(ops: AnyOps, dtype: torch.dtype) -> None:
     x, weight = (
         random((5, 65), 1, dtype),
@@ -98,12 +104,13 @@ def test_int8_weights_are_rounded_row_by_row_or_refused(ops: AnyOps, dtype: torc
     close(ops.linear(x, packed), f64(x) @ rounded.T, dtype, extra=float(scale.max()) * float(x.abs().max()) / 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("hidden", [32, 50])
 def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dtype: torch.dtype) -> None:
+    demand_width(ops, hidden, dtype)
     weight, places = random((24, hidden), 1, dtype), random((9, hidden), 2, dtype)
     tokens = [3, 0, 3, 23]
-    prepared = ops.prepare(chunk(tokens, 16, [3], first=5), new_cache(ops, CacheShape(1, 0, 1, 1, 16, 16, dtype)))
+    prepared = ops.prepare(chunk(tokens, 16, [3], first=5), new_cache(ops, CacheShape(1, 0, 1, 1, 16, 64, dtype)))
     for table in (
         ops.pack_embedding(iter([weight[:10], weight[10:]]), 24, hidden),
         tied := ops.pack_tied(iter([weight[:10], weight[10:]]), 24, hidden, None),
@@ -116,24 +123,25 @@ def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dt
     close(ops.logits(x, tied), f64(x) @ f64(weight).T, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 def test_select_takes_the_rows_that_sample_in_their_order(ops: AnyOps, dtype: torch.dtype) -> None:
-    cache, x = new_cache(ops, CacheShape(1, 0, 1, 1, 16, 16, dtype)), random((6, 20), 1, dtype)
+    cache, x = new_cache(ops, CacheShape(1, 0, 1, 1, 16, 64, dtype)), random((6, 24), 1, dtype)
     for rows in ([5], [0, 2, 3], [0, 1, 2, 3, 4, 5], []):
         assert torch.equal(ops.select(x, ops.prepare(chunk([1] * 6, 16, rows), cache)), x[rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [16, 39])
 def test_activations_are_their_formulas(ops: AnyOps, width: int, activation: str, dtype: torch.dtype) -> None:
+    demand_width(ops, width, dtype)
     x = random((5, 2 * width), 1, dtype) * 4
     exact = FORMULAS[activation](f64(x))
     close(ops.activate(x.clone(), activation), exact, dtype)
     close(ops.gated(x.clone(), activation), exact[:, :width] * f64(x)[:, width:], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (64, 64), (24, 24), (80, 32), (16, 0), (10, 4)])
 def test_q_and_k_are_normed_and_turned_and_k_and_v_are_written(
@@ -165,13 +173,16 @@ def test_q_and_k_are_normed_and_turned_and_k_and_v_are_written(
     for heads in (q, k):
         turned = (heads[..., : rotary // 2] + 1j * heads[..., rotary // 2 : rotary]) * turns
         heads[..., :rotary] = np.concatenate([turned.real, turned.imag], -1)
+    before = [cache.read_block(block) for block in range(4)]
     found = ops.rope_and_write(qkv.clone(), attention, ops.prepare(batch, cache), cache, 1)
     close(found.view(5, 4, head_dim), q, dtype)
     for block, offsets, rows in ((3, slice(13, 16), slice(0, 3)), (1, slice(0, 2), slice(3, 5))):
         for index, wanted in ((0, k), (1, v)):
             close(cache.read_block(block)[1, index, :, offsets], wanted[rows].transpose(1, 0, 2), dtype)
-    assert not cache.read_block(3)[:, :, :, :13].any() and not cache.read_block(1)[:, :, :, 2:].any(), "rows of nobody"
-    assert not cache.read_block(3)[0].any() and not cache.read_block(2).any() and not cache.read_block(0).any()
+    after = [cache.read_block(block) for block in range(4)]
+    for block, offsets in ((3, slice(13, 16)), (1, slice(0, 2))):
+        after[block][1, :, :, offsets] = before[block][1, :, :, offsets]
+    assert all(map(same_bits, before, after)), "rows and layers of nobody"
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -184,9 +195,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (2, 4), (4, 16), (4, 1), (2, 48)])
+@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (2, 4), (4, 32), (4, 1), (2, 48)])
 def test_paged_attention_of_mixed_chunks_and_decodes_is_the_formula(
     ops: AnyOps, group: int, block_size: int, feature: str, dtype: torch.dtype
 ) -> None:
@@ -207,15 +218,15 @@ def test_paged_attention_of_mixed_chunks_and_decodes_is_the_formula(
     world.check(8, *(list(column) for column in zip(*last, strict=True)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
+@in_its_types
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
 def test_attention_of_any_head_size_is_the_formula(ops: AnyOps, head_dim: int, dtype: torch.dtype) -> None:
     world = Sequences(ops, dtype, [40, 23], 16, Attention(heads=6, scale=head_dim**-0.5), head_dim)
     world.check(1, [0, 1], [0, 0], [39, 20])
     world.check(2, [0, 1], [39, 20], [40, 23])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("window", [0, 5])
 def test_numbers_that_an_earlier_owner_left_in_a_block_reach_nobody(
     ops: AnyOps, window: int, dtype: torch.dtype
@@ -229,7 +240,7 @@ def test_numbers_that_an_earlier_owner_left_in_a_block_reach_nobody(
     world.check(3, [0, 1], [5, 15], [6, 16])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.01])])
 def test_what_pads_a_shorter_sequence_in_a_batch_reaches_nobody(
     ops: AnyOps, slopes: Tensor | None, dtype: torch.dtype
@@ -243,7 +254,7 @@ def test_what_pads_a_shorter_sequence_in_a_batch_reaches_nobody(
     world.check(3, [0, 1], [32, 48], [33, 49])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 def test_a_block_comes_back_from_the_host_bit_for_bit_and_elsewhere(ops: AnyOps, dtype: torch.dtype) -> None:
     world = Sequences(ops, dtype, [80], 16, PLAIN)
     world.run(1, [0], [0], [80])
@@ -253,14 +264,14 @@ def test_a_block_comes_back_from_the_host_bit_for_bit_and_elsewhere(ops: AnyOps,
     world.cache.copy_out(blocks, np.array([1, 0], np.int32))
     world.cache.copy_in(np.array([1, 0], np.int32), unused)
     for block, kept in zip(unused, before, strict=True):
-        assert kept.any() and torch.equal(world.cache.read_block(int(block)), kept)
+        assert kept.any() and same_bits(world.cache.read_block(int(block)), kept)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_its_types
 def test_a_compiled_pass_gives_what_its_operations_give(ops: AnyOps, dtype: torch.dtype) -> None:
-    table = ops.pack_embedding(iter([random((30, 64), 1, dtype)]), 30, 64)
-    qkv, head = (ops.pack_linear(iter([random((n, 64), n, dtype) / 8]), n, 64, None) for n in (128, 30))
-    norm, attention = make_norm("rms", 64), replace(PLAIN, heads=4)
+    table = ops.pack_embedding(iter([random((30, 256), 1, dtype)]), 30, 256)
+    qkv, head = (ops.pack_linear(iter([random((n, 256), n, dtype) / 16]), n, 256, None) for n in (512, 30))
+    norm, attention = make_norm("rms", 256), replace(PLAIN, heads=4)
 
     def forward(cache: Cache) -> Any:
         def run(prepared: Any) -> Tensor:
@@ -273,7 +284,7 @@ def test_a_compiled_pass_gives_what_its_operations_give(ops: AnyOps, dtype: torc
 
         return run
 
-    caches = [new_cache(ops, CacheShape(4, 0, 1, 2, 16, 16, dtype)) for _ in range(2)]
+    caches = [new_cache(ops, CacheShape(4, 0, 1, 2, 16, 64, dtype)) for _ in range(2)]
     compiled = ops.compile(forward(caches[0]), caches[0], 40, 3)
     for batch in (chunk(list(range(20)), 16, [19]), chunk([7], 16, [0], first=20), chunk([1] * 9, 16, [0, 4, 8])):
         found = compiled(ops.prepare(batch, caches[0])).clone()
