@@ -87,12 +87,7 @@ class Engine:
         self._step_log: StepLog | None = None
         self._plan_memory()
         with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
-            self._compiled = self._ops.compile(
-                self._forward_of(self._cache),
-                self._cache,
-                settings.max_step_tokens,
-                min(settings.max_seqs, settings.max_step_tokens),
-            )
+            self._compile()
         if settings.step_log is not None:
             self._step_log = StepLog(settings.step_log)
 
@@ -119,12 +114,15 @@ class Engine:
     def _left_on(self, device: Device, shape: CacheShape) -> int:
         """Bytes of the device that are free while the largest step runs, measured with a pool just large enough."""
         free, _ = device.free_bytes()
+        if self.settings.kv_blocks:
+            return free  # nobody asks
         device.peak_bytes(reset=True)
         before = device.peak_bytes()
         shape = dataclasses.replace(shape, blocks=self._warm_steps.blocks)
         self._take_pool(shape)
-        self._compiled = self._forward_of(self._cache)
+        self._compile()
         self._run_largest()
+        del self._compiled  # and what it holds of the device, before the next is made
         taken = device.peak_bytes() - before - shape.blocks * shape.block_bytes
         log.info("the largest step takes %.0f MiB of the %.0f that the weights leave", taken / 2**20, free / 2**20)
         return max(0, free - taken)
@@ -141,8 +139,14 @@ class Engine:
         )
         self._begin_run()
 
-    def _forward_of(self, cache: Cache) -> Callable[[Any], Tensor]:
-        return lambda prepared: self._decoder.forward(prepared, cache)
+    def _compile(self) -> None:
+        cache, step_tokens = self._cache, self.settings.max_step_tokens
+        self._compiled = self._ops.compile(
+            lambda prepared: self._decoder.forward(prepared, cache),
+            cache,
+            step_tokens,
+            min(self.settings.max_seqs, step_tokens),
+        )
 
     @property
     def overlaps(self) -> bool:

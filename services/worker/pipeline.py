@@ -169,11 +169,12 @@ class Pipeline:
         """A result for every step, whatever happens."""
         run, error = given.run, given.error
         try:
-            if given.flight is not None and given.id < run.broken_at:
-                run.results.put(engine.finish(given.flight, self._more))
+            if given.flight is not None:
+                result = engine.finish(given.flight, self._more)
+                if given.id > run.broken_at:
+                    raise ProtocolError(f"{run.broken}; begin a new Run")
+                run.results.put(result)
                 self.last_step_id = given.id
-            elif given.flight is not None:
-                error = ProtocolError(f"{run.broken}; begin a new Run")
         except Exception as raised:
             self._look_at(raised)
             run.fail(given.id, raised)

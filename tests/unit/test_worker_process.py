@@ -250,12 +250,12 @@ def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: P
         registration.stop()
 
 
-def start_worker(model: Path, redis_url: str, listen: str) -> subprocess.Popen[str]:
+def start_worker(model: Path, redis_url: str, listen: str, **settings: Any) -> subprocess.Popen[str]:
     code = (
         "import sys; from services.worker.main import run; from shared.settings import WorkerSettings; "
         "sys.exit(run(WorkerSettings()))"
     )
-    values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1}
+    values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1} | settings
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
     environment = {**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}}
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
