@@ -41,6 +41,12 @@ class Part:
     load: Callable[[], Callable[[Context], Iterator[tuple[str, Any]]]]
 
 
+def _compile() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_probes import compile_all
+
+    return compile_all
+
+
 def _probes() -> Callable[[Context], Iterator[tuple[str, Any]]]:
     from bench.gpu_probes import probes
 
@@ -80,6 +86,12 @@ def _sanitizers() -> Callable[[Context], Iterator[tuple[str, Any]]]:
     return sanitizers
 
 
+def _rings() -> Callable[[Context], Iterator[tuple[str, Any]]]:
+    from bench.gpu_rings import rings
+
+    return rings
+
+
 def _checks() -> Callable[[Context], Iterator[tuple[str, Any]]]:
     from bench.gpu_checks import checks
 
@@ -88,15 +100,17 @@ def _checks() -> Callable[[Context], Iterator[tuple[str, Any]]]:
 
 # The most important first: what is left when the time is up is left out.
 PARTS = (
+    Part("compile", 150, _compile),
     Part("probes", 60, _probes),
     Part("checks", 60, _checks),
-    Part("decode", 90, _kernels("decode")),
+    Part("decode", 100, _kernels("decode")),
     Part("engine", 150, _engine),
     Part("prefill", 60, _kernels("prefill")),
     Part("sampler", 40, _kernels("sampler")),
     Part("rows", 60, _kernels("rows")),
     Part("swap", 30, _kernels("swap")),
     Part("transformers", 90, _transformers),
+    Part("rings", 60, _rings),
     Part("sanitizers", 120, _sanitizers),
     Part("suites", 90, _suites),
 )
@@ -118,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.part:
         return run_part(next(part for part in PARTS if part.name == options.part), context)
     chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
-    return _run_all(chosen, context, ["python", "-m", "bench.gpu", *given])
+    return run_all(chosen, context, ["python", "-m", "bench.gpu", *given])
 
 
 def run_part(part: Part, context: Context) -> int:
@@ -135,7 +149,7 @@ def run_part(part: Part, context: Context) -> int:
     return 0
 
 
-def _run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int:
+def run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int:
     result: dict[str, Any] = {
         "command": shlex.join(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -151,7 +165,9 @@ def _run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int
         (context.out / f"{part.name}.json").unlink(missing_ok=True)
         left = TOTAL_S - (time.monotonic() - begun)
         print(f"{part.name} ...", file=sys.stderr, flush=True)
-        took_s, error = _run_one(part, context, min(part.limit_s, left)) if left > 1 else (0.0, "no time was left")
+        took_s, error = (
+            _run_one(part, context, round(min(part.limit_s, left), 1)) if left > 1 else (0.0, "no time was left")
+        )
         print(f"{part.name}: {error or 'done'} ({took_s:.0f} s)", file=sys.stderr, flush=True)
         result["parts"][part.name] = {"seconds": round(took_s, 1), "error": error, **context.found(part.name)}
         (context.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -176,7 +192,7 @@ def _run_one(part: Part, context: Context, limit_s: float) -> tuple[float, str |
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            return time.monotonic() - begun, f"longer than {limit_s:.0f} s"
+            return time.monotonic() - begun, f"longer than {limit_s:g} s"
     took_s = time.monotonic() - begun
     return took_s, None if code == 0 else f"exit {code}: {log.read_text(errors='replace')[-TAIL:]}"
 

@@ -31,12 +31,15 @@ from kernels.ops import Attention
 HEADS = ((64, 8, 8), (64, 32, 1), (80, 4, 2), (96, 8, 2), (128, 32, 8), (128, 7, 1), (128, 16, 1), (256, 4, 2))
 """head_dim, query heads, KV heads."""
 
-SEQUENCES = (
+Sequences = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""What they are called, tokens of each context, the last of which are new."""
+
+SEQUENCES: tuple[Sequences, ...] = (
     ("decode", (1, 15, 16, 17, 200, 1030), (1, 1, 1, 1, 1, 1)),
     ("prefill", (1, 33, 64, 130, 300), (1, 33, 5, 130, 65)),
     ("mixed", (500, 70, 90), (1, 70, 1)),
 )
-"""What it is called, tokens of each context, the last of which are new."""
+QUICK_SEQUENCES: tuple[Sequences, ...] = (("decode", (17, 70), (1, 1)), ("mixed", (20, 33), (1, 5)))
 
 SANITIZED = ("memcheck", "racecheck")
 FAILED_CODE = 99
@@ -51,8 +54,8 @@ def checks(context: Context) -> Iterator[tuple[str, Any]]:
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float16):
             bench = replace(made.bench(known_peaks(context, made), dtype), plan=replace(QUICK, rows=(1, 5, 33)))
-            heads = HEADS[:1] if context.quick and dtype == torch.float16 else HEADS
-            for name, limit, error in _errors(bench, heads):
+            heads, sequences = (HEADS[3:4], QUICK_SEQUENCES) if context.quick else (HEADS, SEQUENCES)
+            for name, limit, error in _errors(bench, heads, sequences):
                 right = error <= limit
                 wrong += not right
                 known = error if math.isfinite(error) else None
@@ -90,13 +93,15 @@ def sanitizers(context: Context) -> Iterator[tuple[str, Any]]:
         yield "sanitizers", [_ran(name, [*command, sys.executable, "-m", "bench.gpu", *words])]
 
 
-def _errors(bench: Bench, heads: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, float, float]]:
+def _errors(
+    bench: Bench, heads: Sequence[tuple[int, int, int]], sequences: Sequence[Sequences]
+) -> Iterator[tuple[str, float, float]]:
     """Name, limit and error of each case; an error that is raised is infinite, and named."""
     limit = LIMITS[bench.dtype]
     for head_dim, query, kv in heads:
         model = replace(TINY, head_dim=head_dim, heads=query, kv_heads=kv)
         small = replace(bench, plan=replace(bench.plan, model=model))
-        for kind, contexts, rows in SEQUENCES:
+        for kind, contexts, rows in sequences:
             for how, attention in _kinds(small):
                 name = f"attention {kind} d{head_dim} {query}/{kv} {how}"
                 yield _error(name, limit, partial(_attention_error, small, contexts, rows, attention))

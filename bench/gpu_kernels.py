@@ -31,10 +31,7 @@ def decode(context: Context) -> Rows:
         other = partial(kernels_attention.decode, make_cache=layer_major, op="attention, layer-major")
         return [
             *kernels_attention.decodes(plan),
-            *(
-                (f"attention, layer-major {b} x {n}", partial(_decode_without_peers, other, b, n))
-                for b, n in plan.decodes
-            ),
+            *((f"attention, layer-major {b} x {n}", partial(_without_peers, other, b, n)) for b, n in plan.decodes),
         ]
 
     return _timed(context, makers)
@@ -65,7 +62,7 @@ PARTS: dict[str, Callable[[Context], Rows]] = {
 }
 
 
-def _decode_without_peers(make: Callable[..., Any], sequences: int, context: int, bench: Bench) -> Any:
+def _without_peers(make: Callable[..., Any], sequences: int, context: int, bench: Bench) -> Any:
     case = make(sequences, context, bench)
     case.peers.clear()  # timed beside the other layout already
     return case

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +17,9 @@ from bench.gpu_context import Context
 from bench.gpu_setup import Setup, setup
 from bench.kernels_backends import pinned_copy
 from bench.kernels_peaks import device_peaks
-from kernels.cuda import calls
+from kernels.cuda import calls, loader
 from kernels.cuda.calls import BF16
+from kernels.emulator.program import compiled as emulated
 from kernels.ops import Norm
 
 SMALL = 8  # numbers: a kernel that does nothing else but start
@@ -22,6 +27,31 @@ LAUNCHES = 2000
 IN_A_GRAPH = 200
 PINNED_BYTES = 1 << 30
 ASKED = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.current,pcie.link.width.current"
+
+
+def compile_all(context: Context) -> Iterator[tuple[str, Any]]:
+    """seconds_of: each source's compilation, all at once; later parts find the results in the cache."""
+    sources = loader.sources()
+    if context.device == "cuda":
+        arch = loader.present_architecture()
+        make: Callable[[Path], object] = partial(_cubin, arch)
+    else:
+        make = emulated
+    with ThreadPoolExecutor(len(sources)) as pool:
+        yield (
+            "seconds_of",
+            dict(zip((path.name for path in sources), pool.map(partial(_took_s, make), sources), strict=True)),
+        )
+
+
+def _cubin(arch: str, source: Path) -> object:
+    return loader.prebuilt(source, arch) or loader.compiled(source, arch)
+
+
+def _took_s(make: Callable[[Path], object], source: Path) -> float:
+    begun = time.monotonic()
+    make(source)
+    return round(time.monotonic() - begun, 1)
 
 
 def probes(context: Context) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from bench.kernels_case import Bench, Case, Maker, recorded
 from bench.kernels_clock import Recorded, Thunk, error_of
@@ -119,6 +118,8 @@ def _operands(bench: Bench, sequences: int, rows: int, context: int) -> tuple[Te
 
 
 def _sdpa(bench: Bench, sequences: int, rows: int, context: int) -> list[Thunk]:
+    from torch.nn.attention.bias import causal_lower_right  # with all of torch's compiler, which takes seconds
+
     q, pairs = _operands(bench, sequences, rows, context)
     how: dict[str, Any] = {"enable_gqa": True}
     if rows == context:

@@ -138,9 +138,11 @@ class DeviceClock(Clock):
     """The CUDA kernels, on a GPU or emulated."""
 
     def __init__(self, ops: AnyOps, device: Device, repeats: int) -> None:
-        self.ops, self._device, self._repeats = ops, device, repeats
+        self.ops, self.repeats, self._device = ops, repeats, device
         busy = BUSY_BYTES if device.torch_device.type == "cuda" else 16
         self._busy = [device.empty((busy,), torch.uint8) for _ in range(2)]
+        # Torch's recordings that share memory must never all be gone while another is made.
+        self._kept_recording = device.capture(lambda: device.main.copy(*self._busy))
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self._device.empty(shape, dtype)
@@ -209,7 +211,7 @@ class DeviceClock(Clock):
 
     def _timed(self, work: Thunk, count: int, before: Thunk) -> float:
         stream, marks = self._device.main, []
-        for _ in range(self._repeats + 1):
+        for _ in range(self.repeats + 1):
             before()
             start = stream.record()
             work()

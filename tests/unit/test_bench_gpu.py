@@ -1,0 +1,164 @@
+"""`python -m bench.gpu`: every part runs on the emulator and where few packages are; goals stand beside figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu, gpu_docs, gpu_rings
+from bench.engine_settings import EngineSettings
+from bench.gpu_context import Context
+from shared.settings import WorkerSettings
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+SERVICE_ONLY = {"redis_url", "redis_password", "shard", "log_level", "log_json", "listen", "advertise"}
+
+FEW_PACKAGES = """
+import sys
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+allowed, left = set(), ["torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf"]
+while left:
+    name = left.pop()
+    if name in allowed:
+        continue
+    allowed.add(name)
+    needs = [Requirement(text) for text in metadata.requires(name) or []]
+    left += [canonicalize_name(one.name) for one in needs if one.marker is None or one.marker.evaluate({"extra": ""})]
+ours = {"bench", "kernels", "protos", "services", "shared"}
+known = {
+    top
+    for top, owners in metadata.packages_distributions().items()
+    if allowed & {canonicalize_name(owner) for owner in owners}
+}
+known = known | ours | set(sys.stdlib_module_names)
+
+
+class Few(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return PathFinder.find_spec(name, path, target) if path or name.partition(".")[0] in known else None
+
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "packaging"]:
+    del sys.modules[name]
+sys.meta_path = [Few if finder is PathFinder else finder for finder in sys.meta_path]
+try:
+    import pydantic
+except ModuleNotFoundError:
+    pass
+else:
+    sys.exit("pydantic is here")
+"""
+
+
+def test_the_settings_of_a_bench_are_those_of_a_worker() -> None:
+    theirs = {name: field.default for name, field in WorkerSettings.model_fields.items() if name not in SERVICE_ONLY}
+    ours = {field.name: field.default for field in dataclasses.fields(EngineSettings)}
+    assert ours.keys() == theirs.keys()
+    assert {name: ours[name] for name in ours if name != "model"} == {n: theirs[n] for n in theirs if n != "model"}
+    assert SERVICE_ONLY & WorkerSettings.model_fields.keys()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["probes", "decode", "prefill", "sampler", "rows", "swap"])
+def test_a_part_of_the_gpu_bench_runs_on_the_emulator(name: str, tmp_path: Path) -> None:
+    assert gpu.run_part(part(name), Context("emulator", True, tmp_path)) == 0
+    result = json.loads((tmp_path / f"{name}.json").read_text())
+    assert all(row["us"] is not None for row in result.get("rows", [])), result
+    assert name == "probes" or result["rows"]
+
+
+def part(name: str) -> gpu.Part:
+    return next(part for part in gpu.PARTS if part.name == name)
+
+
+def test_a_part_that_hangs_or_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    context = Context("cuda", False, tmp_path)
+    (tmp_path / "probes.json").write_text(json.dumps({"peaks": "of an earlier run"}))
+    parts = [dataclasses.replace(part("compile"), limit_s=0.2), part("probes")]
+    assert gpu.run_all(parts, context, ["python", "-m", "bench.gpu"]) == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["parts"]["compile"]["error"] == "longer than 0.2 s"
+    assert "ConfigurationError" in result["parts"]["probes"]["error"]  # there is no GPU
+    assert "peaks" not in result["parts"]["probes"]
+    assert result["command"] == "python -m bench.gpu" and result["versions"]["torch"]
+
+
+def test_what_a_part_found_before_it_failed_is_kept(tmp_path: Path) -> None:
+    def fails(_: Context) -> Iterator[tuple[str, Any]]:
+        yield "rows", [1]
+        yield "rows", [2]
+        raise RuntimeError("an illegal memory access")
+
+    with pytest.raises(RuntimeError):
+        gpu.run_part(gpu.Part("decode", 1.0, lambda: fails), Context("cuda", False, tmp_path))
+    assert json.loads((tmp_path / "decode.json").read_text()) == {"rows": [1, 2]}
+
+
+def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
+    text = gpu_rings.with_units(gpu_rings.SOURCE.read_text(), 7, 128)
+    assert "constexpr int UNITS = 7;" in text
+    assert re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE) == [
+        "attention_decode_bf16_d128",
+        "attention_decode_f16_d128",
+    ]
+
+
+@needs_compiler
+def test_engine_and_kernels_run_where_few_packages_are(tmp_path: Path) -> None:
+    program = f"""{FEW_PACKAGES}
+import bench.engine_cases, bench.kernels, services.worker.engine
+from bench import gpu
+from bench.gpu_context import Context
+engine = next(part for part in gpu.PARTS if part.name == "engine")
+gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "engine.json").read_text())
+    assert [row["lookahead"] for row in result["steps"]] == [0, 1]
+    assert result["model"]["backend"] == "emulator" and all(row["step_us"] > 0 for row in result["steps"])
+
+
+def test_the_readme_holds_the_table_of_the_committed_result_or_of_none() -> None:
+    page = gpu_docs.README.read_text()
+    assert gpu_docs.fill(page, gpu_docs.committed()) == page, "run `python -m bench.gpu docs`"
+
+
+def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
+    row = {"op": "attention", "shape": "64 x 1024", "us": 100.0, "of_floor": 0.876, "dtype": "bfloat16"}
+    parts: dict[str, Any] = {name: {"rows": []} for name in ("prefill", "sampler", "rows", "swap")}
+    parts |= {
+        "probes": {"device": {"name": "A GPU"}, "peaks": {"tflop_s": {"bfloat16": 700.0}}},
+        "decode": {"rows": [row, row | {"op": "attention, layer-major", "us": 50.0}]},
+        "checks": {"error": "exit 1"},
+    }
+    result = {
+        "date": "2027-01-02T03",
+        "commit": "abc",
+        "command": "x",
+        "device": "cuda",
+        "quick": False,
+        "parts": parts,
+    }
+    lines = gpu_docs.table(result).splitlines()
+    assert lines[0].startswith("A GPU, 2027-01-02, commit abc")
+    shown = [line.split(" | ")[2].removesuffix(" |") for line in lines[4:8]]
+    assert shown == ["not measured", "0.88 (100.0 us)", "not measured", "2.00"]
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result | {"quick": True}))
+    assert gpu_docs.main([str(path)]) == 2
