@@ -167,7 +167,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        return sample(logits, rows)
+        return sample(logits.cpu(), rows)  # the sampler works on the host
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
