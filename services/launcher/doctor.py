@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from kernels.cpu.build import VARIANTS, cpu_flags, prebuilt_path
 from services.cli_options import Values, build, without_password
 from services.launcher import redis_server
 from services.launcher.check import Check
@@ -65,6 +66,8 @@ def check_python() -> Check:
 
 
 def check_compiler() -> Check:
+    if any(variant.needs <= cpu_flags() and prebuilt_path(variant).is_file() for variant in VARIANTS):
+        return Check("compiler", "ok", "not needed: the CPU kernels came compiled")
     if found := shutil.which("g++"):
         first = _output([found, "--version"]).splitlines()
         return Check("compiler", "ok", first[0] if first else found)

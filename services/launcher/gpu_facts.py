@@ -97,7 +97,8 @@ def gather() -> Facts:
     if not facts.devices:
         return facts
     answers = _child("python", facts.devices[0].arch, timeout_s=PYTHON_S)
-    known = {name: answers[name] for name in ("torch", "cupy", "nvrtc") if name in answers}
+    silent = {"error": answers.get("failed", "no answer")}
+    known = {name: answers.get(name, silent) for name in ("torch", "cupy", "nvrtc")}
     prebuilt = answers.get("prebuilt", {}).get("architecture", "")
     return replace(facts, cupy_packages=cupy_packages(), prebuilt=prebuilt, **known)
 

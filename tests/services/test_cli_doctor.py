@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cpu import build
 from services.launcher import doctor
 from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Facts
@@ -123,6 +124,16 @@ def test_machine_without_tools_is_told_what_to_install(tmp_path: Path, monkeypat
     assert (compiler.status, compiler.fix) == ("warn", "sudo apt-get install g++")
     redis = doctor.check_redis(GatewaySettings())
     assert redis.status == "fail" and "apt-get install redis-server" in redis.fix
+
+
+def test_an_image_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(doctor, "cpu_flags", lambda: build.VARIANTS[-1].needs)
+    build.prebuilt_path(build.VARIANTS[0]).touch()  # for a better CPU than this one
+    assert doctor.check_compiler().status == "warn"
+    build.prebuilt_path(build.VARIANTS[-1]).touch()
+    assert doctor.check_compiler().status == "ok"
 
 
 def test_gpu_is_demanded_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Device, gather, gather_driver, torch_cuda
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.services.launcher_support import ROOT, clean_env
-from tests.services.recorded_gpus import GIB, PROC_VERSION, SMI
+from tests.services.recorded_gpus import GIB, PROC_VERSION, SMI, driver
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -129,6 +129,16 @@ def test_a_probe_that_hangs_or_dies_takes_nothing_with_it(
     (package / "gpu_probe.py").write_text(program)
     monkeypatch.setattr(gpu_facts, "ROOT", tmp_path)
     assert gpu_facts._child("driver", timeout_s=1.0) == {"failed": said}
+
+
+def test_torch_that_crashes_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"driver": driver(), "python": {"failed": "exit code -11"}}
+    monkeypatch.setattr(gpu_facts, "_smi", lambda: (SMI, 0))
+    monkeypatch.setattr(gpu_facts, "_child", lambda what, *_, timeout_s: answers[what])
+    monkeypatch.setattr(gpu_facts, "cupy_packages", lambda: {"cupy-cuda13x": "14.2.0"})
+    found = {check.name: check.detail for check in judge(gather(), "cuda") if check.status == "fail"}
+    assert list(found) == ["torch", "cupy", "kernels"]
+    assert all("exit code -11" in detail for detail in found.values())
 
 
 def test_the_version_of_the_kernels_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
