@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,9 +27,16 @@ class PagedAttention:
         self._partial_out = gpu.empty((0,), torch.float32)
         self._partial_lse = gpu.empty((0,), torch.float32)
 
+    def planner(self, layers: Sequence[Attention], cache: CudaCache) -> Planner:
+        """Plans for layers with this attention, as wide as the widest of them."""
+        shape, windows = cache.shape, [layer.window for layer in layers]
+        group = layers[0].heads // shape.kv_heads
+        return Planner(self._gpu.processors, shape.kv_heads, group, shape.head_dim, max(windows) if all(windows) else 0)
+
     def reserve(self, rows: int, heads: int, head_dim: int) -> None:
         """Takes memory for so many partial rows, once for all layers and iterations."""
-        self._partial_out, self._partial_lse = self._partials(rows, heads, head_dim)
+        if rows * heads * head_dim > self._partial_out.numel() or rows * heads > self._partial_lse.numel():
+            self._partial_out, self._partial_lse = self._partials(rows, heads, head_dim)
 
     def __call__(self, q: Tensor, attention: Attention, prepared: CudaPrepared, cache: CudaCache, layer: int) -> Tensor:
         if self.seen is not None:
@@ -35,7 +45,10 @@ class PagedAttention:
         out = self._gpu.empty((q.shape[0], q.shape[1]), q.dtype)
         heads, head_dim = attention.heads, cache.shape.head_dim
         partial_out, partial_lse = self._partial_out, self._partial_lse
-        if work.partial_rows * heads > partial_lse.numel():
+        if (
+            work.partial_rows * heads * head_dim > partial_out.numel()
+            or work.partial_rows * heads > partial_lse.numel()
+        ):
             partial_out, partial_lse = self._partials(work.partial_rows, heads, head_dim)
         columns, plan = prepared.columns, prepared.plan
         for make, items, name in (
@@ -86,11 +99,10 @@ class PagedAttention:
 
     def _work(self, attention: Attention, prepared: CudaPrepared, cache: CudaCache) -> Work:
         """The plan of the batch; made now where nothing was known of the attention when it was prepared."""
-        shape = cache.shape
-        group = attention.heads // shape.kv_heads
+        group = attention.heads // cache.shape.kv_heads
         if prepared.work is not None and prepared.work.covers(group, attention.window):
             return prepared.work
-        planner = Planner(self._gpu.processors, shape.kv_heads, group, shape.head_dim)
+        planner = self.planner([replace(attention, window=0)], cache)  # for whatever may be asked for next
         plan = planner.plan(prepared.batch.query_start, prepared.batch.context)
         return prepared.plan_anew(Work.of(planner, plan), self._staging.stage(plan_columns(plan)))
 

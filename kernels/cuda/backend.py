@@ -6,6 +6,7 @@ this registers both names; what a GPU needs is imported when `cuda` is created.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Pending,
 
 MOST_SLOTS = 1 << 16
 
-PAGES_OF_GRAPHS = 1 << 13
+PAGES_OF_GRAPHS = 1 << 12
 """For each sequence, on average: graphs have room for so many pages. A batch with more is computed without a graph."""
 
 _EMPTY = np.zeros(0, np.int32)
@@ -60,7 +61,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._main.run(self._last_tokens.zero_)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
-        self._graphs: Graphs | None = None
+        self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, as long as somebody has it
         self._logits_room: Tensor | None = None  # where the next logits go
 
     def new_cache(self, shape: CacheShape) -> CudaCache:
@@ -71,7 +72,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return CudaCache(shape, self.gpu)
 
     def prepare(self, batch: Batch, cache: CudaCache) -> CudaPrepared:
-        graphs = self._graphs
+        graphs = None if self._graphs is None else self._graphs()
         if graphs is None or graphs.cache is not cache:
             prepared = self._prepared(batch, cache)
         else:
@@ -284,17 +285,14 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         """Runs the forward pass for nobody, to see what its attention is, and records it for decode (see Graphs).
 
         Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache
-        from now on are planned for this forward pass.
+        from now on are planned for this forward pass; what an earlier call returned is not to be called any more.
         """
-        self._graphs = None  # what an earlier call recorded need not be held
-        most, shape = min(max_tokens, max_samples), cache.shape
+        most = min(max_tokens, max_samples)
         attention, vocabulary = self._tried(forward, cache)
         if not attention:
             return forward
-        heads, windows = attention[0].heads, [one.window for one in attention]
-        window = max(windows) if all(windows) else 0
-        planner = Planner(self.gpu.processors, shape.kv_heads, heads // shape.kv_heads, shape.head_dim, window)
-        self._attention.reserve(planner.partial_rows(max_tokens), heads, shape.head_dim)
+        planner = self._attention.planner(attention, cache)
+        self._attention.reserve(planner.partial_rows(max_tokens), attention[0].heads, cache.shape.head_dim)
         room = self.gpu.empty((most, vocabulary), torch.float32)
 
         def run(prepared: CudaPrepared) -> Tensor:
@@ -304,12 +302,11 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             finally:
                 self._logits_room = None
 
-        sizes = sizes_up_to(most)
-        numbers = self._prepared(NOBODY, cache, planner, most).numbers
-        numbers += most * min(shape.blocks, PAGES_OF_GRAPHS)
-        graphs = Graphs(self.gpu, run, sizes, self.gpu.empty((numbers,), torch.int32), cache, planner)
+        numbers = self._prepared(NOBODY, cache, planner, most).numbers + most * PAGES_OF_GRAPHS
+        columns = self.gpu.empty((numbers,), torch.int32)
+        graphs = Graphs(self.gpu, run, sizes_up_to(most), columns, cache, planner)
         graphs.record(lambda size: self._prepared(NOBODY, cache, planner, size))
-        self._graphs = graphs
+        self._graphs = weakref.ref(graphs)
         return graphs
 
     def _tried(self, forward: Callable[[Any], Tensor], cache: CudaCache) -> tuple[list[Attention], int]:
