@@ -137,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_part(part: Part, context: Context) -> int:
     """Runs it in this process and writes what it yields as it comes, so that a killed one leaves what it had."""
-    target, found = context.out / f"{part.name}.json", {}
+    target = context.out / f"{part.name}.json"
+    found: dict[str, Any] = {}
     for name, value in part.load()(context):
         if isinstance(value, list):
             found.setdefault(name, []).extend(value)

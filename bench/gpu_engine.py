@@ -20,7 +20,7 @@ from typing import Any
 from bench.engine_cases import Case, Driver, work
 from bench.engine_settings import EngineSettings
 from bench.gpu_context import Context
-from bench.gpu_setup import known_peaks, setup
+from bench.gpu_setup import known_peaks
 from bench.kernels_shapes import LLAMA_8B, TINY, Model
 from protos import worker_pb2
 from services.worker.engine import Engine
@@ -34,7 +34,7 @@ QUICK_CASES = (Case("decode-2", 2, 20),)
 def engine(context: Context) -> Iterator[tuple[str, Any]]:
     """model, start_s, and `steps`: one row for each case and lookahead."""
     model, cases, steps = (TINY, QUICK_CASES, 3) if context.quick else (LLAMA_8B, CASES, STEPS)
-    peaks = known_peaks(context, setup(context))
+    peaks = known_peaks(context)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
         begun = time.monotonic()

@@ -36,7 +36,9 @@ def setup(context: Context) -> Setup:
     return Setup(backend.clock, backend.device, QUICK if context.quick else GPU)
 
 
-def known_peaks(context: Context, made: Setup) -> Peaks:
-    """As the probes found them in this run, or found now."""
-    found = context.found("probes").get("peaks")
-    return Peaks(**found) if found else device_peaks(made.clock, made.device)
+def known_peaks(context: Context, made: Setup | None = None) -> Peaks:
+    """As the probes found them in this run, or found now. Raises ConfigurationError as `setup`."""
+    if found := context.found("probes").get("peaks"):
+        return Peaks(**found)
+    made = made or setup(context)
+    return device_peaks(made.clock, made.device)

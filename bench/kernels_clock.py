@@ -176,7 +176,11 @@ class DeviceClock(Clock):
         def all_of_them() -> None:
             begun.extend(call() for call in calls)
 
-        us = self._timed(all_of_them, len(calls), lambda: (self._device.main.run(fresh), self._keep_busy()))
+        def before() -> None:
+            self._device.main.run(fresh)
+            self._keep_busy()
+
+        us = self._timed(all_of_them, len(calls), before)
         for one in begun:  # kept until now: its memory is its own while the device works on it
             one.wait()
         return us
@@ -204,7 +208,7 @@ class DeviceClock(Clock):
         """The device's time of one of the `count` pieces of work that `replay` repeats."""
         return self._timed(replay, count, lambda: None)
 
-    def _captured(self, work: Thunk, count: int) -> float:
+    def _captured(self, work: Callable[[], None], count: int) -> float:
         work()  # what is loaded or compiled at its first use must not be captured
         self._device.main.record().wait()
         return self.replayed(self._device.capture(work), count)
