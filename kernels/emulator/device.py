@@ -6,6 +6,7 @@ put off is done by the threads that wait, so a wait that is missing shows as a w
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -85,10 +86,12 @@ class EmulatedStream(Stream):
         self._device.give(self, _Work(getattr(work, "__qualname__", "work"), work))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Raises ValueError for what a GPU cannot copy in one piece."""
+        """Raises ValueError for what a GPU cannot copy in one piece, or not without waiting."""
         same = target.shape == source.shape and target.dtype == source.dtype
         if not (same and target.is_contiguous() and source.is_contiguous()):
             raise ValueError(f"a copy of {source.dtype} {tuple(source.shape)} to {target.dtype} {tuple(target.shape)}")
+        if not (self._device.holds(target) and self._device.holds(source)):
+            raise ValueError(f"a copy of {tuple(source.shape)} from or to host memory that is not pinned")
         self._device.give(self, _Work("copy", lambda: target.copy_(source)))
 
     def record(self) -> EmulatedEvent:
@@ -136,7 +139,7 @@ class EmulatedDevice(Device):
         self.thread_order, self.processors, self.flags = thread_order, processors, flags
         self._streams = (EmulatedStream(self, "main"), EmulatedStream(self, "copies"))
         self.main, self.copies = self._streams
-        self._memory = Memory(memory_bytes)
+        self._memory, self._pinned = Memory(memory_bytes), Memory(sys.maxsize)
         self._random = None if order is None else np.random.default_rng(order)
         self._eager = 0.0 if order is None else EAGER[order % len(EAGER)]
         self._ahead = (
@@ -155,7 +158,11 @@ class EmulatedDevice(Device):
         return taken
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        return self._pinned.take(shape, dtype).zero_()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the device can copy it: what `empty` or `pinned` gave, or a part of that."""
+        return self._memory.holds(tensor) or self._pinned.holds(tensor)
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         first, last = (event.passed_ns if isinstance(event, EmulatedEvent) else None for event in (start, end))

@@ -30,6 +30,7 @@ class Memory:
 
     def __init__(self, total: int) -> None:
         self.total, self.used, self.peak = total, 0, 0
+        self._starts: set[int] = set()
         self._let_go: deque[Words] = deque()
         self._let_go_bytes = 0
 
@@ -44,12 +45,20 @@ class Memory:
         whole = np.full(words + ALIGNED // 2, GARBAGE, np.int16)
         ahead = -whole.ctypes.data % ALIGNED // 2
         part = whole[ahead : ahead + words]
-        weakref.finalize(part, self._release, whole, size).atexit = False  # the tensor's storage keeps `part`
+        weakref.finalize(
+            part, self._release, whole, part.ctypes.data, size
+        ).atexit = False  # the tensor's storage keeps `part`
+        self._starts.add(part.ctypes.data)
         self.used += size
         self.peak = max(self.peak, self.used)
         return torch.from_numpy(part).view(torch.uint8)[:size].view(dtype).view(shape)
 
-    def _release(self, whole: Words, size: int) -> None:
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the memory behind a tensor was taken here."""
+        return tensor.untyped_storage().data_ptr() in self._starts
+
+    def _release(self, whole: Words, start: int, size: int) -> None:
+        self._starts.discard(start)
         self.used -= size
         whole.fill(GARBAGE)
         self._let_go.append(whole)

@@ -274,6 +274,17 @@ def test_only_one_piece_of_one_type_is_copied() -> None:
             device.main.copy(target, source)
 
 
+def test_host_memory_that_is_not_pinned_is_not_copied() -> None:
+    device = EmulatedDevice(LAZY)
+    here, there = device.pinned((4, 4), torch.float32), device.empty((4, 4), torch.float32)
+    device.main.copy(there[1:3], here.view(2, 8)[0].view(2, 4))
+    for pair in ((there, torch.zeros(4, 4)), (torch.zeros(4, 4), there), (here.clone(), there)):
+        with pytest.raises(ValueError, match="host memory that is not pinned"):
+            device.main.copy(*pair)
+    device.close()
+    assert (there[1:3] == 0).all() and there[0].isnan().all()
+
+
 def test_time_passes_between_events() -> None:
     device = EmulatedDevice(LAZY)
     start, end = device.main.record(), device.main.record()
@@ -328,9 +339,10 @@ def test_tensors_of_inference_mode_are_written_by_whoever_waits() -> None:
     device = EmulatedDevice(LAZY)
     with torch.inference_mode():
         made = ones(device, 4)
-        device.main.copy(made, torch.full((4,), 2, dtype=torch.bfloat16))
+        source = device.pinned((4,), torch.bfloat16)
+        device.main.copy(made, source)
     device.close()
-    assert (made == 2).all()
+    assert (made == 0).all()
 
 
 def test_threads_that_wait_together_do_one_piece_of_work_at_a_time() -> None:
