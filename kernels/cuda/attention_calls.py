@@ -24,9 +24,9 @@ SLAB = 16  # tokens
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2_E = math.log2(math.e)
 
-DECODE_WARPS, DECODE_ROWS = 4, 16  # attention_decode.cu: WARPS, ROWS
-DECODE_UNITS = {64: 5, 80: 5, 96: 5, 128: 4, 256: 3}  # UNITS
-PREFILL_WARPS = 4  # attention_prefill.cuh: WARPS
+DECODE_ROWS = 16  # attention_decode.cuh: ROWS
+DECODE_RINGS = {64: (4, 5), 80: (4, 5), 96: (4, 5), 128: (4, 4), 256: (3, 3)}  # WARPS, UNITS
+PREFILL_WARPS, PREFILL_ROW_BYTES = 4, 8  # attention_prefill.cuh: WARPS, RowTable
 MERGE_WARPS, MERGE_PIECE = 8, 128  # attention_merge.cu: WARPS, PIECE
 MERGE_BLOCKS = 1024
 """Blocks of a merge, about: with many tokens each takes more of a row, for most tokens of a graph are padding."""
@@ -101,14 +101,15 @@ def decode(
     window: int = 0,
 ) -> Call:
     """Items of sequences with one row. partial_*: see MERGE; slopes: ALiBi, in natural units (not times log2(e))."""
-    tiles = -(-heads // kv_heads // DECODE_ROWS)
-    shared = SLAB * head_dim * 2 * (1 + DECODE_WARPS * DECODE_UNITS.get(head_dim, 0))
     params = _attention(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
     )  # fmt: skip
+    warps, units = DECODE_RINGS[head_dim]
+    shared = (1 + warps * units) * SLAB * head_dim * 2
+    tiles = -(-heads // kv_heads // DECODE_ROWS)
     grid = (_some(items) * kv_heads * tiles, 1, 1)
-    return Call(f"attention_decode_{dtype}_d{head_dim}", grid, (DECODE_WARPS * WARP, 1, 1), shared, params)
+    return Call(f"attention_decode_{dtype}_d{head_dim}", grid, (warps * WARP, 1, 1), shared, params)
 
 
 def prefill(
@@ -144,7 +145,7 @@ def prefill(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
     )  # fmt: skip
-    shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2
+    shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2 + rows * PREFILL_ROW_BYTES
     grid = (_some(items), kv_heads, 1)
     return Call(f"attention_prefill_{dtype}_d{head_dim}", grid, (PREFILL_WARPS * WARP, 1, 1), shared, params)
 

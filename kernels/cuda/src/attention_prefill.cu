@@ -3,23 +3,25 @@
 // A block has a work item and a KV head. Its tile of Q stays in shared memory. K and V come KEYS tokens at a time,
 // as pieces K V K V ..., through a ring of buffers there: while one is worked on, the next ones are on their way. Each
 // warp brings a slab of every piece, and goes through all keys with its own rows of the tile.
-// Grid: work items, KV heads. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers.
+// Grid: work items, KV heads. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers, then a RowTable.
 #include "attention_prefill.cuh"
 
 namespace {
 
-// Starts the copies of the tile of Q. Rows without a token become zeros.
+// A warp starts the copies of its rows of Q. Rows without a token become zeros.
 template <int D>
-__device__ __forceinline__ void copy_queries(const AttentionParams& p, const Work& work, Group group, uint4* queries) {
-  constexpr int CHUNKS = Tile<D>::CHUNKS;
-  const uint4* q = static_cast<const uint4*>(p.q);
+__device__ __forceinline__ void copy_queries(const AttentionParams& p, const Work& work, uint4* queries) {
+  constexpr int ROWS = Tile<D>::ROWS / WARPS, CHUNKS = Tile<D>::CHUNKS;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * ROWS, kv_head = blockIdx.y;
+  // A lane finds the place in q of one row, for all lanes that copy parts of it.
+  const int token = (first + lane % ROWS) / p.group, head = (first + lane % ROWS) % p.group;
+  const int place = token < work.tokens ? ((work.first_row + token) * p.kv_heads + kv_head) * p.group + head : -1;
 #pragma unroll
-  for (int i = 0; i < Tile<D>::ROWS * CHUNKS / THREADS; i++) {
-    const int index = i * THREADS + threadIdx.x, row = index / CHUNKS, chunk = index % CHUNKS;
-    const bool there = group.token(row) < work.tokens;
-    const int64_t token = work.first_row + (there ? group.token(row) : 0);
-    const int64_t head = (token * p.kv_heads + blockIdx.y) * group.size + group.head(row);
-    cp_async_16(queries + swizzled<D>(row, chunk), q + head * CHUNKS + chunk, there);
+  for (int i = 0; i < ROWS * CHUNKS / 32; i++) {
+    const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
+    const int from = __shfl_sync(ALL_LANES, place, row);
+    const uint4* q = static_cast<const uint4*>(p.q) + static_cast<int64_t>(max(from, 0)) * CHUNKS + chunk;
+    cp_async_16(queries + swizzled<D>(first + row, chunk), q, from >= 0);
   }
 }
 
@@ -42,19 +44,25 @@ struct Feed {
     page = page_of(p, pages, min(slab, last));
   }
 
-  // Starts the copies of a piece, if there is one. Keys that no row sees become zeros: what lies there may be NaN, and
-  // a weight of 0 does not take that out of the sums.
+  // Starts the copies of a piece, if there is one, to place `to` of the ring. Keys that no row sees become zeros: what
+  // lies there may be NaN, and a weight of 0 does not take that out of the sums.
   template <bool VALUES>
-  __device__ __forceinline__ void copy(uint4* piece, int first) {
+  __device__ __forceinline__ void copy(uint4* ring, int to, int first) {
     constexpr int CHUNKS = Tile<D>::CHUNKS;
+    constexpr bool WHOLE_ROWS = 32 % CHUNKS == 0;  // in a step: then all places follow from the first
     if (first * SLAB < work.end_key) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = first + warp;
-      const T* from = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.y, slab);
-      const unsigned unseen = work.first_key - slab * SLAB, seen = work.end_key - work.first_key;
+      const T* block = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.y, slab);
+      const uint4* from = reinterpret_cast<const uint4*>(block) + lane;
+      const unsigned unseen = (work.first_key - slab * SLAB) * CHUNKS, seen = (work.end_key - work.first_key) * CHUNKS;
+      to += warp * SLAB * CHUNKS;
+      const int place = to + swizzled<D>(lane / CHUNKS, lane % CHUNKS);
 #pragma unroll
       for (int i = 0; i < SLAB * CHUNKS / 32; i++) {
-        const unsigned index = i * 32 + lane, row = index / CHUNKS;
-        cp_async_16(piece + swizzled<D>(warp * SLAB + row, index % CHUNKS), from + index * VECTOR, row - unseen < seen);
+        const int index = i * 32 + lane;
+        const int at = WHOLE_ROWS ? (place ^ (i * 32 / CHUNKS & 7)) + i * 32
+                                  : to + swizzled<D>(index / CHUNKS, index % CHUNKS);
+        cp_async_16(ring + at, from + i * 32, lane - unseen + i * 32 < seen);
       }
     }
     cp_async_commit();
@@ -67,16 +75,17 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
   constexpr int STAGES = Tile<D>::STAGES, PIECE = Tile<D>::PIECE;
   DYNAMIC_SHARED(uint4, queries);
   uint4* ring = queries + Tile<D>::ROWS * Tile<D>::CHUNKS;
+  RowTable<D>& table = *reinterpret_cast<RowTable<D>*>(ring + STAGES * PIECE);
   const AttentionItem item = p.items[blockIdx.x];
   if (item.sequence < 0) return;
-  const Group group(p.group);
   const Work work = work_of<D>(p, item);
   int slab = work.first_key / SLAB;
   Feed<T, D> feed(p, item, work);
-  copy_queries<D>(p, work, group, queries);
-  feed.template copy<false>(ring, slab);  // with the queries one group of copies
-  if (STAGES == 3) feed.template copy<true>(ring + PIECE, slab);
-  Rows<T, D> rows(work, group);
+  copy_queries<D>(p, work, queries);
+  feed.template copy<false>(ring, 0, slab);  // closes a group of copies, the queries in it
+  if (STAGES > 2) feed.template copy<true>(ring, PIECE, slab);
+  table.fill(p, work);
+  Rows<T, D> rows(p, work);
   int now = 0, next = STAGES - 1;  // buffers: of the piece that is worked on, and the one to be filled
   // Everybody's copies of a piece are there, and everybody is through with the piece before.
   const auto take = [&] {
@@ -91,11 +100,11 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
     const bool seen = rows.sees(slab * SLAB, p.window);
     uint32_t weights[Tile<D>::M_TILES][KEYS / 16][4];
     take();
-    feed.template copy<STAGES % 2 == 0>(ring + next * PIECE, slab + (STAGES - 1) / 2 * WARPS);
-    if (seen) rows.weigh(p, work, group, queries, ring + now * PIECE, slab * SLAB, weights);
+    feed.template copy<STAGES % 2 == 0>(ring, next * PIECE, slab + (STAGES - 1) / 2 * WARPS);
+    if (seen) rows.weigh(p, work, table, queries, ring + now * PIECE, slab * SLAB, weights);
     advance();
     take();
-    feed.template copy<STAGES % 2 == 1>(ring + next * PIECE, slab + STAGES / 2 * WARPS);
+    feed.template copy<STAGES % 2 == 1>(ring, next * PIECE, slab + STAGES / 2 * WARPS);
     if (seen) rows.add(weights, ring + now * PIECE);
     advance();
   }

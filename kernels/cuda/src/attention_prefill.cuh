@@ -15,14 +15,14 @@ template <int D>
 struct Tile {
   static constexpr int M_TILES = D > 128 ? 1 : 2;  // of a warp; the sums of two with D 256 do not fit into registers
   static constexpr int ROWS = WARPS * M_TILES * 16;
-  static constexpr int STAGES = D > 128 ? 2 : 3;  // buffers for pieces
+  static constexpr int STAGES = D > 128 ? 2 : 3;  // buffers for pieces, 2 or 3
   static constexpr int CHUNKS = D / VECTOR;       // of 16 bytes, in a row
   static constexpr int PIECE = KEYS * CHUNKS;
 };
 
 // What a thread block has to do.
 struct Work {
-  int first_row;   // of q and out: the item's first token
+  int first_row;  // of q and out: the item's first token
   int tokens;
   int first_position;  // of the first token
   int first_key, end_key;  // the positions that some row sees, as far as they are the item's; perhaps none
@@ -42,19 +42,19 @@ __device__ __forceinline__ Work work_of(const AttentionParams& p, const Attentio
   return work;
 }
 
-// `first` is where chunk 0 or 1 of a row lies, by `swizzled`; where the one `chunks` further on does, an even number.
+// What the loop over the keys asks of the tile's rows. It lies in shared memory, for registers are short there.
 template <int D>
-__device__ __forceinline__ int along(int first, int chunks) {
-  constexpr int CHUNKS = Tile<D>::CHUNKS, EVEN = CHUNKS & -CHUNKS, EXCHANGED = EVEN < 8 ? EVEN : 8;
-  return (first ^ (chunks & (EXCHANGED - 1))) + chunks / EXCHANGED * EXCHANGED;
-}
+struct RowTable {
+  int position[Tile<D>::ROWS];
+  float slope[Tile<D>::ROWS];  // of ALiBi, for scores before their scale
 
-// The token and the head of a tile's row, without a division: exact for rows and groups up to 128.
-struct Group {
-  int size, reciprocal;
-  __device__ __forceinline__ explicit Group(int heads) : size(heads), reciprocal((65535 + heads) / heads) {}
-  __device__ __forceinline__ int token(int row) const { return row * reciprocal >> 16; }
-  __device__ __forceinline__ int head(int row) const { return row - token(row) * size; }
+  // Each thread fills in its row.
+  __device__ __forceinline__ void fill(const AttentionParams& p, const Work& work) {
+    const int row = threadIdx.x, token = row / p.group;
+    if (row >= Tile<D>::ROWS) return;
+    position[row] = work.first_position + token;
+    if (p.slopes) slope[row] = p.slopes[blockIdx.y * p.group + row % p.group] * LOG2_E / p.scale_log2;
+  }
 };
 
 template <typename T, int D>
@@ -66,10 +66,10 @@ struct Rows {
   float total[M_TILES][2];  // per row: this lane's share of the sum of the weights
   float sums[M_TILES][D / 8][4];
 
-  __device__ __forceinline__ Rows(const Work& work, Group group) {
-    const int token = group.token(row(0, 0) - lane() / 4);
+  __device__ __forceinline__ Rows(const AttentionParams& p, const Work& work) {
+    const int row = threadIdx.x / 32 * M_TILES * 16, token = row / p.group;
     first = work.first_position + token;
-    last = work.first_position + min(group.token(row(0, 0) - lane() / 4 + M_TILES * 16 - 1), work.tokens - 1);
+    last = work.first_position + min((row + M_TILES * 16 - 1) / p.group, work.tokens - 1);
     if (token >= work.tokens) last = -1;
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
@@ -98,12 +98,13 @@ struct Rows {
   }
 
   // The weights of a piece's keys, [m tile][16 keys] as left operands of mma; `key` is the position of the first.
-  __device__ __forceinline__ void weigh(const AttentionParams& p, const Work& work, Group group, const uint4* queries,
-                                        const uint4* keys, int key, uint32_t (&weights)[M_TILES][KEYS / 16][4]) {
+  __device__ __forceinline__ void weigh(const AttentionParams& p, const Work& work, const RowTable<D>& table,
+                                        const uint4* queries, const uint4* keys, int key,
+                                        uint32_t (&weights)[M_TILES][KEYS / 16][4]) {
     float scores[M_TILES][KEYS / 8][4];
     multiply(queries, keys, scores);
-    if (p.slopes) add_slopes(p, work, group, key, scores);
-    if (!sees_all(key, p.window, work.end_key)) hide(p.window, work, group, key, scores);
+    if (p.slopes) add_slopes(table, key, scores);
+    if (!sees_all(key, p.window, work.end_key)) hide(table, p.window, work.end_key, key, scores);
     raise_tops(p.scale_log2, scores);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
@@ -128,7 +129,7 @@ struct Rows {
 #pragma unroll
       for (int n = 0; n < D / 16; n++) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, values + along<D>(value, 2 * n) + k * 16 * CHUNKS);
+        ldmatrix_x4_trans(b, values + behind<D>(value, 2 * n) + k * 16 * CHUNKS);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
           mma<T>(sums[m][2 * n], weights[m][k], b[0], b[1]);
@@ -137,11 +138,10 @@ struct Rows {
       }
   }
 
-  // Rows of the result, or of partial results with the base-2 logarithm of the sum of exponentials.
-  // Item and work are read again, for they would take registers in the loop over the keys.
+  // Rows of the result, or of partial results with the base-2 logarithm of their sum of exponentials. Item and work are
+  // read again, for they would take registers in the loop over the keys.
   __device__ __forceinline__ void write(const AttentionParams& p, const AttentionItem& item) {
     const Work work = work_of<D>(p, item);
-    const Group group(p.group);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -149,27 +149,34 @@ struct Rows {
         float all = total[m][half];
         all += __shfl_xor_sync(ALL_LANES, all, 1);
         all += __shfl_xor_sync(ALL_LANES, all, 2);
-        const float scale = all == 0.0f ? 0.0f : 1.0f / all;
-        const int token = group.token(row(m, half));
+        const int token = row(m, half) / p.group;
         if (token >= work.tokens) continue;
-        const bool whole = item.partial < 0;
-        const int64_t line = whole ? work.first_row + token : item.partial + static_cast<int64_t>(token) * item.splits;
-        const int64_t head = (line * p.kv_heads + blockIdx.y) * group.size + group.head(row(m, half));
-        if (!whole && lane() % 4 == 0) p.partial_lse[head] = top[m][half] + log2f(all);
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-          const int64_t to = (head * D + n * 8) / 2 + lane() % 4;  // in pairs
-          const float low = sums[m][n][2 * half] * scale, high = sums[m][n][2 * half + 1] * scale;
-          if (whole)
-            static_cast<uint32_t*>(p.out)[to] = T::pack(low, high);
-          else
-            reinterpret_cast<float2*>(p.partial_out)[to] = make_float2(low, high);
-        }
+        const int64_t line = item.partial < 0 ? work.first_row + token : item.partial + token * item.splits;
+        const int64_t head = (line * p.kv_heads + blockIdx.y) * p.group + row(m, half) % p.group;
+        const float scale = all == 0.0f ? 0.0f : 1.0f / all;
+        if (item.partial < 0)
+          write_row(static_cast<T*>(p.out) + head * D, m, half, scale);
+        else
+          write_row(p.partial_out + head * D, m, half, scale);
+        if (item.partial >= 0 && lane() % 4 == 0) p.partial_lse[head] = top[m][half] + log2f(all);
       }
   }
 
  private:
   using Scores = float[M_TILES][KEYS / 8][4];
+
+  __device__ __forceinline__ void write_row(T* to, int m, int half, float scale) const {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+      reinterpret_cast<uint32_t*>(to)[n * 4 + lane() % 4] =
+          T::pack(sums[m][n][2 * half] * scale, sums[m][n][2 * half + 1] * scale);
+  }
+  __device__ __forceinline__ void write_row(float* to, int m, int half, float scale) const {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+      reinterpret_cast<float2*>(to)[n * 4 + lane() % 4] =
+          make_float2(sums[m][n][2 * half] * scale, sums[m][n][2 * half + 1] * scale);
+  }
 
   static __device__ __forceinline__ void multiply(const uint4* queries, const uint4* keys, Scores& scores) {
     const int query = swizzled<D>(row(0, 0) - lane() / 4 + lane() % 16, lane() / 16);
@@ -178,16 +185,15 @@ struct Rows {
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
       for (int n = 0; n < KEYS / 8; n++) scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
-// Not all at once: the compiler would read so many operands ahead that sums of 128 numbers did not fit any more.
-#pragma unroll 4
+#pragma unroll
     for (int k = 0; k < D / 16; k++) {
       uint32_t a[M_TILES][4];
 #pragma unroll
-      for (int m = 0; m < M_TILES; m++) ldmatrix_x4(a[m], queries + along<D>(query, 2 * k) + m * 16 * CHUNKS);
+      for (int m = 0; m < M_TILES; m++) ldmatrix_x4(a[m], queries + behind<D>(query, 2 * k) + m * 16 * CHUNKS);
 #pragma unroll
       for (int n = 0; n < KEYS / 16; n++) {
         uint32_t b[4];
-        ldmatrix_x4(b, keys + along<D>(key, 2 * k) + n * 16 * CHUNKS);
+        ldmatrix_x4(b, keys + behind<D>(key, 2 * k) + n * 16 * CHUNKS);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
           mma<T>(scores[m][2 * n], a[m], b[0], b[1]);
@@ -198,15 +204,13 @@ struct Rows {
   }
 
   // ALiBi, in units of the scores before their scale.
-  static __device__ __forceinline__ void add_slopes(const AttentionParams& p, const Work& work, Group group, int key,
-                                                    Scores& scores) {
+  static __device__ __forceinline__ void add_slopes(const RowTable<D>& table, int key, Scores& scores) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int at = row(m, half), position = work.first_position + group.token(at);
-        const float slope = p.slopes[blockIdx.y * group.size + group.head(at)] * LOG2_E / p.scale_log2;
-        const float nearest = slope * (key + lane() % 4 * 2 - position);
+        const float slope = table.slope[row(m, half)];
+        const float nearest = slope * (key + lane() % 4 * 2 - table.position[row(m, half)]);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -215,14 +219,15 @@ struct Rows {
   }
 
   // Takes out the keys that a row does not see.
-  static __device__ __forceinline__ void hide(int window, const Work& work, Group group, int key, Scores& scores) {
+  static __device__ __forceinline__ void hide(const RowTable<D>& table, int window, int end_key, int key,
+                                              Scores& scores) {
     const int column = key + lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int position = work.first_position + group.token(row(m, half));
-        const int end = min(position + 1, work.end_key) - column;
+        const int position = table.position[row(m, half)];
+        const int end = min(position + 1, end_key) - column;
         const int begin = window ? position - window + 1 - column : -KEYS;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++)
