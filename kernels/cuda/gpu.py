@@ -11,6 +11,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,10 @@ class CudaDevice(Device):
         self.processors = int(cuda.get_device_properties(index).multi_processor_count)
         self._main = CudaStream(self)
         self.main, self.copies = self._main, CudaStream(self)
-        cuda.set_device(self.torch_device)  # CuPy loads kernels for this one
-        self.programs = {name: program for program in map(loader.Program, loader.sources()) for name in program.kernels}
+        # In threads, since what no image carries and no cache has is compiled here.
+        with ThreadPoolExecutor(initializer=cuda.set_device, initargs=(self.torch_device,)) as pool:
+            programs = list(pool.map(loader.Program, loader.sources()))
+        self.programs = {name: program for program in programs for name in program.kernels}
         self._recordings = cuda.graph_pool_handle()
 
     def enter(self) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kernels.cuda import loader
 from kernels.cuda.calls import BF16, F16, Call
+from kernels.cuda.device import Device
+from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, Program
 
 GPU = torch.cuda.is_available()
@@ -46,6 +48,15 @@ def program_of(kernel: str) -> Program:
 @cache
 def device_program_of(kernel: str) -> loader.Program:
     return loader.Program(source_of(kernel))
+
+
+def device_of(order: int | None) -> Device:
+    """An emulated device that does its work in an order, or the GPU."""
+    if order != DEVICE:
+        return EmulatedDevice(order, flags=FLAGS)
+    from kernels.cuda.gpu import CudaDevice
+
+    return CudaDevice()
 
 
 def source_of(kernel: str) -> Path:

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from kernels.cuda.cache import CudaCache
+from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import CacheShape, Int32
-from tests.kernels.cuda_programs import needs_compiler
+from tests.kernels.cuda_programs import DEVICE, GPU, device_of, needs_compiler
 
 SHAPE = CacheShape(blocks=12, host_blocks=9, layers=3, kv_heads=2, block_size=16, head_dim=8, dtype=torch.bfloat16)
 SEEDS = range(9)
 
 pytestmark = needs_compiler
 layouts = pytest.mark.parametrize("layer_major", [False, True], ids=["block-major", "layer-major"])
-orders = pytest.mark.parametrize("order", [None, *range(3)])
+orders = pytest.mark.parametrize("order", [None, *range(3), *([DEVICE] if GPU else [])])
 
 
-def cache_on(device: EmulatedDevice, layer_major: bool = False) -> CudaCache:
+def cache_on(device: Device, layer_major: bool = False) -> CudaCache:
     """Block b is full of the number b."""
     cache = CudaCache(SHAPE, device, layer_major)
     for block in range(SHAPE.blocks):
@@ -58,7 +59,7 @@ def whole(block: Any) -> float:
 @layouts
 @orders
 def test_random_copies_give_what_they_give_one_after_another(order: int | None, layer_major: bool) -> None:
-    cache = cache_on(EmulatedDevice(order), layer_major)
+    cache = cache_on(device_of(order), layer_major)
     random = np.random.default_rng(5)
     pool, host = np.arange(SHAPE.blocks), np.full(SHAPE.host_blocks, -1)
     for _ in range(12):
@@ -78,7 +79,7 @@ def test_random_copies_give_what_they_give_one_after_another(order: int | None, 
 @layouts
 @orders
 def test_a_block_comes_back_as_it_went(order: int | None, layer_major: bool) -> None:
-    cache = CudaCache(SHAPE, EmulatedDevice(order), layer_major)
+    cache = CudaCache(SHAPE, device_of(order), layer_major)
     shape = (SHAPE.layers, 2, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(SHAPE.dtype)
     part = cache.pool[:, :, 3] if layer_major else cache.pool[3]

@@ -11,17 +11,20 @@ from torch import Tensor
 
 from kernels.cuda import calls, loader
 from kernels.cuda.calls import BF16, Call
+from kernels.cuda.device import Device
 from kernels.emulator import device as emulated
 from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import EmulatorError
-from tests.kernels.cuda_programs import needs_compiler
+from tests.kernels.cuda_programs import DEVICE, GPU, device_of, needs_compiler
 
 SEEDS = range(12)
 LAZY = 3
 """A seed that puts off all that it can."""
 
+orders = pytest.mark.parametrize("order", [None, *range(4), *([DEVICE] if GPU else [])])
 
-def ones(device: EmulatedDevice, *shape: int) -> Tensor:
+
+def ones(device: Device, *shape: int) -> Tensor:
     made = device.empty(shape, torch.bfloat16)
     device.main.run(lambda: made.fill_(1))
     return made
@@ -172,9 +175,9 @@ def test_a_tensor_that_a_kernel_touches_is_kept_until_it_has_run(touched: bool) 
 
 
 @needs_compiler
-@pytest.mark.parametrize("order", [None, LAZY, 1, 2])
+@orders
 def test_a_launch_has_the_numbers_of_when_it_was_given(order: int | None) -> None:
-    device = EmulatedDevice(order)
+    device = device_of(order)
     x, residual = ones(device, 2, 64), ones(device, 2, 64)
     call = add(x, residual)
     device.main.launch(call, x, residual)
@@ -215,9 +218,9 @@ def test_an_error_of_torch_is_named_after_the_function_that_was_given() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("order", [None, *range(4)])
+@orders
 def test_a_recording_repeats_what_was_given(order: int | None) -> None:
-    device = EmulatedDevice(order)
+    device = device_of(order)
     x, total = ones(device, 1, 64), ones(device, 1, 64)
     call = add(x, total)
 
@@ -283,6 +286,21 @@ def test_host_memory_that_is_not_pinned_is_not_copied() -> None:
             device.main.copy(*pair)
     device.close()
     assert (there[1:3] == 0).all() and there[0].isnan().all()
+
+
+@orders
+def test_pinned_memory_of_some_megabytes_goes_to_the_device_and_back(order: int | None) -> None:
+    device = device_of(order)
+    sent, read = (device.pinned((3, 1 << 18), torch.float32) for _ in range(2))
+    there = device.empty((3, 1 << 18), torch.float32)
+    sent.copy_(torch.arange(sent.numel()).view(sent.shape))
+    device.copies.wait_for(device.main.record())
+    device.copies.copy(there, sent)
+    device.main.wait_for(device.copies.record())
+    device.main.run(lambda: there.neg_())
+    device.main.copy(read, there)
+    device.main.record().wait()
+    assert torch.equal(read, -sent)
 
 
 def test_time_passes_between_events() -> None:
