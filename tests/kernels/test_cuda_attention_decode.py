@@ -225,6 +225,20 @@ def test_a_row_is_the_same_alone_and_beside_others(order: int) -> None:
 
 
 @in_every_order
+def test_a_score_far_above_those_before_takes_over(order: int) -> None:
+    """Of one head alone, so that nothing but its own rise can scale its sums down before they overflow."""
+    step = Step(Case(64, 1, 16, (100,)), "bf16")
+    row, (block, place) = step.rows[0], divmod(90, 16)
+    step.q[row, :9] = step.q[row, 10:] = 0
+    step.keys[step.pages[block], 0, place] = 30 * step.q[row, 9]
+    values = wide(torch.cat([step.values[page, 0] for page in step.pages])[:100])
+    step.expected[0] = values.mean(0)
+    step.expected[0, 9] = values[90]
+    step.decode([step.whole(0)], order)
+    step.check()
+
+
+@in_every_order
 def test_nan_that_is_seen_is_not_hidden(order: int) -> None:
     step = Step(Case(64, 2, 4, (100,)), "bf16")
     step.keys[step.pages[2], 1, 5] = torch.nan

@@ -65,8 +65,8 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * (D / VECTOR) + (chunk ^ (row / (8 / EXCHANGED<D>) & (EXCHANGED<D> - 1)));
 }
 
-// Where the chunk lies that is `chunks` behind the one at `at`, the first or second of its row. An even number; known to
-// the compiler, it makes at most four different additions of the whole row.
+// Where the chunk lies that is `chunks` behind the one at `at`, the first or second of its row. `chunks` is even; where
+// the compiler knows it, four sums are all that it has to compute for a row.
 template <int D>
 __device__ __forceinline__ int behind(int at, int chunks) {
   return (at ^ (chunks & (EXCHANGED<D> - 1))) + (chunks & ~(EXCHANGED<D> - 1));

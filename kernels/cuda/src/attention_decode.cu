@@ -5,218 +5,25 @@
 // other warp until their results are brought together at the end.
 // Grid: x items * kv_heads * tiles of 16 query heads, the tiles of one KV head side by side. Dynamic shared memory:
 // the query heads, then the rings (attention_calls.py).
-#include "attention.cuh"
+#include "attention_decode.cuh"
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = WARPS * 32, ROWS = 16;
-
-template <int D>
-constexpr int CHUNKS = D / VECTOR;  // of a row
-template <int D>
-constexpr int UNIT = SLAB * CHUNKS<D>;  // a slab, in chunks
-template <int D>
-constexpr int UNITS = D <= 96 ? 5 : D <= 128 ? 4 : 3;  // of a ring; one is read while the others are under way
 template <int D>
 constexpr int PADDED = D + 8;  // numbers from row to row of a warp's results: 8 bytes a lane, no bank conflict
-
-// What a block works on.
-struct Work {
-  const int32_t* pages;      // of the sequence
-  int64_t row;               // of q and out
-  int kv_head, first_head;   // the first query head, counted from those of all KV heads
-  int heads;                 // query heads, up to ROWS
-  int from, context;         // the positions that are seen, the row's own being the last
-  int first_slab, end_slab;  // none when the first is not below the end
-};
-
-__device__ __forceinline__ Work work_of(const AttentionParams& p, const AttentionItem& item) {
-  const int tiles = (p.group + ROWS - 1) / ROWS, tile = blockIdx.x % tiles;
-  Work work;
-  work.pages = p.pages + p.page_start[item.sequence];
-  work.row = p.query_start[item.sequence] + item.first_token;
-  work.kv_head = blockIdx.x / tiles % p.kv_heads;
-  work.first_head = work.kv_head * p.group + tile * ROWS;
-  work.heads = min(p.group - tile * ROWS, ROWS);
-  work.context = p.context[item.sequence];
-  work.from = p.window ? max(work.context - p.window, 0) : 0;
-  work.first_slab = max(item.first_slab, work.from / SLAB);
-  work.end_slab = min(item.end_slab, (work.context + SLAB - 1) / SLAB);
-  return work;
-}
-
-// The slabs of a warp on their way to shared memory. Places there are counted in chunks.
-template <typename T, int D>
-struct Ring {
-  const AttentionParams& p;
-  const Work& work;
-  uint4* shared;
-  const int first;  // unit 0
-  const SlabCopy<D> copy;
-  const T *keys, *values;   // this lane's first numbers of the KV head in block 0
-  int next;                 // slab to be fetched
-  int page;                 // its block, asked for long before it is needed
-  int64_t offset = 0;       // of the slab whose K was fetched last
-  int slot = UNITS<D> - 1;  // the unit that is being read
-
-  __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* shared, int warp, int lane)
-      : p(p), work(work), shared(shared), first(UNIT<D> * (1 + warp * UNITS<D>)), copy(lane) {
-    const int64_t head = static_cast<int64_t>(work.kv_head) * p.slabs_per_block * (SLAB * D) + lane * VECTOR;
-    keys = static_cast<const T*>(p.keys) + head;
-    values = static_cast<const T*>(p.values) + head;
-    next = work.first_slab + warp;
-    find_page();
-#pragma unroll
-    for (int unit = 0; unit < UNITS<D> - 1; unit++) {
-      if (unit % 2 == 0)
-        fetch_keys(first + unit * UNIT<D>);
-      else
-        fetch_values(first + unit * UNIT<D>);
-    }
-  }
-
-  __device__ __forceinline__ void find_page() { page = next < work.end_slab ? page_of(p, work.pages, next) : 0; }
-
-  __device__ __forceinline__ void fetch_keys(int to) {
-    offset = slab_offset<D>(p, page, 0, next);
-    if (next < work.end_slab) copy.start(shared, to, keys + offset);
-    cp_async_commit();
-  }
-
-  __device__ __forceinline__ void fetch_values(int to) {
-    if (next < work.end_slab) copy.start(shared, to, values + offset);
-    cp_async_commit();
-    next += WARPS;
-    find_page();
-  }
-
-  // Where the next unit lies, once it is there. The one before it, which no lane reads any more, is fetched anew: with
-  // the K or V that is UNITS - 1 further on.
-  template <bool is_keys>
-  __device__ __forceinline__ int take() {
-    cp_async_wait<UNITS<D> - 2>();
-    __syncwarp();
-    const int spare = first + slot * UNIT<D>;
-    slot = slot == UNITS<D> - 1 ? 0 : slot + 1;
-    if constexpr (is_keys == (UNITS<D> % 2 == 1))
-      fetch_keys(spare);
-    else
-      fetch_values(spare);
-    return first + slot * UNIT<D>;
-  }
-};
-
-// The query heads as left operands of mma: in registers, or where these are too few read again for every slab.
-template <int D>
-struct Queries {
-  static constexpr bool HELD = D <= 128;
-  const uint4* shared;
-  int first;
-  uint32_t held[HELD ? D / 16 : 1][4];
-
-  __device__ __forceinline__ Queries(const uint4* shared, int lane)
-      : shared(shared), first(swizzled<D>(lane % 16, lane / 16)) {
-    if constexpr (HELD) {
-#pragma unroll
-      for (int k = 0; k < D / 16; k++) read(held[k], k);
-    }
-  }
-
-  __device__ __forceinline__ void read(uint32_t (&words)[4], int k) const {
-    ldmatrix_x4(words, shared + behind<D>(first, 2 * k));
-  }
-
-  // s += numbers 16 k .. 16 k + 15 of the heads times those of the tokens.
-  template <typename T>
-  __device__ __forceinline__ void multiply(float (&s)[2][4], int k, const uint32_t (&keys)[4]) const {
-    if constexpr (HELD) {
-      mma<T>(s[0], held[k], keys[0], keys[1]);
-      mma<T>(s[1], held[k], keys[2], keys[3]);
-    } else {
-      uint32_t words[4];
-      read(words, k);
-      mma<T>(s[0], words, keys[0], keys[1]);
-      mma<T>(s[1], words, keys[2], keys[3]);
-    }
-  }
-};
 
 // A block starts the copy of its query heads; rows behind the last one are zero.
 template <typename T, int D>
 __device__ __forceinline__ void copy_queries(uint4* tile, const AttentionParams& p, const Work& work) {
   const int64_t first = work.row * p.kv_heads * p.group + work.first_head;
   const uint4* from = static_cast<const uint4*>(p.q) + first * CHUNKS<D>;
-  for (int chunk = threadIdx.x; chunk < UNIT<D>; chunk += THREADS) {
+  for (int chunk = threadIdx.x; chunk < UNIT<D>; chunk += THREADS<D>) {
     const int row = chunk / CHUNKS<D>;
     const bool valid = row < work.heads;
     cp_async_16(tile + swizzled<D>(row, chunk % CHUNKS<D>), from + (valid ? chunk : 0), valid);
   }
   cp_async_commit();
 }
-
-// What a warp has found so far, for rows lane / 4 and lane / 4 + 8 in the layout of mma.
-template <int D>
-struct Found {
-  float sums[D / 8][4];  // of weights times V
-  float largest[2];      // score
-  float total[2];        // of weights, this lane's share
-
-  __device__ __forceinline__ Found() {
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-    largest[0] = largest[1] = minus_infinity();
-    total[0] = total[1] = 0.0f;
-  }
-
-  __device__ __forceinline__ void raise(const float (&scores)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float before = largest[h];
-      largest[h] = fmaxf(before, scores[h]);
-      const float factor = exp2_approx(before - largest[h]);
-      total[h] *= factor;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
-        sums[n][2 * h] *= factor;
-        sums[n][2 * h + 1] *= factor;
-      }
-    }
-  }
-
-  // Scores to weights, 2^(score - largest), as the left operand of mma.
-  template <typename T>
-  __device__ __forceinline__ void weigh(float (&s)[2][4], uint32_t (&weights)[4]) {
-    float most[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      most[h] = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
-      most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], 1));
-      most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], 2));
-    }
-    // After the first slabs this is rare, and D / 2 multiplications are saved.
-    if (__any_sync(ALL_LANES, most[0] > largest[0] || most[1] > largest[1])) raise(most);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const float first = exp2_approx(s[n][2 * h] - largest[h]), second = exp2_approx(s[n][2 * h + 1] - largest[h]);
-        total[h] += first + second;
-        weights[2 * n + h] = T::pack(first, second);
-      }
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void add(const uint32_t (&weights)[4], const uint4* shared, int first) {
-#pragma unroll
-    for (int n = 0; n < D / 16; n++) {
-      uint32_t words[4];
-      ldmatrix_x4_trans(words, shared + behind<D>(first, 2 * n));
-      mma<T>(sums[2 * n], weights, words[0], words[1]);
-      mma<T>(sums[2 * n + 1], weights, words[2], words[3]);
-    }
-  }
-};
 
 // s: the dot products of rows lane / 4 and lane / 4 + 8 with the tokens of a slab, in the layout of mma.
 template <typename T, int D>
@@ -276,7 +83,7 @@ __device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, co
     const int row = lane / 4 + 8 * h;
     slopes[h] = p.slopes && row < work.heads ? p.slopes[work.first_head + row] * LOG2_E : 0.0f;
   }
-  for (int slab = work.first_slab + warp; slab < work.end_slab; slab += WARPS) {
+  for (int slab = work.first_slab + warp; slab < work.end_slab; slab += WARPS<D>) {
     const int keys = ring.template take<true>();
     float s[2][4] = {};
     multiply_keys<T, D>(s, queries, keys + key);
@@ -308,14 +115,14 @@ __device__ __forceinline__ void store(const AttentionParams& p, const Work& work
 template <typename T, int D>
 __device__ __forceinline__ void merge_and_store(const AttentionParams& p, const Work& work, int partial,
                                                 const float* sums, const float2* scales) {
-  for (int i = threadIdx.x; i < work.heads * (D / 4); i += THREADS) {
+  for (int i = threadIdx.x; i < work.heads * (D / 4); i += THREADS<D>) {
     const int row = i / (D / 4), column = i % (D / 4) * 4;
     float largest = minus_infinity(), total = 0.0f;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) largest = fmaxf(largest, scales[warp * ROWS + row].x);
+    for (int warp = 0; warp < WARPS<D>; warp++) largest = fmaxf(largest, scales[warp * ROWS + row].x);
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) {
+    for (int warp = 0; warp < WARPS<D>; warp++) {
       const float2 scale = scales[warp * ROWS + row];
       const float weight = exp2_approx(scale.x - largest);
       const float4 x = *reinterpret_cast<const float4*>(sums + (warp * ROWS + row) * PADDED<D> + column);
@@ -364,8 +171,8 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   Found<D> found;
   read_slabs<T, D>(found, ring, Queries<D>(shared, lane), warp, lane);
   __syncthreads();  // all have read their slabs and the query heads: the results take their place
-  constexpr int SUMS = WARPS * ROWS * PADDED<D>;
-  static_assert(SUMS * 4 + WARPS * ROWS * 8 <= UNIT<D> * (1 + WARPS * UNITS<D>) * 16, "the results fit");
+  constexpr int SUMS = WARPS<D> * ROWS * PADDED<D>;
+  static_assert(SUMS * 4 + WARPS<D> * ROWS * 8 <= UNIT<D> * (1 + WARPS<D> * UNITS<D>) * 16, "the results fit");
   float* sums = reinterpret_cast<float*>(shared);
   float2* scales = reinterpret_cast<float2*>(sums + SUMS);
   lay_down<D>(found, sums, scales, warp, lane);
@@ -375,13 +182,13 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
 
 }  // namespace
 
-KERNEL(attention_decode_bf16_d64, AttentionParams, THREADS, attention_decode<bf16, 64>)
-KERNEL(attention_decode_bf16_d80, AttentionParams, THREADS, attention_decode<bf16, 80>)
-KERNEL(attention_decode_bf16_d96, AttentionParams, THREADS, attention_decode<bf16, 96>)
-KERNEL(attention_decode_bf16_d128, AttentionParams, THREADS, attention_decode<bf16, 128>)
-KERNEL(attention_decode_bf16_d256, AttentionParams, THREADS, attention_decode<bf16, 256>)
-KERNEL(attention_decode_f16_d64, AttentionParams, THREADS, attention_decode<f16, 64>)
-KERNEL(attention_decode_f16_d80, AttentionParams, THREADS, attention_decode<f16, 80>)
-KERNEL(attention_decode_f16_d96, AttentionParams, THREADS, attention_decode<f16, 96>)
-KERNEL(attention_decode_f16_d128, AttentionParams, THREADS, attention_decode<f16, 128>)
-KERNEL(attention_decode_f16_d256, AttentionParams, THREADS, attention_decode<f16, 256>)
+KERNEL(attention_decode_bf16_d64, AttentionParams, THREADS<64>, attention_decode<bf16, 64>)
+KERNEL(attention_decode_bf16_d80, AttentionParams, THREADS<80>, attention_decode<bf16, 80>)
+KERNEL(attention_decode_bf16_d96, AttentionParams, THREADS<96>, attention_decode<bf16, 96>)
+KERNEL(attention_decode_bf16_d128, AttentionParams, THREADS<128>, attention_decode<bf16, 128>)
+KERNEL(attention_decode_bf16_d256, AttentionParams, THREADS<256>, attention_decode<bf16, 256>)
+KERNEL(attention_decode_f16_d64, AttentionParams, THREADS<64>, attention_decode<f16, 64>)
+KERNEL(attention_decode_f16_d80, AttentionParams, THREADS<80>, attention_decode<f16, 80>)
+KERNEL(attention_decode_f16_d96, AttentionParams, THREADS<96>, attention_decode<f16, 96>)
+KERNEL(attention_decode_f16_d128, AttentionParams, THREADS<128>, attention_decode<f16, 128>)
+KERNEL(attention_decode_f16_d256, AttentionParams, THREADS<256>, attention_decode<f16, 256>)
