@@ -1,7 +1,7 @@
 """The device of the CUDA backend where there is a GPU: torch owns streams, memory and graphs, CuPy launches kernels.
 
 Each thread that gives work has `main` as torch's current stream from then on, so that nothing is switched in the hot
-path. Nothing here synchronizes but `Event.wait`.
+path. Only `Event.wait` waits for the GPU, and letting go of large pinned memory.
 """
 
 from __future__ import annotations
@@ -132,8 +132,13 @@ class CudaDevice(Device):
         found = runtime.cudaHostRegister(memory.ctypes.data, size, _HOST_MAPPED)
         if found != runtime.cudaError.success:
             raise CudaError(f"{size / 2**30:.1f} GiB of main memory cannot be pinned ({found}): lower --host-blocks")
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+        weakref.finalize(memory, self._release, memory.ctypes.data).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
+
+    def _release(self, address: int) -> None:
+        """Of registered memory, which torch does not keep for copies that are under way."""
+        cuda.synchronize(self.torch_device)
+        cuda.cudart().cudaHostUnregister(address)
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         if not (isinstance(start, CudaEvent) and isinstance(end, CudaEvent)):

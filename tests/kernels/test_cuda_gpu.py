@@ -190,6 +190,7 @@ def test_large_pinned_memory_is_exactly_as_large_and_given_back(fake: Torch) -> 
     assert not runtime.cudaHostUnregister.called, "a view holds it"
     del view
     assert runtime.cudaHostUnregister.mock_calls == [call(address)]
+    assert fake.cuda.synchronize.mock_calls == [call(torch.device("cuda", 0))], "a copy may be under way"
     runtime.cudaHostRegister.return_value = 2
     with pytest.raises(CudaError, match=r"0\.5 GiB of main memory cannot be pinned .2.: lower --host-blocks"):
         device.pinned((1 << 29,), torch.uint8)
