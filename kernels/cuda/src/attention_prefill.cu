@@ -114,12 +114,12 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
 
 }  // namespace
 
-KERNEL(attention_prefill_bf16_d64, AttentionParams, THREADS, prefill<bf16, 64>)
+RESIDENT_KERNEL(attention_prefill_bf16_d64, AttentionParams, THREADS, 3, prefill<bf16, 64>)
 KERNEL(attention_prefill_bf16_d80, AttentionParams, THREADS, prefill<bf16, 80>)
 KERNEL(attention_prefill_bf16_d96, AttentionParams, THREADS, prefill<bf16, 96>)
 KERNEL(attention_prefill_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128>)
 KERNEL(attention_prefill_bf16_d256, AttentionParams, THREADS, prefill<bf16, 256>)
-KERNEL(attention_prefill_f16_d64, AttentionParams, THREADS, prefill<f16, 64>)
+RESIDENT_KERNEL(attention_prefill_f16_d64, AttentionParams, THREADS, 3, prefill<f16, 64>)
 KERNEL(attention_prefill_f16_d80, AttentionParams, THREADS, prefill<f16, 80>)
 KERNEL(attention_prefill_f16_d96, AttentionParams, THREADS, prefill<f16, 96>)
 KERNEL(attention_prefill_f16_d128, AttentionParams, THREADS, prefill<f16, 128>)

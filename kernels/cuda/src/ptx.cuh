@@ -29,6 +29,13 @@ typedef unsigned long long uint64_t;
     (__VA_ARGS__)(given);                                                                            \
   }
 
+// The same with so few registers that a multiprocessor has enough for `blocks` blocks of `threads` threads at once.
+#define RESIDENT_KERNEL(name, Params, threads, blocks, ...)                                                  \
+  extern "C" __constant__ unsigned name##_params = sizeof(Params);                                           \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params given) { \
+    (__VA_ARGS__)(given);                                                                                    \
+  }
+
 // Copies 16 bytes to shared memory behind the thread's back, or writes 16 zeros when not valid.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

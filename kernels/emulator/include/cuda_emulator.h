@@ -53,3 +53,6 @@ EMULATOR_VECTORS(uint, unsigned, 8, 16)
     const auto body = [](const void* given) { (__VA_ARGS__)(*static_cast<const Params*>(given)); };             \
     return emulator::launch(body, params, dims, shared, threads, order, error, error_room);                     \
   }
+
+// The same, to which registers are no matter here.
+#define RESIDENT_KERNEL(name, Params, threads, blocks, ...) KERNEL(name, Params, threads, __VA_ARGS__)
