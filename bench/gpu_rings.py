@@ -22,7 +22,7 @@ from kernels.cuda import attention_calls, loader, planner
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.gpu import CudaDevice
 
-SOURCE = loader.SOURCES / "attention_decode.cu"
+SOURCE, HEADER = (loader.SOURCES / f"attention_decode.{kind}" for kind in ("cu", "cuh"))
 UNITS = (3, 4, 5, 6)
 ITEMS = (4, 6, 8, 12)
 SHAPES = ((64, 1024), (8, 4096), (8, 32768))
@@ -47,14 +47,18 @@ def rings(context: Context) -> Iterator[tuple[str, Any]]:
                 planner.DECODE_ITEMS_PER_PROCESSOR = kept
 
 
-def with_units(text: str, units: int, head_dim: int) -> str:
-    """The source with rings of so many units, and with the kernels of that head_dim alone.
+def with_units(units: int, head_dim: int) -> str:
+    """The source, its header within, with rings of so many units and with the kernels of that head_dim alone.
 
-    Raises ValueError where the source is not written as expected.
+    Raises ValueError where the two are not written as expected.
     """
-    text, found = re.subn(r"^constexpr int UNITS = [^;]*;", f"constexpr int UNITS = {units};", text, flags=re.MULTILINE)
+    header = HEADER.read_text().replace("#pragma once\n", "")
+    header, found = re.subn(
+        r"^constexpr int UNITS = [^;]*;", f"constexpr int UNITS = {units};", header, flags=re.MULTILINE
+    )
+    text = SOURCE.read_text().replace(f'#include "{HEADER.name}"\n', header)
     lines = [line for line in text.splitlines() if not line.startswith("KERNEL(") or f"_d{head_dim}," in line]
-    if found != 1 or not lines[-1].startswith("KERNEL("):
+    if found != 1 or HEADER.name in text or not lines[-1].startswith("KERNEL("):
         raise ValueError(f"{SOURCE.name}: {found} definitions of UNITS, {lines[-1]!r}")
     return "\n".join([*lines, ""])
 
@@ -64,16 +68,16 @@ def _ring(made: Setup, units: int, head_dim: int) -> Iterator[None]:
     """Inside, decode attention has rings of so many units."""
     if not isinstance(made.device, CudaDevice):
         raise TypeError(f"{made.device.name} is no GPU")
-    programs, sizes = made.device.programs, attention_calls.DECODE_UNITS
+    programs, sizes = made.device.programs, attention_calls.DECODE_RINGS
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / SOURCE.name
-        source.write_text(with_units(SOURCE.read_text(), units, head_dim))
+        source.write_text(with_units(units, head_dim))
         other = loader.Program(source)
     kept = {name: programs[name] for name in other.kernels}
     size = sizes[head_dim]
     try:
         programs.update(dict.fromkeys(other.kernels, other))
-        sizes[head_dim] = units
+        sizes[head_dim] = (size[0], units)
         yield
     finally:
         programs.update(kept)

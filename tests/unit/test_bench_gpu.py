@@ -110,7 +110,7 @@ def test_what_a_part_found_before_it_failed_is_kept(tmp_path: Path) -> None:
 
 
 def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
-    text = gpu_rings.with_units(gpu_rings.SOURCE.read_text(), 7, 128)
+    text = gpu_rings.with_units(7, 128)
     assert "constexpr int UNITS = 7;" in text
     assert re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE) == [
         "attention_decode_bf16_d128",
