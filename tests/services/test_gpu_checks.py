@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.launcher.check import Check
-from services.launcher.gpu_checks import CUDA, judge, judge_driver
+from services.launcher.gpu_checks import CUDA, OLDEST_CAPABILITY, judge, judge_driver
 from services.launcher.gpu_facts import Facts
 from tests.services.launcher_support import ROOT
 from tests.services.recorded_gpus import (
@@ -233,3 +233,9 @@ def test_versions_of_cuda_agree_in_all_the_pins() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(pin.startswith(f"cupy-cuda{CUDA[0]}x==") for pin in extras["cuda"])
     assert any(pin.startswith("nvidia-cuda-nvrtc=={}.{}.".format(*CUDA)) for pin in extras["dev"])
+
+
+def test_doctor_and_worker_demand_the_same_of_a_gpu() -> None:
+    from kernels.cuda.gpu import CAPABILITY
+
+    assert OLDEST_CAPABILITY == CAPABILITY
