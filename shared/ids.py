@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
@@ -10,6 +11,12 @@ import socket
 def request_id(endpoint: str) -> str:
     """`cmpl-...` or `chatcmpl-...`, 120 random bits: whoever knows it may not guess another."""
     return f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{secrets.token_hex(15)}"
+
+
+def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str) -> str:
+    """The id of the request that a tenant calls `name`; as unguessable as the tenant's secret and the name together."""
+    digest = hmac.digest(secret or tenant.encode(), f"{tenant}\n{endpoint}\n{name}".encode(), "sha256").hex()[:30]
+    return f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{digest}"
 
 
 def process_id(role: str) -> str:

@@ -142,3 +142,4 @@ class Scripts:
         self.control = Script(client, "control")
         self.lease = Script(client, "lease")
         self.take_worker = Script(client, "take_worker")
+        self.fenced = Script(client, "fenced")

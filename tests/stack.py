@@ -103,10 +103,11 @@ class Stack:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
 
-    def start(self, service: str) -> None:
-        """Starts (again) worker, scheduler or gateway."""
-        with (self.directory / f"{service}.log").open("ab") as log:
-            self._processes[service] = subprocess.Popen(
+    def start(self, service: str, name: str = "") -> None:
+        """Starts (again) worker, scheduler or gateway; a second one beside the first has a name of its own."""
+        name = name or service
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", service],
                 stdout=log,
                 stderr=log,
@@ -122,6 +123,13 @@ class Stack:
         process = self._processes[service]
         process.send_signal(how)
         return process.wait(60)
+
+    def signal(self, service: str, how: int) -> None:
+        self._processes[service].send_signal(how)
+
+    def wait(self, service: str) -> int:
+        """The exit status of one that ends by itself."""
+        return self._processes[service].wait(60)
 
     def log(self, service: str) -> str:
         return (self.directory / f"{service}.log").read_text(errors="replace")
@@ -195,9 +203,10 @@ class Stack:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for service in ("gateway", "scheduler", "worker"):
-            process = self._processes.get(service)
-            if process is not None and process.poll() is None:
+        for name in sorted(self._processes):  # the gateway first, the worker last
+            process = self._processes[name]
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)  # a stopped one would not hear the other
                 process.terminate()
                 try:
                     process.wait(20)

@@ -54,6 +54,14 @@ class TokenText:
         )
         return _Bytes(self._pieces, self.special if skip_special else frozenset(), strip)
 
+    def tail(self, prompt: Sequence[int], skip_special: bool = True) -> list[int]:
+        """The part of a prompt on which the text of its continuation depends: `start` makes the same of both."""
+        last = list(prompt[-_CONTEXT_MOST:])
+        if self._pieces is None or not self._strips_first_space:
+            return last
+        skipped = self.special if skip_special else frozenset()
+        return next(([token] for token in prompt if self._pieces[token] and token not in skipped), last)
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of whole sequences, as the tokenizer's own decoder gives it."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))

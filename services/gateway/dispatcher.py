@@ -22,6 +22,7 @@ from protos import queue_pb2
 from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.metrics import Metrics
+from services.gateway.replies import entries_of, finishes, record_of, refused, taken_over
 from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.tasks import end
@@ -101,10 +102,12 @@ class Dispatcher:
 
     # What handlers call
 
-    async def enqueue(self, spec: GenerationSpec, sink: Sink, tenant: str, salt: bytes) -> None:
-        """Puts the request into its class's stream. Raises ApiError 429 or 503. `close` has to follow in any case."""
-        self._sinks[spec.id] = sink
-        self._cluster.active = len(self._sinks)
+    async def enqueue(self, spec: GenerationSpec, sink: Sink, tenant: str, salt: bytes, delivery: bytes) -> bool:
+        """Puts the request into its class's stream; False if one of its id was put there before.
+
+        Raises ApiError 429 or 503. `close` has to follow in any case.
+        """
+        self._register(sink)
         request, prompts = to_request(spec, self.gateway_id, tenant, salt)
         settings, keys = self._settings, self._keys
         # fmt: off
@@ -114,54 +117,61 @@ class Dispatcher:
         arguments: list[Value] = [
             request.SerializeToString(), prompts, spec.prompt_tokens, settings.max_queued_tokens, spec.cost_tokens,
             settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests, LIVE_TTL_MS,
-            tenant, self.gateway_id, spec.priority,
+            tenant, self.gateway_id, spec.priority, delivery,
         ]
         # fmt: on
         answer = await self._ask(lambda: self._enqueue(spec.id, redis_keys, arguments))
-        verdict = answer[0]
-        if verdict == b"full":
-            self._forget(spec.id)
-            raise ApiError(
-                429,
-                f"the queue is full: {answer[1]} prompt tokens wait, at most {settings.max_queued_tokens} may",
-                code="queue_full",
-                retry_after_s=self._cluster.retry_after_s(float(answer[1])),
-            )
-        if verdict == b"rate":
-            self._forget(spec.id)
-            raise ApiError(
-                429,
-                f"rate limit reached: {answer[2].decode()}",
-                code="rate_limit_exceeded",
-                retry_after_s=answer[1] / 1000,
-            )
+        if refusal := refused(answer, settings.max_queued_tokens, self._cluster.retry_after_s):
+            self._forget(sink)
+            raise refusal
+        return bool(answer[0] == b"ok")
 
-    def close(self, request_id: str, cancel_reason: str = "") -> None:
-        """The handler has ended. With a reason the request is cancelled, wherever it is."""
-        self._forget(request_id)
-        if cancel_reason:
-            self.cancel(request_id, cancel_reason)
+    async def adopt(self, sink: Sink, tenant: str) -> bool:
+        """Delivers a request from now on that was enqueued before, here or by another gateway; False if there is none
+        of that tenant. Raises ApiError(503). `close` has to follow in any case."""
+        self._register(sink)
+        adopt = queue_pb2.Control.Adopt(id=sink.request_id, gateway=self.gateway_id)
+        control = queue_pb2.Control(adopt=adopt)
+        verdict = await self._ask(
+            lambda: self._control(sink.request_id, "adopt", control, tenant=tenant, gateway=self.gateway_id)
+        )
+        self._refill(sink)
+        return verdict not in ("unknown", "forbidden")
+
+    def close(self, sink: Sink, cancel_reason: str = "") -> None:
+        """The handler has ended. With a reason the request is cancelled, unless somebody else delivers it by now."""
+        if self._forget(sink) and cancel_reason:
+            self.cancel(sink.request_id, cancel_reason)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Cancels without waiting."""
+        """Cancels a request that this gateway delivers, without waiting."""
         control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason=reason))
-        self._command((request_id, "cancel"), lambda: self._control(request_id, "cancel", control))
+        self._command(
+            (request_id, "cancel"), lambda: self._control(request_id, "cancel", control, gateway=self.gateway_id)
+        )
 
     def stop_choice(self, request_id: str, choice: int, at_token: int) -> None:
         """A stop string was found: tokens 0 .. at_token - 1 stay."""
         stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
         control = queue_pb2.Control(stop=stop)
-        self._command((request_id, f"stop {choice}"), lambda: self._control(request_id, "stop", control))
+        self._command(
+            (request_id, f"stop {choice}"),
+            lambda: self._control(request_id, "stop", control, gateway=self.gateway_id),
+        )
 
     async def cancel_for(self, request_id: str, tenant: str) -> str:
         """Cancels for a client: sent | flagged | finished | unknown | forbidden. Raises ApiError(503)."""
         control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason="cancelled by its owner"))
-        return str(await self._ask(lambda: self._control(request_id, "cancel", control, tenant)))
+        return str(await self._ask(lambda: self._control(request_id, "cancel", control, tenant=tenant)))
 
     async def record(self, request_id: str) -> dict[str, str]:
         """`req:{id}`; empty when there is none. Raises ApiError(503)."""
-        found: dict[bytes, bytes] = await self._ask(lambda: _hash(self._redis, self._keys.req(request_id)))
+        found = await self.raw_record(request_id)
         return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
+
+    async def raw_record(self, request_id: str) -> dict[bytes, bytes]:
+        """The same as Redis has it: `delivery` is no text."""
+        return await self._ask(lambda: record_of(self._redis, self._keys.req(request_id)))
 
     # The working task
 
@@ -253,14 +263,27 @@ class Dispatcher:
 
         self._put(job)
 
-    async def _control(self, request_id: str, kind: str, control: queue_pb2.Control, tenant: str = "") -> str:
-        arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), "", tenant]
+    async def _control(
+        self, request_id: str, kind: str, control: queue_pb2.Control, tenant: str = "", gateway: str = ""
+    ) -> str:
+        arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), gateway, tenant]
         reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)
         return reply.decode()
 
-    def _forget(self, request_id: str) -> None:
-        self._sinks.pop(request_id, None)
+    def _register(self, sink: Sink) -> None:
+        """Rows of its request go to `sink` from now on; one that had it before ends."""
+        if before := self._sinks.get(sink.request_id):
+            before.fail(taken_over(), cut=True)
+        self._sinks[sink.request_id] = sink
         self._cluster.active = len(self._sinks)
+
+    def _forget(self, sink: Sink) -> bool:
+        """False if another sink has taken its place."""
+        mine = self._sinks.get(sink.request_id, sink) is sink
+        if mine:
+            self._sinks.pop(sink.request_id, None)
+            self._cluster.active = len(self._sinks)
+        return mine
 
     # The reading task
 
@@ -280,7 +303,7 @@ class Dispatcher:
             if attempt:
                 log.info("Redis is back: reading tokens from %s on", last)
                 attempt = 0
-            for entry_id, fields in _entries(reply):
+            for entry_id, fields in entries_of(reply):
                 last = entry_id
                 try:
                     self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
@@ -311,7 +334,7 @@ class Dispatcher:
             self._metrics.slow_clients.inc()
             reason = f"the client reads too slowly: {sink.bound} events wait"
             sink.fail(ApiError(503, reason, code="slow_client"), cut=True)
-            self.close(sink.request_id, reason)
+            self.close(sink, reason)
 
     # Records: gaps and silence
 
@@ -356,6 +379,10 @@ class Dispatcher:
         if not record:
             sink.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
             return
+        # What has ended is delivered by whoever is asked, also by several at once.
+        if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:
+            sink.fail(taken_over(), cut=True)
+            return
         for choice, output in enumerate(outputs):
             tokens = unpack(output[: len(output) // 4 * 4]).tolist()
             if tokens:
@@ -366,32 +393,8 @@ class Dispatcher:
             # Still a gap: what is missing is not checkpointed yet; the watch asks again.
             self._settle(sink, item.row, item.first, sink.offer(item.row, item.first))
         error = record.get(b"error", b"").decode("utf-8", "replace")
-        for choice, finish in _finishes(record, sink.choices):
+        for choice, finish in finishes(record, sink.choices):
             # What the stream still holds of these is late now.
             at = sink.received[choice]
             row = Row(choice, [], finish, error)
             self._settle(sink, row, at, sink.offer(row, at))
-
-
-async def _hash(redis: Redis, key: str) -> dict[bytes, bytes]:
-    found: dict[bytes, bytes] = await redis.hgetall(key)  # type: ignore[assignment]
-    return found
-
-
-def _finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
-    """(choice, finish) of the choices that a record says have ended; their `out` is whole."""
-    if record.get(b"state") == b"finished":
-        parts = record.get(b"finish", b"").split(b",")
-        return [(choice, int(part)) for choice, part in enumerate(parts[:choices]) if part]
-    found = [(choice, int(record.get(b"finish:%d" % choice, b"0"))) for choice in range(choices)]
-    return [(choice, finish) for choice, finish in found if finish]
-
-
-def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of an XREAD of one stream, in either form in which redis-py gives them."""
-    if not reply:
-        return []
-    streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply]
-    found = streams[0]
-    # RESP3 wraps each stream's entries in one more list.
-    return found[0] if isinstance(reply, dict) and found and isinstance(found[0], list) else found

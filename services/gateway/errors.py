@@ -69,6 +69,15 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
+HANDED_OVER = "handed_over"
+
+
+def handed_over(request_id: str) -> ApiError:
+    """503 for what ends here and can be gone on with elsewhere."""
+    where = f"GET /v1/requests/{request_id}/stream with Last-Event-ID at another gateway goes on"
+    return unavailable(f"this gateway is shutting down; {where}", HANDED_OVER)
+
+
 def shown(value: object, most: int = 80) -> str:
     """A value as it may stand in an error message: short, one line."""
     text = repr(value)

@@ -11,13 +11,15 @@ import time
 
 from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecast
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.errors import ApiError, unavailable
+from services.gateway.errors import ApiError, handed_over, unavailable
 from services.gateway.generation import Generation
 from services.gateway.metrics import Metrics
+from services.gateway.position import Position
 from services.gateway.sink import Sink
 from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
 from services.gateway.validate import GenerationSpec, Limits
+from services.gateway.wire import from_delivery, to_delivery
 from shared import ids
 from shared.settings import GatewaySettings
 
@@ -68,13 +70,13 @@ class Gateway:
         return ""
 
     async def drain(self, seconds: float) -> None:
-        """Lets running requests end for a while, then ends them with an error."""
+        """Lets running requests end for a while, then ends their delivery: a stream goes on at another gateway."""
         self.draining = True
         end = time.monotonic() + seconds
         while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
         for sink in list(self.dispatcher.sinks.values()):
-            sink.fail(unavailable("the gateway is shutting down", "shutting_down"), cut=True)
+            sink.fail(handed_over(sink.request_id), cut=True)
         end = time.monotonic() + 5.0
         while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -137,21 +139,63 @@ class Gateway:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
             refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
 
-    async def begin(self, spec: GenerationSpec, tenant: str, salt: bytes, started: float) -> Generation:
-        """Admits and enqueues a request. Raises ApiError; the Generation must be closed."""
+    async def begin(
+        self, spec: GenerationSpec, tenant: str, salt: bytes, started: float, last_event: str = ""
+    ) -> Generation:
+        """Admits and enqueues a request; one that an Idempotency-Key names and that was enqueued before goes on, from
+        `last_event` if its client names one.
+
+        Raises ApiError; the Generation must be closed.
+        """
         self.admit(spec)
         sink = Sink(spec.id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
         try:
-            await self.dispatcher.enqueue(spec, sink, tenant, salt)
+            is_new = await self.dispatcher.enqueue(spec, sink, tenant, salt, to_delivery(spec, self.model))
         except ApiError:
-            self.dispatcher.close(spec.id)
+            self.dispatcher.close(sink)
             raise
         except BaseException:
             generation.close()
             raise
+        if not is_new and spec.body_sha256:
+            self.dispatcher.close(sink)
+            return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation
+
+    async def resume(
+        self, request_id: str, tenant: str, started: float, last_event: str = "", same_as: GenerationSpec | None = None
+    ) -> Generation:
+        """Delivers a request that exists, wherever it was delivered before, from `last_event` on.
+
+        same_as: the request that its client sent again. Raises ApiError; the Generation must be closed.
+        """
+        record = await self.dispatcher.raw_record(request_id)
+        if b"delivery" not in record or record.get(b"tenant", b"").decode() != tenant:
+            raise unknown_request(request_id)
+        spec = from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+        if same_as is not None and spec.body_sha256 != same_as.body_sha256:
+            raise ApiError(
+                409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"
+            )
+        position = Position.parse(last_event, request_id, spec.choices) if last_event else None
+        sink = Sink(request_id, spec.choices, self.settings.client_buffer_events)
+        generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position)
+        try:
+            found = await self.dispatcher.adopt(sink, tenant)
+        except BaseException:
+            self.dispatcher.close(sink)
+            raise
+        if not found:  # it expired just now
+            self.dispatcher.close(sink)
+            raise unknown_request(request_id)
+        return generation
+
+
+def unknown_request(request_id: str) -> ApiError:
+    """404; the same for one of another tenant."""
+    return ApiError(404, f"no request {request_id[:80]!r}", param="request_id", code="request_not_found")
 
 
 def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:

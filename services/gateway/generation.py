@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import HANDED_OVER, ApiError
 from services.gateway.metrics import Metrics
+from services.gateway.position import NOTHING, Position
 from services.gateway.sink import Row, Sink
 from services.gateway.stops import StopMatcher
 from services.gateway.tokenizer import ModelText
@@ -102,16 +103,23 @@ class Commands(Protocol):
 
     def stop_choice(self, request_id: str, choice: int, at_token: int) -> None: ...
 
-    def close(self, request_id: str, cancel_reason: str = "") -> None: ...
+    def close(self, sink: Sink, cancel_reason: str = "") -> None: ...
 
 
 class Generation:
     """A request in flight. `close` must be called once, however it ends."""
 
     def __init__(
-        self, spec: GenerationSpec, model: ModelText, sink: Sink, commands: Commands, metrics: Metrics, started: float
+        self,
+        spec: GenerationSpec,
+        model: ModelText,
+        sink: Sink,
+        commands: Commands,
+        metrics: Metrics,
+        started: float,
+        position: Position | None = None,
     ) -> None:
-        """`started`: time.monotonic() at the request's arrival."""
+        """`started`: time.monotonic() at the request's arrival. position: what the client has already."""
         self.spec = spec
         self.sink = sink
         self._commands = commands
@@ -121,6 +129,8 @@ class Generation:
         self._closed = False
         self.failure: ApiError | None = None
         self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
+        self.position = position or Position([NOTHING] * spec.choices)
+        self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
 
     @property
     def done(self) -> bool:
@@ -129,10 +139,6 @@ class Generation:
     @property
     def usage(self) -> Usage:
         return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
-
-    def last_indices(self) -> str:
-        """`i0.i1...`: index of the last token of every choice, -1 before the first; half of the SSE id."""
-        return ".".join(str(choice.count - 1) for choice in self.choices)
 
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
         """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
@@ -156,11 +162,16 @@ class Generation:
             if row.finish == Finish.CANCELLED:
                 raise ApiError(409, "the request was cancelled", code="cancelled")
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
-            text, tokens, stopped = choice.feed(row.tokens, reason)
+            text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
             if stopped:
                 self.sink.end_choice(row.choice)
                 if not row.finish:
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count)
+            if choice.finish_reason is not None:
+                beyond = self._had[row.choice] - choice.count  # see Position
+                if beyond >= 2:
+                    continue
+                text = "" if beyond == 1 else text
             held = deltas.get(row.choice)
             if held is None:
                 deltas[row.choice] = Delta(row.choice, text, tokens, choice.finish_reason)
@@ -171,19 +182,40 @@ class Generation:
         self._observe(deltas)
         return list(deltas.values())
 
+    def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
+        """ChoiceText.feed without what the client has already."""
+        choice = self.choices[number]
+        known = max(0, self._had[number] - choice.count)
+        if not known:
+            return choice.feed(tokens, reason)
+        all_known = known >= len(tokens)
+        _, _, stopped = choice.feed(tokens[:known], None)
+        if stopped or (all_known and reason is None):
+            return "", [], stopped
+        return choice.feed(tokens[known:], reason)
+
     def close(self) -> None:
-        """Ends the request's delivery; what still runs is cancelled."""
+        """Ends the request's delivery; what still runs is cancelled, unless its client promised to come back."""
         if self._closed:
             return
         self._closed = True
         if self.done:
             self._metrics.duration.labels(self.spec.endpoint).observe(time.monotonic() - self._started)
-            self._commands.close(self.spec.id)
+            self._commands.close(self.sink)
+        elif self._goes_on:
+            self._commands.close(self.sink)
         elif self.failure is not None:
-            self._commands.close(self.spec.id, self.failure.message)
+            self._commands.close(self.sink, self.failure.message)
         else:
             self._metrics.cancelled.inc()
-            self._commands.close(self.spec.id, "the client left")
+            self._commands.close(self.sink, "the client left")
+
+    @property
+    def _goes_on(self) -> bool:
+        """Is the client to come back for what is still to come?"""
+        if self.failure is None:
+            return self.spec.survives_client
+        return self.failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
 
     def _observe(self, deltas: dict[int, Delta]) -> None:
         tokens = sum(len(delta.token_ids) for delta in deltas.values())

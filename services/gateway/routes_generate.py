@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import time
 from typing import TypeVar
 
@@ -12,16 +14,18 @@ from starlette.responses import Response
 
 from services.gateway.api_types import ChatBody, CompletionBody
 from services.gateway.bodies import parse_body
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Usage
 from services.gateway.schema import body_of, errors, event_stream
 from services.gateway.streams import EventStream, EventWriter
 from services.gateway.validate import GenerationSpec, chat_spec, completion_spec
 from services.gateway.whole import ClientLeft, answer, collect
+from shared import ids
 
 T = TypeVar("T", bound=BaseModel)
 GENERATION_ERRORS = errors(404, 409, 415, 429, 503)
+_IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -68,7 +72,32 @@ def router(gateway: Gateway) -> APIRouter:
         spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits)
         return await _serve(gateway, request, spec, started)
 
+    @routes.get(
+        "/v1/requests/{request_id}/stream",
+        responses={**event_stream("the events that are still to come, or were not read"), **GENERATION_ERRORS},
+    )
+    async def resume(request_id: str, request: Request) -> Response:
+        """Goes on with a request, also one of another gateway or one that has ended (kept for five minutes).
+
+        `Last-Event-ID` is the id of the last event that was read; without it everything comes again.
+        """
+        started = time.monotonic()
+        last_event = request.headers.get("last-event-id", "")
+        generation = await gateway.resume(request_id, request.state.tenant, started, last_event)
+        writer = EventWriter(generation, gateway.model.fingerprint)
+        return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})
+
     return routes
+
+
+def _name(spec: GenerationSpec, key: str, request: Request, body: bytes) -> None:
+    """The request gets the id that its Idempotency-Key stands for. Raises ApiError(400)."""
+    if not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise invalid(
+            "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
+        )
+    spec.id = ids.named_request_id(spec.endpoint, request.state.tenant, request.state.salt, key)
+    spec.body_sha256 = hashlib.sha256(body).digest()
 
 
 async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
@@ -76,7 +105,10 @@ async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, start
     if spec.max_tokens == 0:  # echo only: nothing is generated
         return _echo_only(spec, fingerprint)
     spec.traceparent = request.headers.get("traceparent", "")[:256]
-    generation = await gateway.begin(spec, request.state.tenant, request.state.salt, started)
+    if (key := request.headers.get("idempotency-key")) is not None:
+        _name(spec, key, request, await request.body())
+    last_event = request.headers.get("last-event-id", "")
+    generation = await gateway.begin(spec, request.state.tenant, request.state.salt, started, last_event)
     headers = {"x-orcinus-request": spec.id}
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)

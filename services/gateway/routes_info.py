@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from services.gateway.api_types import DetokenizeBody, TokenizeBody
 from services.gateway.errors import ApiError, invalid
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import Gateway, unknown_request
 from services.gateway.routes_generate import json_response, read_body
 from services.gateway.schema import body_of, errors
 from services.gateway.validate import THREAD_TOKENS, check_model, decode, encode_messages, encode_text
@@ -93,7 +93,7 @@ def router(gateway: Gateway) -> APIRouter:
         """What became of a request; kept for five minutes after its end."""
         record = await gateway.dispatcher.record(request_id)
         if not record or record.get("tenant") != request.state.tenant:
-            raise _unknown_request(request_id)
+            raise unknown_request(request_id)
         return json_response(_status(request_id, record))
 
     @routes.delete("/v1/requests/{request_id}", responses={200: _STATUS, **errors(404, 503)})
@@ -101,7 +101,7 @@ def router(gateway: Gateway) -> APIRouter:
         """Cancels a request, wherever it is."""
         verdict = await gateway.dispatcher.cancel_for(request_id, request.state.tenant)
         if verdict in ("unknown", "forbidden"):
-            raise _unknown_request(request_id)
+            raise unknown_request(request_id)
         return json_response({"id": request_id, "object": "request", "cancelled": verdict != "finished"})
 
     @routes.get("/health", responses={200: _STATUS, **errors()})
@@ -180,10 +180,6 @@ def _health(well: str, reason: str) -> Response:
     return (
         json_response({"status": f"not {well}", "reason": reason}, 503) if reason else json_response({"status": well})
     )
-
-
-def _unknown_request(request_id: str) -> ApiError:
-    return ApiError(404, f"no request {request_id[:80]!r}", param="request_id", code="request_not_found")
 
 
 def _status(request_id: str, record: dict[str, str]) -> dict[str, Any]:

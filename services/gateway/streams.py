@@ -1,7 +1,7 @@
 """Server-sent events of one request, as bytes.
 
 What is constant in an event is built once per request; only text and reasons are encoded per event. Every event has an
-id, `request:i0.i1...` (index of the last token of every choice), with which a client can say what it has.
+id, `request:` and a Position: what a client that has read so far has. It may go on from there at any gateway.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Usage
+from services.gateway.position import NOTHING, PREAMBLE, Position
 from services.gateway.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
@@ -50,35 +51,41 @@ class EventWriter:
         self._id = b"id: " + spec.id.encode() + b":"
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
-        self._begun = [False] * spec.choices
+        self._position = Position(list(generation.position.last), generation.position.usage)
 
     def echo(self) -> bytes:
         """The prompts, when they were asked for: before the first token of each choice."""
-        return b"".join(
-            self._event(choice, self._spec.prompt_texts[choice // self._spec.n], [], None)
-            for choice in range(self._spec.choices)
-            if self._spec.echo
-        )
+        parts = []
+        for choice, last in enumerate(self._position.last):
+            if self._spec.echo and last == NOTHING:
+                self._position.last[choice] = PREAMBLE
+                parts.append(self._event(choice, self._spec.prompt_texts[choice // self._spec.n], [], None))
+        return b"".join(parts)
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Events of one delivery; empty when all its text is still held back."""
         parts = []
+        last = self._position.last  # moved before each event: its id says what is had with it
         for delta in deltas:
-            if self._chat and not self._begun[delta.choice]:
-                self._begun[delta.choice] = True
+            count = self._generation.choices[delta.choice].count
+            if self._chat and last[delta.choice] == NOTHING:
+                last[delta.choice] = PREAMBLE
                 parts.append(self._raw(delta.choice, b'"delta":{"role":"assistant","content":""}', [], None))
             ids = delta.token_ids if self._spec.return_token_ids else []
             if delta.text or (ids and delta.finish_reason is None):
+                last[delta.choice] = count - 1 if delta.finish_reason is None else count
                 parts.append(self._event(delta.choice, delta.text, ids, None))
                 ids = []
             if delta.finish_reason is not None:
+                last[delta.choice] = count + 1
                 parts.append(self._event(delta.choice, "", ids, delta.finish_reason))
         return b"".join(parts)
 
     def end(self, usage: Usage) -> bytes:
         """The usage, when asked for, and the end mark."""
-        if not self._spec.include_usage:
+        if not self._spec.include_usage or self._position.usage:
             return DONE
+        self._position.usage = True
         return self._stamp() + self._head + b'],"usage":' + orjson.dumps(usage.body()) + b"}\n\n" + DONE
 
     def _event(self, choice: int, text: str, ids: list[int], reason: str | None) -> bytes:
@@ -95,7 +102,7 @@ class EventWriter:
         )  # fmt: skip
 
     def _stamp(self) -> bytes:
-        return self._id + self._generation.last_indices().encode() + b"\n"
+        return self._id + str(self._position).encode() + b"\n"
 
 
 class EventStream(Response):

@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
@@ -64,10 +64,16 @@ class GenerationSpec:
     tbt_slo_ms: int = 0
     deadline_ms: int = 0
     traceparent: str = ""
-    prompt_tokens: int = field(init=False)
+    body_sha256: bytes = b""  # of the HTTP body, where an Idempotency-Key names the request
+    prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
 
     def __post_init__(self) -> None:
-        self.prompt_tokens = sum(map(len, self.prompts))
+        self.prompt_tokens = self.prompt_tokens or sum(map(len, self.prompts))
+
+    @property
+    def survives_client(self) -> bool:
+        """Its client said that it would come back for the answer: it runs on when the connection is gone."""
+        return bool(self.body_sha256)
 
     @property
     def choices(self) -> int:

@@ -1,4 +1,4 @@
-"""From a checked request to the message that crosses Redis. Pure; no socket."""
+"""From a checked request to the messages that cross Redis, and back for a gateway that goes on with it. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from protos import queue_pb2
+from services.gateway.tokenizer import ModelText
 from services.gateway.validate import GenerationSpec
-from shared.columns import pack
+from shared.columns import pack, unpack
 from shared.keys import CLASSES
 from shared.redis_client import PROMPT_APART_BYTES
 
@@ -16,18 +17,6 @@ def to_request(spec: GenerationSpec, gateway: str, tenant: str, salt: bytes) -> 
     """The message for `requests:{class}` and, when they are big, its prompts for a key of their own."""
     prompts = queue_pb2.Prompts(tokens=[pack(prompt) for prompt in spec.prompts])
     apart = 4 * spec.prompt_tokens > PROMPT_APART_BYTES
-    delivery = queue_pb2.Delivery(
-        endpoint=spec.endpoint,
-        model=spec.model,
-        stop=spec.stop,
-        echo=spec.echo,
-        stream=spec.stream,
-        include_usage=spec.include_usage,
-        return_token_ids=spec.return_token_ids,
-        created=spec.created,
-        include_stop_str_in_output=spec.include_stop,
-        skip_special_tokens=spec.skip_special,
-    )
     fields: dict[str, Any] = {"class": CLASSES.index(spec.priority)}  # a keyword of Python
     request = queue_pb2.Request(
         id=spec.id,
@@ -45,8 +34,58 @@ def to_request(spec: GenerationSpec, gateway: str, tenant: str, salt: bytes) -> 
         deadline_ms=spec.deadline_ms,
         cache_salt=salt,
         created_ms=time.time_ns() // 1_000_000,
-        delivery=delivery.SerializeToString(),
         traceparent=spec.traceparent,
         **fields,
     )
     return request, prompts.SerializeToString() if apart else b""
+
+
+def to_delivery(spec: GenerationSpec, model: ModelText) -> bytes:
+    """All that another gateway needs to go on with the request; kept in its record."""
+    return queue_pb2.Delivery(
+        endpoint=spec.endpoint,
+        model=spec.model,
+        stop=spec.stop,
+        echo=spec.echo,
+        stream=spec.stream,
+        include_usage=spec.include_usage,
+        return_token_ids=spec.return_token_ids,
+        created=spec.created,
+        include_stop_str_in_output=spec.include_stop,
+        skip_special_tokens=spec.skip_special,
+        n=spec.n,
+        min_tokens=spec.min_tokens,
+        stop_ids=pack(spec.stop_ids),
+        prompt_tokens=spec.prompt_tokens,
+        prompt_tails=[pack(model.text.tail(prompt, spec.skip_special)) for prompt in spec.prompts],
+        prompt_texts=spec.prompt_texts if spec.echo else [],
+        body_sha256=spec.body_sha256,
+    ).SerializeToString()
+
+
+def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSpec:
+    """What is needed to deliver the rest; it cannot be enqueued, as prompts and sampling are not there."""
+    wire = queue_pb2.Delivery.FromString(stored)
+    return GenerationSpec(
+        id=request_id,
+        endpoint=wire.endpoint,
+        model=wire.model,
+        created=wire.created,
+        prompts=[unpack(tail).tolist() for tail in wire.prompt_tails],
+        prompt_texts=list(wire.prompt_texts),
+        n=wire.n,
+        max_tokens=0,
+        min_tokens=wire.min_tokens,
+        stop=list(wire.stop),
+        stop_ids=unpack(wire.stop_ids).tolist(),
+        sampling=queue_pb2.Sampling(),
+        priority=priority,
+        stream=wire.stream,
+        include_usage=wire.include_usage,
+        echo=wire.echo,
+        return_token_ids=wire.return_token_ids,
+        include_stop=wire.include_stop_str_in_output,
+        skip_special=wire.skip_special_tokens,
+        prompt_tokens=wire.prompt_tokens,
+        body_sha256=wire.body_sha256,
+    )

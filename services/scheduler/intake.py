@@ -72,8 +72,10 @@ class Clock:
         return int((redis_ms - self._offset_ms) * 1e6)
 
 
-def decode(wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int, clock: Clock) -> NewRequest:
-    """The core's form of a request; `enqueued_ms` is of Redis's clock.
+def decode(
+    wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int, gateway: str, clock: Clock
+) -> NewRequest:
+    """The core's form of a request; `enqueued_ms` is of Redis's clock, `gateway` is who delivers it by now.
 
     Raises ValueError for one that a gateway should never have sent.
     """
@@ -97,7 +99,7 @@ def decode(wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int
         stop_ids=stop_ids,
         priority=priority,
         tenant=wire.tenant,
-        gateway=wire.gateway,
+        gateway=gateway,
         arrived_ns=clock.monotonic_ns(enqueued_ms),
         ttft_slo_ns=wire.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=wire.tbt_slo_ms * 1_000_000,
@@ -186,7 +188,7 @@ class Intake:
         for stream, rows in found:
             for entry_id, fields in rows:
                 if not fields:  # deleted while pending
-                    await self._redis.xack(stream, GROUP, entry_id)
+                    await self._lease.write(["XACK", stream.decode(), GROUP, entry_id])
                     continue
                 try:
                     wire = queue_pb2.Request.FromString(fields[b"r"])
@@ -204,18 +206,18 @@ class Intake:
             args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number]]
         verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
         claimed = []
-        for entry, verdict, enqueued_ms in zip(entries, verdicts[::2], verdicts[1::2], strict=True):
+        rows = zip(entries, verdicts[::3], verdicts[1::3], verdicts[2::3], strict=True)
+        for entry, verdict, enqueued_ms, gateway in rows:
             if verdict >= UNKNOWN:
                 await self._drop(entry.stream, entry.id)
             else:
-                claimed.append(await self._open(entry, enqueued_ms, cancelled=verdict == CANCELLED))
+                claimed.append(await self._open(entry, enqueued_ms, gateway.decode(), verdict == CANCELLED))
         return claimed
 
     async def _drop(self, stream: str, entry_id: str) -> None:
-        await self._redis.xack(stream, GROUP, entry_id)
-        await self._redis.xdel(stream, entry_id)
+        await self._lease.write(["XACK", stream, GROUP, entry_id], ["XDEL", stream, entry_id])
 
-    async def _open(self, entry: Entry, enqueued_ms: int, cancelled: bool) -> Claimed:
+    async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts
         error = ""
         stored: bytes | None = None
@@ -224,20 +226,21 @@ class Intake:
         try:
             if entry.request.prompts_apart:
                 prompts = queue_pb2.Prompts.FromString(stored or b"")
-            return Claimed(entry, decode(entry.request, prompts, enqueued_ms, self._clock), cancelled)
+            return Claimed(entry, decode(entry.request, prompts, enqueued_ms, gateway, self._clock), cancelled)
         except (ValueError, DecodeError) as bad:
             error = f"the request cannot be served: {bad}"
             placeholder = NewRequest(
                 id=entry.request.id,
                 prompts=[_NO_PROMPT],
                 max_tokens=1,
-                gateway=entry.request.gateway,
+                gateway=gateway,
                 payload=entry.request,
             )
             return Claimed(entry, placeholder, cancelled, error)
 
     async def _read_tails(self, requests: list[NewRequest]) -> None:
-        for gateway in sorted({request.gateway for request in requests}):
+        first = {request.payload.gateway for request in requests}  # before it was adopted by another
+        for gateway in sorted(first.union(request.gateway for request in requests)):
             rows = await self._redis.xrange(self._keys.tokens(gateway))
             extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
 

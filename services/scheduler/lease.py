@@ -23,6 +23,7 @@ class Lease:
 
     def __init__(self, scripts: Scripts, keys: Keys, shard: str, lease_ms: int) -> None:
         self._script = scripts.lease
+        self._writes = scripts.fenced
         self._keys = [keys.lease(shard), keys.epoch]
         self._shard = shard
         self._lease_ms = lease_ms
@@ -74,6 +75,15 @@ class Lease:
             if int(await self._script(self._keys, ["renew", self._lease_ms, self.epoch])) != 1:
                 raise
             return await script([self.key, *keys], args)
+
+    async def write(self, *commands: Sequence[Value]) -> None:
+        """Runs write commands, whose second word is the key, all or (when the shard is another's) none.
+
+        Raises LeaseLostError.
+        """
+        keys = list(dict.fromkeys(str(command[1]) for command in commands))
+        words = [word for command in commands for word in (len(command), *command)]
+        await self.fenced(self._writes, keys, [self.epoch, *words])
 
     async def release(self) -> None:
         """Lets a standby take the shard at once."""

@@ -132,6 +132,8 @@ class Publisher:
         self._written = asyncio.Event()
         self._stopping = False
         self._busy = False
+        self.put_count = 0  # outcomes that had something to say
+        self.written_count = 0  # and those of them that Redis has
 
     @property
     def full(self) -> bool:
@@ -143,6 +145,7 @@ class Publisher:
             return
         if outcome.requests or outcome.checkpoints or outcome.started or outcome.ended:
             self._waiting.append((step, outcome))
+            self.put_count += 1
             self._more.set()
 
     async def run(self, room: asyncio.Event) -> None:
@@ -156,6 +159,7 @@ class Publisher:
                 self._busy = True
                 await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
                 self._busy = False
+                self.written_count += len(taken)
                 for _, outcome in taken:
                     for finished in outcome.ended:
                         self._ended(finished.request.id)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
 
+from services.scheduler.lease import Lease
 from services.scheduler.tasks import end
+from shared.errors import LeaseLostError
 from shared.keys import Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable
 
@@ -25,8 +27,9 @@ HEARTBEAT_MS = 5_000
 class Reports:
     """Writes to Redis beside the hot path; each stream is bounded and each key has a TTL."""
 
-    def __init__(self, redis: Redis, keys: Keys, shard: str, scheduler_id: str) -> None:
+    def __init__(self, redis: Redis, lease: Lease, keys: Keys, shard: str, scheduler_id: str) -> None:
         self._redis = redis
+        self._lease = lease
         self._keys = keys
         self._shard = shard
         self._alive = keys.alive("scheduler", scheduler_id)
@@ -55,14 +58,21 @@ class Reports:
             await end(*self._tasks)
 
     async def stats(self, fields: Mapping[str, float | int | str]) -> None:
-        """Rewrites `stats:{shard}` and appends the same fields to its history."""
+        """Rewrites `stats:{shard}` and appends the same fields to its history. Raises LeaseLostError."""
         key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.hset(key, mapping=dict(fields))
-        pipe.pexpire(key, KEPT_TTL_MS)
-        pipe.xadd(history, dict(fields), maxlen=HISTORY_ROWS, approximate=True)
-        pipe.pexpire(history, LIVE_TTL_MS)
-        await pipe.execute()
+        row = [word for item in fields.items() for word in item]
+        await self._lease.write(
+            ["HSET", key, *row],
+            ["PEXPIRE", key, KEPT_TTL_MS],
+            ["XADD", history, "MAXLEN", "~", HISTORY_ROWS, "*", *row],
+            ["PEXPIRE", history, LIVE_TTL_MS],
+        )
+
+    async def gateways_alive(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` whose heartbeat is there."""
+        asked = list(names)
+        found = await self._redis.mget([self._keys.alive("gateway", name) for name in asked]) if asked else []
+        return {name for name, beat in zip(asked, found, strict=True) if beat is not None}
 
     def event(self, kind: str, text: str, **ids: str) -> None:
         """Appends to `events` in the background."""
@@ -75,9 +85,10 @@ class Reports:
 
     async def _append(self, key: str, rows: int, fields: dict[str, str]) -> None:
         row = {"time_ms": str(int(time.time() * 1000)), "shard": self._shard, **fields}
+        words = [word for item in row.items() for word in item]
         try:
-            await self._redis.xadd(key, row, maxlen=rows)
-        except Unavailable as error:
+            await self._lease.write(["XADD", key, "MAXLEN", "~", rows, "*", *words])
+        except (*Unavailable, LeaseLostError) as error:
             log.warning("%s was not recorded: %s", fields, error)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:

@@ -21,11 +21,11 @@ from services.scheduler.in_flight import InFlight
 from services.scheduler.intake import Claimed, Clock, Entry, Intake, room_by_class
 from services.scheduler.lease import Lease
 from services.scheduler.leaving import Leaving
+from services.scheduler.parking import Parking
 from services.scheduler.policies import PolicySwitch, make_core
 from services.scheduler.publisher import Publisher
 from services.scheduler.reports import Reports
 from services.scheduler.stats import Stats
-from services.scheduler.suspects import Suspects, Verdict
 from services.scheduler.tasks import end, first_of, within
 from services.scheduler.wire import result_from_wire, step_to_wire
 from services.scheduler.worker_link import (
@@ -61,7 +61,7 @@ class Service:
         self._control_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._scripts = Scripts(self._redis)
         self._lease = Lease(self._scripts, self._keys, settings.shard, settings.lease_ms)
-        self._reports = Reports(self._redis, self._keys, settings.shard, process_id("scheduler"))
+        self._reports = Reports(self._redis, self._lease, self._keys, settings.shard, process_id("scheduler"))
         self._leaving = Leaving(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
         self._clock = Clock()
         self._intake = Intake(
@@ -71,10 +71,15 @@ class Service:
         self._policy = PolicySwitch(self._core, self._reports.event)
         self._entries: dict[str, Entry] = {}
         self._held = [0] * len(CLASSES)
-        self._commands = Commands(
-            self._control_reader, self._keys.control(settings.shard), self._entries, self._command
-        )
         self._publisher = Publisher(self._scripts, self._keys, self._lease, self._entries, self._forget)
+        self._commands = Commands(
+            self._control_reader,
+            self._keys.control(settings.shard),
+            self._entries,
+            self._command,
+            self._lease,
+            self._publisher,
+        )
         self._stats = Stats(time.monotonic_ns())
         self._wake = asyncio.Event()  # something to plan, or room to publish
         self._room = asyncio.Event()  # a request ended, or a worker joined
@@ -83,7 +88,7 @@ class Service:
         self._limits: Limits | None = None
         self._link: WorkerLink | None = None
         self._in_flight = InFlight()
-        self._suspects = Suspects()
+        self._parking = Parking(self._core, self._give_up, self._abandon)
         self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._patience = 1  # doubled by each trip of the watchdog, until a step is answered
 
@@ -193,7 +198,7 @@ class Service:
                 self._put(self._core.cancel(request.id, now, Finish.ERROR, item.error))
             elif item.cancelled:
                 self._put(self._core.cancel(request.id, now))
-            self._judge(self._suspects.arrived(request.id))
+            self._parking.arrived(request.id, request.gateway, now)
         if claimed:
             self._wake.set()
 
@@ -201,8 +206,8 @@ class Service:
         if entry := self._entries.pop(request_id, None):
             self._held[entry.class_number] -= 1
         self._room.set()
-        if self._suspects:
-            self._judge(self._suspects.ended(request_id))
+        self._parking.ended(request_id, time.monotonic_ns())
+        self._wake.set()
 
     async def _hand_back(self) -> None:
         """Draining: what never started goes back to the queue, for any shard."""
@@ -228,6 +233,7 @@ class Service:
             self._put(self._core.stop(control.stop.id, control.stop.choice, control.stop.at_token, now))
         elif kind == "adopt":
             self._core.adopt(control.adopt.id, control.adopt.gateway)
+            self._parking.adopted(control.adopt.id, control.adopt.gateway, now)
         elif kind == "drain":
             self._draining = True
             self._room.set()
@@ -329,9 +335,9 @@ class Service:
             self._stats.result(message.timings.total_ns, message.timings.idle_ns, plan.prefill_tokens)
             self._stats.outcome(outcome, begin)
             self._stats.scheduled(time.monotonic_ns() - begin)
-            if self._suspects:
+            if self._parking.suspecting:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
-                self._judge(self._suspects.progressed({request.id for request, count in rows if count}))
+                self._parking.progressed({request.id for request, count in rows if count}, begin)
             self._put(outcome, message.id)
         raise WorkerLostError("its stream ended")
 
@@ -348,21 +354,16 @@ class Service:
         """Back to waiting with all. With blame, the requests of the oldest unanswered step are suspected of it."""
         in_step = self._in_flight.oldest() if blame else set()
         self._core.lose(replica, time.monotonic_ns())
-        self._judge(self._suspects.died(in_step, self._in_flight.all(), set(self._core.held_ids())))
+        self._parking.died(in_step, self._in_flight.all(), time.monotonic_ns())
         self._in_flight = InFlight()
 
-    def _judge(self, verdict: Verdict) -> None:
-        for request_id in verdict.park:
-            self._core.park(request_id)
-        for request_id in verdict.resume:
-            self._core.resume(request_id, time.monotonic_ns())
-        for request_id in verdict.dead:
-            text = "the worker died twice in a step in which this request was the one suspect"
-            log.error("request %s ends: %s", request_id, text)
-            self._put(self._core.cancel(request_id, time.monotonic_ns(), Finish.ERROR, text))
-            self._reports.dead(request_id, text)
-        if verdict.resume:
-            self._wake.set()
+    def _give_up(self, request_id: str, text: str) -> None:
+        log.error("request %s ends: %s", request_id, text)
+        self._abandon(request_id, Finish.ERROR, text)
+        self._reports.dead(request_id, text)
+
+    def _abandon(self, request_id: str, finish: Finish, text: str) -> None:
+        self._put(self._core.cancel(request_id, time.monotonic_ns(), finish, text))
 
     def _put(self, outcome: Outcome | None, step: int = 0) -> None:
         self._publisher.put(outcome, step)
@@ -376,6 +377,9 @@ class Service:
             try:
                 await self._clock.sync(self._redis)
                 await self._reports.stats(self._snapshot())
+                alive = await self._reports.gateways_alive(self._parking.gateways)
+                self._parking.look(alive, time.monotonic_ns())
+                self._wake.set()
             except Unavailable as error:
                 log.warning("stats were not written: %s", error)
             if self._core.idle:

@@ -1,11 +1,11 @@
 -- Fenced: marks requests that XREADGROUP gave to this shard as its own.
 -- KEYS: lease, queue   ARGV: epoch, shard, then (req key, prompt tokens that leave the queue if it is gone, class)
--- Returns per request: verdict, and when it was enqueued (ms of Redis's clock). Verdicts: 0 go on, 1 cancelled before
--- the claim, 2 unknown (its record has expired), 3 finished already
+-- Returns per request: verdict, when it was enqueued (ms of Redis's clock), and the gateway that delivers it now.
+-- Verdicts: 0 go on, 1 cancelled before the claim, 2 unknown (its record has expired), 3 finished already
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local verdicts = {}
 for i = 3, #ARGV, 3 do
-  local record = redis.call('HMGET', ARGV[i], 'state', 'cancelled', 'enqueued_ms')
+  local record = redis.call('HMGET', ARGV[i], 'state', 'cancelled', 'enqueued_ms', 'gateway')
   local verdict = 0
   if not record[1] then
     verdict = 2
@@ -24,5 +24,6 @@ for i = 3, #ARGV, 3 do
   end
   verdicts[#verdicts + 1] = verdict
   verdicts[#verdicts + 1] = tonumber(record[3] or 0)
+  verdicts[#verdicts + 1] = record[4] or ''
 end
 return verdicts

@@ -1,10 +1,12 @@
 -- A gateway's command about one request: to the shard that runs it, or onto its record when none has claimed it.
--- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway (adopt), tenant ('' : not asked)
--- Returns sent | flagged | finished | unknown | forbidden
-local record = redis.call('HMGET', KEYS[1], 'state', 'shard', 'tenant')
+-- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway, tenant ('' : not asked)
+-- gateway: who adopts; for the others, who must deliver the request for the command to count ('' : not asked)
+-- Returns sent | flagged | finished | unknown | forbidden | elsewhere
+local record = redis.call('HMGET', KEYS[1], 'state', 'shard', 'tenant', 'gateway')
 if not record[1] then return 'unknown' end
 if ARGV[5] ~= '' and ARGV[5] ~= record[3] then return 'forbidden' end
 if record[1] == 'finished' then return 'finished' end
+if ARGV[2] ~= 'adopt' and ARGV[4] ~= '' and ARGV[4] ~= record[4] then return 'elsewhere' end
 if ARGV[2] == 'cancel' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
 if ARGV[2] == 'adopt' then redis.call('HSET', KEYS[1], 'gateway', ARGV[4]) end
 if not record[2] then return 'flagged' end

@@ -2,7 +2,7 @@
 -- KEYS: req, stream, queue, bucket, prompt
 -- ARGV: request, prompts ('' when inside the request), prompt tokens, most prompt tokens that may wait,
 --       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent (0: no limit),
---       ttl ms, tenant, gateway, class
+--       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on)
 -- Returns {ok, entry id} | {duplicate, state} | {full, waiting tokens} | {rate, retry ms, what}
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return {'duplicate', state} end
@@ -39,7 +39,7 @@ end
 if ARGV[2] ~= '' then redis.call('SET', KEYS[5], ARGV[2], 'PX', ARGV[9]) end
 local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[1])
 redis.call('HSET', KEYS[1], 'state', 'queued', 'tenant', ARGV[10], 'gateway', ARGV[11], 'class', ARGV[12],
-  'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', KEYS[2], 'entry', entry)
+  'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', KEYS[2], 'entry', entry, 'delivery', ARGV[13])
 redis.call('PEXPIRE', KEYS[1], ARGV[9])
 redis.call('HINCRBY', KEYS[3], 'tokens', tokens)
 redis.call('HINCRBY', KEYS[3], 'requests', 1)

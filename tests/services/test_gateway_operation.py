@@ -253,7 +253,7 @@ def test_sigterm_lets_streams_end_and_leaves_nothing(tmp_path: Path, model: Path
     assert own_keys == []
 
 
-def test_sigterm_ends_streams_that_take_too_long(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
+def test_sigterm_hands_over_streams_that_take_too_long(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     with running_gateway(tmp_path, model, redis_server, drain_s=0.2) as own:
         scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
         own.wait_ready()
@@ -262,9 +262,15 @@ def test_sigterm_ends_streams_that_take_too_long(tmp_path: Path, model: Path, re
             claimed = scheduler.claim()
             assert own.process is not None
             own.process.send_signal(signal.SIGTERM)
-            assert b"shutting_down" in stream.read()
+            assert b"handed_over" in stream.read()
         assert own.process.wait(20) == 0
-        scheduler.wait_control("cancel", claimed.id)
+    with running_gateway(tmp_path, model, redis_server) as other:
+        other.wait_ready()
+        with httpx.stream("GET", f"{other.url}/v1/requests/{claimed.id}/stream", timeout=30) as stream:
+            (command,) = until("it is adopted, and was not cancelled", scheduler.controls)
+            claimed.request.gateway = command.adopt.gateway
+            scheduler.serve(claimed, [50, 51])
+            assert stream.read().endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("which", ["port", "ops_port"])

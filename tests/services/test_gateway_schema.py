@@ -53,6 +53,7 @@ OPERATIONS = [
     ("/v1/models/{model_id}", "GET"),
     ("/v1/requests/{request_id}", "GET"),
     ("/v1/requests/{request_id}", "DELETE"),
+    ("/v1/requests/{request_id}/stream", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/health", "GET"),

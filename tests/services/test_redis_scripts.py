@@ -58,7 +58,7 @@ def within(server: RedisServer) -> Callable[[Body], None]:
 async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
     values = {
         "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
-        "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal",
+        "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
     } | changes  # fmt: skip
     keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
     reply: list[Any] = await scripts.enqueue(keys, list(values.values()))
@@ -204,8 +204,9 @@ def test_a_stopped_choice_keeps_what_counts_while_the_others_go_on(within: Calla
 
 def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Callable[[Body], None]) -> None:
     async def body(client: Redis, scripts: Scripts) -> None:
-        async def cancel(tenant: str = "") -> bytes:
-            reply: bytes = await scripts.control([KEYS.req("r")], [KEYS.prefix, "cancel", b"command", "", tenant])
+        async def cancel(tenant: str = "", gateway: str = "") -> bytes:
+            arguments: list[Any] = [KEYS.prefix, "cancel", b"command", gateway, tenant]
+            reply: bytes = await scripts.control([KEYS.req("r")], arguments)
             return reply
 
         assert await cancel() == b"unknown"
@@ -215,11 +216,30 @@ def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Call
         epoch = await lease(scripts, "acquire")
         claimed = [epoch, SHARD, KEYS.req("r"), 10, "normal", KEYS.req("gone"), 7, "normal"]
         verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], claimed)
-        assert verdicts[::2] == [1, 2]
+        assert (verdicts[::3], verdicts[2]) == ([1, 2], b"g")
         assert verdicts[1] == int(await client.hget(KEYS.req("r"), "enqueued_ms"))
         assert await client.hget(KEYS.queue, "tokens") == b"3"  # 10 of r; what is gone waits no more
         assert await cancel() == b"sent"
         assert await client.xlen(KEYS.control(SHARD)) == 1
+        assert await scripts.control([KEYS.req("r")], [KEYS.prefix, "adopt", b"command", "h", "alice"]) == b"sent"
+        assert await cancel(gateway="g") == b"elsewhere"
+        assert await cancel(gateway="h") == b"sent"
+        assert await client.xlen(KEYS.control(SHARD)) == 3
+
+    within(body)
+
+
+def test_plain_writes_of_a_scheduler_are_all_done_or_none(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        mine = await lease(scripts, "acquire")
+        words: list[Any] = [4, "HSET", KEYS.stats(SHARD), "a", 1, 3, "PEXPIRE", KEYS.stats(SHARD), 9000]
+        keys = [KEYS.lease(SHARD), KEYS.stats(SHARD)]
+        with pytest.raises(LeaseLostError):
+            await scripts.fenced(keys, [mine - 1, *words])
+        assert not await client.exists(KEYS.stats(SHARD))
+        await scripts.fenced(keys, [mine, *words])
+        assert await client.hgetall(KEYS.stats(SHARD)) == {b"a": b"1"}
+        assert 0 < await client.pttl(KEYS.stats(SHARD)) <= 9000
 
     within(body)
 

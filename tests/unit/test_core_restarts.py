@@ -78,7 +78,7 @@ def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is
     assert not h.core.release("unknown")
     assert h.core.release("waits")
     h.core.check()
-    assert h.core.held_ids() == ["runs"]
+    assert h.core.unfinished == 1
     h.finish()  # no row of "waits": the house would not know it
     assert not h.core.add(waits, h.now).errors  # the same id may come again
 
@@ -109,12 +109,32 @@ def test_a_parked_request_gets_no_step_until_it_is_resumed_in_its_old_place() ->
     assert h.started == ["b", "a", "c"]
 
 
-def test_a_parked_request_can_be_cancelled_and_what_runs_is_not_parked() -> None:
+def test_a_running_request_that_is_parked_gives_up_slot_and_blocks_and_no_token() -> None:
+    h = house()
+    h.add(request("a", 4, 20, seed=1))
+    h.add(request("b", 4, 20, seed=2))
+    rounds(h, 3)
+    h.core.park("a")
+    h.core.park("a")  # asked again while a step of it is unanswered
+    h.core.check()
+    rounds(h, 3)
+    stats = h.core.stats()
+    assert (stats["parked"], stats["running"]) == (1, 1)
+    known = list(h.published["a", 0])
+    assert h.records["a", 0] == known, "what it has is in the record"
+    rounds(h, 3)
+    assert h.published["a", 0] == known
+    h.core.resume("a", h.now)
+    h.finish()
+    assert h.ended == {"a": [Finish.LENGTH], "b": [Finish.LENGTH]}
+    assert h.published["a", 0][: len(known)] == known
+    assert len(h.published["a", 0]) == 20
+
+
+def test_a_parked_request_can_be_cancelled() -> None:
     h = house()
     h.add(request("runs", 4, 8, seed=1))
     rounds(h, 2)
-    h.core.park("runs")
-    assert h.core.stats()["parked"] == 0
     h.add(request("waits", 4, 8, seed=2))
     h.core.park("waits")
     h.core.park("unknown")

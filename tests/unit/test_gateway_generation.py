@@ -177,13 +177,16 @@ def test_an_error_row_ends_everything_as_an_error() -> None:
         asyncio.run(running.next())
 
 
-def test_events_say_the_last_index_of_every_choice() -> None:
+def test_an_events_id_says_what_is_had_with_it_and_nothing_of_the_events_behind_it() -> None:
     running, sink, _ = generation(n=2, return_token_ids=True)
     writer = EventWriter(running, "fp")
     sink.offer(Row(0, [60, 61]), 0)
-    events = writer.events(asyncio.run(running.next())).decode()
-    assert events.startswith("id: cmpl-1:1.-1\ndata: {")
-    assert '"token_ids":[60,61]' in events
+    sink.offer(Row(1, [62], finish=2), 0)
+    events = writer.events(asyncio.run(running.next())).decode().split("\n\n")
+    assert [event.partition("\n")[0] for event in events[:-1]] == [
+        "id: cmpl-1:1.-2", "id: cmpl-1:1.1", "id: cmpl-1:1.2"
+    ]  # fmt: skip
+    assert '"token_ids":[60,61]' in events[0]
 
 
 # The mailbox

@@ -199,11 +199,15 @@ class Core:
         return out.build()
 
     def park(self, request_id: str) -> None:
-        """Sets what waits of a request aside: no step until resume(). What runs goes on."""
+        """No further step until resume(). What runs gives up slot and blocks, what is in flight for it still counts;
+        one whose KV is just coming back runs on, so the caller asks again."""
         if record := self._records.get(request_id):
             self._parked[request_id] = record
             for sequence in record.sequences:
-                if sequence.state is State.WAITING:
+                if sequence.state is State.RUNNING and self.replicas[sequence.replica].set_aside(sequence.slot):
+                    sequence.state = State.PARKED
+                    self._pending.checkpoint(sequence)
+                elif sequence.state is State.WAITING:
                     sequence.state = State.PARKED
                     self._placer.drop(sequence)
 
@@ -215,16 +219,15 @@ class Core:
                     self._take_in(sequence, now_ns, self._pending)
 
     def adopt(self, request_id: str, gateway: str) -> None:
-        """Rows of the request carry `gateway` from now on."""
+        """Rows of the request carry `gateway` from now on; what went to the former one is in the next checkpoint."""
         if record := self._records.get(request_id):
             old, record.gateway = record.gateway, self._names.take(gateway)
             self._names.give(old)
             record.request.gateway = gateway
-            for sequence in record.sequences:
-                if sequence.state is State.RUNNING:
-                    table = self.replicas[sequence.replica].table
-                    table.gateway[sequence.slot] = record.gateway
-                    table.roster += 1
+            for sequence in (s for s in record.sequences if s.state is State.RUNNING):
+                replica = self.replicas[sequence.replica]
+                replica.table.redirect(sequence.slot, record.gateway)
+                self._results.checkpoint(replica, sequence.slot, self._pending)
 
     def plan(self, now_ns: int, replica: int = 0) -> tuple[StepPlan | None, Outcome | None]:
         """The next step of `replica`, None when nothing can run or as much is in flight as may be; and what became
@@ -274,17 +277,14 @@ class Core:
     def in_flight(self, replica: int = 0) -> int:
         return len(self.replicas[replica].inflight)
 
-    def held_ids(self) -> list[str]:
-        return list(self._records)
-
     def predicted_ttft_ns(self, priority: int = len(CLASSES) - 1) -> int:
         """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
         return ttft_ns(self._shared, [r for r in self.replicas if r.alive], priority)
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
-        parked = sum(s.state is State.PARKED for record in self._parked.values() for s in record.sequences)
-        fields = figures(self._shared, [r for r in self.replicas if r.alive], parked)
+        parked = [s for record in self._parked.values() for s in record.sequences if s.state is State.PARKED]
+        fields = figures(self._shared, [r for r in self.replicas if r.alive], len(parked))
         fields["swapped_blocks"] += self._moved
         fields["prefix_hit_tokens"] += self._hit
         return fields | {

@@ -133,6 +133,14 @@ class Replica:
             self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step))
         return sequence
 
+    def set_aside(self, slot: int) -> bool:
+        """Preempts by recompute what is not to run for a while; False where KV is just coming back for it."""
+        if self.transfers.loads(slot):
+            return False
+        lost = int(self.table.planned[slot])
+        self.preempt(slot, swap=False).lost = lost
+        return True
+
     def can_swap(self, slot: int) -> bool:
         """Has the host tier room for the KV of this row, and is all of it in its blocks?"""
         held = int(self.table.held[slot])

@@ -170,6 +170,11 @@ class SlotTable:
         self.roster += 1
         return slots
 
+    def redirect(self, s: int, gateway: int) -> None:
+        """The row's tokens go to another gateway, by its interned number."""
+        self.gateway[s] = gateway
+        self.roster += 1
+
     def leave(self, s: int) -> Int32:
         """Takes the sequence of slot `s` out, with the outputs applied so far; returns its blocks."""
         sequence: Sequence = self.sequence[s]

@@ -1,0 +1,10 @@
+-- Fenced: writes that need no logic of their own, one after another.
+-- KEYS: lease, then every key that is written   ARGV: epoch, then each command as the number of its words and the words
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
+local at = 2
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  redis.call(unpack(ARGV, at + 1, at + words))
+  at = at + 1 + words
+end
+return 1

@@ -1,0 +1,150 @@
+"""Requests whose gateway is gone: parked, adopted, heard again, given up; and beside those under suspicion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
+from services.scheduler.parking import ABANDONED_S, GONE_S, NEVER_CAME_S, Parking
+
+SECOND = 1_000_000_000
+
+
+class Shard:
+    """A core with a worker that answers every step, and the parking in front of it."""
+
+    def __init__(self) -> None:
+        self.core = Core("orcinus", lookahead=1)
+        self.core.join(Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64))
+        self.parking = Parking(self.core, self.give_up, self.abandon)
+        self.given_up: list[str] = []
+        self.abandoned: list[str] = []
+        self.now_s = 1.0
+
+    def give_up(self, name: str, text: str) -> None:
+        self.given_up.append(name)
+
+    def abandon(self, name: str, finish: Finish, text: str) -> None:
+        self.abandoned.append(name)
+        self.core.cancel(name, self.now_ns, finish, text)
+        self.parking.ended(name, self.now_ns)
+
+    @property
+    def now_ns(self) -> int:
+        return int(self.now_s * SECOND)
+
+    def arrive(self, name: str, gateway: str) -> None:
+        prompt = np.arange(6, dtype=np.int32)
+        self.core.add(NewRequest(id=name, prompts=[prompt], max_tokens=100, gateway=gateway), self.now_ns)
+        self.parking.arrived(name, gateway, self.now_ns)
+
+    def look(self, *alive: str, after_s: float = 1.0) -> None:
+        self.now_s += after_s
+        self.parking.look(set(alive), self.now_ns)
+
+    def steps(self, count: int) -> list[str]:
+        """Runs so many steps, each answered after the next was planned; who got tokens."""
+        got: list[str] = []
+        waiting: list[Any] = []
+        for _ in range(count):
+            plan, _ = self.core.plan(self.now_ns)
+            if plan is not None:
+                waiting.append(plan)
+            if waiting and (plan is None or len(waiting) == 2):
+                got += self.answer(waiting.pop(0))
+        for plan in waiting:
+            got += self.answer(plan)
+        self.core.check()
+        return got
+
+    def answer(self, plan: Any) -> list[str]:
+        slots = plan.chunk_slots[plan.samples]
+        result = StepResult(id=plan.id, replica=0, slots=slots, tokens=np.full(slots.size, 3, np.int32))
+        outcome = self.core.apply(result, self.now_ns)
+        return [request.id for request, count in zip(outcome.requests, outcome.counts.tolist(), strict=True) if count]
+
+
+@pytest.fixture
+def shard() -> Shard:
+    return Shard()
+
+
+def test_who_runs_for_a_gateway_that_is_gone_is_parked_and_the_others_run_on(shard: Shard) -> None:
+    shard.arrive("a", "g1")
+    shard.arrive("b", "g2")
+    assert set(shard.steps(4)) == {"a", "b"}
+    shard.look("g1", "g2")
+    shard.look("g2")
+    assert set(shard.steps(4)) == {"a", "b"}, "a heartbeat that is late once is no death"
+    shard.look("g2", after_s=GONE_S)
+    assert set(shard.steps(6)) <= {"b"}
+    assert shard.core.stats()["parked"] == 1
+
+
+def test_who_adopts_gets_the_rest(shard: Shard) -> None:
+    shard.arrive("a", "g1")
+    shard.steps(4)
+    shard.look("g1")
+    shard.look()
+    shard.look(after_s=GONE_S)
+    assert shard.steps(4) == []
+    shard.core.adopt("a", "g2")
+    shard.parking.adopted("a", "g2", shard.now_ns)
+    shard.look("g2", after_s=GONE_S)
+    assert set(shard.steps(4)) == {"a"}
+    assert shard.core.stats()["parked"] == 0
+
+
+def test_a_gateway_that_was_only_silent_has_its_requests_back(shard: Shard) -> None:
+    shard.arrive("a", "g1")
+    shard.look("g1")
+    shard.look()
+    shard.look(after_s=GONE_S)
+    assert shard.steps(4) == []
+    shard.look("g1")
+    assert set(shard.steps(4)) == {"a"}
+
+
+def test_a_gateway_that_never_was_heard_gets_more_time(shard: Shard) -> None:
+    shard.arrive("a", "g1")
+    shard.look()
+    shard.look(after_s=NEVER_CAME_S - 0.5)
+    assert set(shard.steps(4)) == {"a"}
+    shard.look(after_s=0.5)
+    assert shard.steps(4) == []
+
+
+def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:
+    shard.arrive("a", "g1")
+    shard.look("g1")
+    shard.look()
+    shard.look(after_s=GONE_S)
+    shard.look(after_s=ABANDONED_S - 1)
+    assert shard.abandoned == []
+    shard.look(after_s=2)
+    assert shard.abandoned == ["a"]
+    assert shard.core.idle
+    assert shard.parking.gateways == set()
+
+
+def test_one_that_is_suspected_stays_parked_when_it_is_adopted(shard: Shard) -> None:
+    for name in ("a", "b"):
+        shard.arrive(name, "g1")
+    shard.look("g1")
+    shard.steps(2)
+    shard.core.lose(0, shard.now_ns)
+    shard.parking.died({"a", "b"}, {"a", "b"}, shard.now_ns)
+    shard.core.join(Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64))
+    shard.look()
+    shard.look(after_s=GONE_S)
+    assert shard.steps(4) == []
+    shard.parking.adopted("b", "g2", shard.now_ns)
+    assert shard.steps(4) == [], "b is not on trial"
+    shard.parking.adopted("a", "g2", shard.now_ns)
+    assert set(shard.steps(1)) == {"a"}
+    shard.parking.progressed({"a"}, shard.now_ns)
+    assert set(shard.steps(4)) == {"a", "b"}
