@@ -155,14 +155,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Of rows of SMALL tokens, for chi-square with DRAWS each."""
 
 
-def follows_float64(draw: Draw, name: str) -> bool:
-    """Whether DRAWS of a setting have the distribution that SamplingRows says, computed in float64."""
+def follows_float64(draw: Draw, name: str, draws: int = DRAWS) -> bool:
+    """Whether so many draws of a setting, EACH at a time, have the distribution of SamplingRows, made in float64."""
     setting = SETTINGS[name]
     logits, counts = normal(1, SMALL, 14, 1.5)[0], np.zeros(SMALL, np.int64)
-    for first in range(0, DRAWS, EACH):
+    for first in range(0, draws, EACH):
         found = draw(np.broadcast_to(logits, (EACH, SMALL)), _rows_of(setting, first))
         counts += np.bincount(found.tokens.numpy(), minlength=SMALL)
-    return _is_drawn_from(counts, _distribution(logits, setting))
+    return is_drawn_from(counts, _distribution(logits, setting))
 
 
 def _rows_of(setting: dict[str, Any], first: int) -> SamplingRows:
@@ -215,7 +215,7 @@ def _distribution(logits: Array, s: dict[str, Any]) -> npt.NDArray[np.float64]:
     return np.asarray(p / p.sum())
 
 
-def _is_drawn_from(counts: Array, p: npt.NDArray[np.float64]) -> bool:
+def is_drawn_from(counts: Array, p: npt.NDArray[np.float64]) -> bool:
     """Chi-square at p = 3e-5 (Wilson and Hilferty's normal approximation); rare tokens are put together."""
     assert counts[p == 0].sum() == 0, "a token outside the support was drawn"
     expected = p * counts.sum()

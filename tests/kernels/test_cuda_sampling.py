@@ -119,6 +119,13 @@ def test_ties_with_the_last_one_kept_are_kept(vocab: int, order: int) -> None:
 
 
 @in_every_order
+@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.3}])
+def test_more_ties_than_the_list_has_room_for_are_all_kept(options: dict[str, float], order: int) -> None:
+    logits = np.random.default_rng(20).integers(0, 2, (6, 3 * SHORTLIST)).astype(np.float32)
+    same_as_reference(order, logits, rows(6, temperature=1.0, seed=np.arange(6), **options))
+
+
+@in_every_order
 def test_scores_that_a_temperature_makes_equal_are_kept_together(order: int) -> None:
     # A few multiples of the smallest number are left, of which the list's bound is one.
     logits = normal(8, 5003, 5, 1e-6)
