@@ -28,6 +28,7 @@ STRUCTS = {
     "copy_blocks": calls.COPY,
     "rope_and_write": calls.ROPE,
     "attention_decode": attention_calls.ATTENTION,
+    "attention_prefill": attention_calls.ATTENTION,
     "attention_merge": attention_calls.MERGE,
     "sample": sampling_calls.SAMPLER,
 }
