@@ -24,7 +24,7 @@ PINS := $(firstword $(shell cksum pyproject.toml))
 RUN_STAMP := $(VENV)/.run-$(PINS)
 TEST_STAMP := $(VENV)/.test-$(PINS)
 CUDA_STAMP := $(VENV)/.cuda-$(PINS)
-TORCH_IS_FOR_CUDA = $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda or torch.__version__.partition("+")[0] != "$(TORCH:torch==%=%)")'
+TORCH_IS_FOR_CUDA = $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda or torch.__version__.partition("+")[0] != "$(patsubst torch==%,%,$(TORCH))")'
 GPU := $(filter cuda,$(DEVICE))
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CUPY := $(shell sed -n 's/^cuda = \["\(.*\)"\]/\1/p' pyproject.toml)

@@ -176,6 +176,10 @@ def kernels_trouble(facts: Facts, device: Device) -> Trouble | None:
     """Kernels come compiled with an image, or NVRTC compiles them."""
     if facts.prebuilt:
         return None
+    if not facts.cupy_packages:
+        return Trouble(
+            f"nothing prebuilt for {device.arch}, and without CuPy no compiler can be asked", "see cupy's line"
+        )
     if "version" not in facts.nvrtc:
         text = f"nothing prebuilt for {device.arch}, and no NVRTC: {facts.nvrtc.get('error', 'it cannot be asked')}"
         return Trouble(

@@ -122,6 +122,7 @@ def test_a_machine_in_order_is_said_to_be_so_line_by_line() -> None:
             "the driver's line",
         ),
         (machine(cupy_packages={}), "cupy", "not installed", "make install DEVICE=cuda"),
+        (machine(cupy_packages={}, nvrtc={"error": "No module"}), "kernels", "without CuPy", "cupy's line"),
         (
             machine(cupy_packages={"cupy-cuda12x": "13.6.0"}),
             "cupy",

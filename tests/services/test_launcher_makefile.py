@@ -125,7 +125,7 @@ def test_cuda_installs_torch_for_cuda_before_all_else_and_only_when_asked_for(ch
     assert "gpu_checks" not in plain and "cupy" not in plain and "===" not in plain
     steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip install" in line]
     assert "services.launcher.gpu_checks" in steps[0]
-    assert re.search(r"version\.cuda.*\|\| .*pip install.* 'torch===\d", steps[1])
+    assert re.search(r"version\.cuda.* != \"(\S+)\".*\|\| .*pip install.* 'torch===\1'$", steps[1])
     assert "cupy-cuda13x==" in steps[2]
     assert re.search(r"pip install.* 'torch==\d", steps[3])
     assert steps[4:] == [line for line in plain.splitlines() if "pip install" in line][1:]
