@@ -126,6 +126,15 @@ def test_more_ties_than_the_list_has_room_for_are_all_kept(options: dict[str, fl
 
 
 @in_every_order
+def test_a_list_that_overflows_is_not_believed(order: int) -> None:
+    # A quarter of the threads has all the large logits, so the bound, of all threads' largest, lies below these.
+    logits = normal(4, 8 * SHORTLIST, 21)
+    logits[:, np.arange(logits.shape[1]) // 4 % 512 < 128] += 50
+    how = rows(4, temperature=1.0, top_k=[40, 40, 0, 0], top_p=[1, 1, 0.05, 0.05], seed=np.arange(4) + 3)
+    same_as_reference(order, logits, how)
+
+
+@in_every_order
 def test_scores_that_a_temperature_makes_equal_are_kept_together(order: int) -> None:
     # A few multiples of the smallest number are left, of which the list's bound is one.
     logits = normal(8, 5003, 5, 1e-6)
