@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.backend import CudaOps
+from kernels.cuda.calls import PADDING
 from kernels.cuda.graphs import sizes_up_to
-from kernels.cuda.metadata import Column, Staging
+from kernels.cuda.metadata import Column, Staging, page_columns, plan_columns, row_columns
+from kernels.cuda.planner import Planner
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import AnyOps, Attention, Batch, CacheShape, Int32, SamplingRows
 from kernels.reference import ReferenceOps
@@ -201,6 +203,7 @@ class World:
         self.decoder = new_decoder(path, self.ops, torch.bfloat16)
         blocks = 20 + tokens // BLOCK
         self.cache = self.ops.new_cache(shape_of(self.decoder, blocks + 4))
+        self.cache.pool.zero_()  # so that NaN from memory that nobody wrote shows
         self.tables = tables_of(sequences, blocks)
         self.forward: Any = self.run
         if compiles:
@@ -272,9 +275,12 @@ def test_a_batch_is_prepared_for_a_graph_only_if_all_of_it_decodes_and_samples(p
 def test_a_batch_prepared_for_a_graph_is_computed_by_operations_as_well(paths: Any) -> None:
     with torch.inference_mode():
         eager, graph = (World(paths("llama"), EmulatedDevice(), compiles) for compiles in (False, True))
-        batch = graph.decodes(3)
-        found = graph.run(graph.ops.prepare(batch, graph.cache))
-        assert torch.equal(found, eager.logits(batch))
+        batch, other = graph.decodes(3), graph.decodes(1)
+        prepared = graph.ops.prepare(batch, graph.cache)
+        expected = eager.logits(batch)
+        assert torch.equal(graph.run(prepared), expected)
+        graph.logits(other)
+        assert torch.equal(graph.forward(prepared), expected), "its buffer is another's by now"
 
 
 def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any) -> None:
@@ -341,6 +347,32 @@ def test_a_pinned_buffer_is_not_written_again_before_its_copy_is_done(order: int
             numbers = found.tensor[found.offsets[column.name] :][:9].tolist()
             assert numbers == [*column.values.tolist(), -1, -1, -1, -1]
     assert len(buffers) < len(sent), "never used again"
+
+
+def test_what_pads_a_batch_belongs_to_nobody() -> None:
+    batch = batch_of([[1], [2]], [40, 700], tables_of(2, 100))
+    planner = Planner(132, 2, 2, 64)
+    plan, bounds = planner.plan(batch.query_start, batch.context), planner.decode_bounds(8)
+    columns = [*row_columns(batch, BLOCK, 8), *plan_columns(plan, bounds), *page_columns(batch, BLOCK, 8)]
+    staged = Staging(EmulatedDevice()).stage(columns)
+    padding = {}
+    for column in columns:
+        start = staged.offsets[column.name]
+        padding[column.name] = staged.pinned[start + len(column.values) : start + column.room]
+        assert start % 8 == 0 and np.array_equal(staged.pinned[start:][: len(column.values)], column.values)
+    assert (padding["tokens"] == PADDING).all() and len(padding["tokens"]) == 6
+    for name in ("slots", "sample_rows", "decode_items", "merge_rows"):
+        assert len(padding[name]) and (padding[name] == -1).all(), name
+    assert list(staged.offsets)[-1] == "pages" and not len(padding["pages"]), "only what is used is copied"
+
+
+@pytest.mark.parametrize("order", SEEDS)
+def test_the_time_between_marks_is_known_once_the_device_has_passed_them(order: int | None) -> None:
+    ops = CudaOps(EmulatedDevice(order))
+    start = ops.mark()
+    ops.activate(torch.ones(4, 8).bfloat16(), "silu")
+    end = ops.mark()
+    assert ops.elapsed_ns(start, end) > 0
 
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
