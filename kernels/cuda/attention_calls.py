@@ -107,8 +107,7 @@ def decode(
     )  # fmt: skip
     warps, units = DECODE_RINGS[head_dim]
     shared = (1 + warps * units) * SLAB * head_dim * 2
-    tiles = -(-heads // kv_heads // DECODE_ROWS)
-    grid = (_some(items) * kv_heads * tiles, 1, 1)
+    grid = (-(-heads // kv_heads // DECODE_ROWS), kv_heads, _some(items))
     return Call(f"attention_decode_{dtype}_d{head_dim}", grid, (warps * WARP, 1, 1), shared, params)
 
 

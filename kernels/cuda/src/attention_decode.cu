@@ -3,8 +3,8 @@
 // A block has one work item and up to 16 query heads of one KV head, which are the rows of mma.m16n8k16. Each warp
 // reads every WARPS-th slab of the item through a ring of its own in shared memory, K and V in turn, and waits for no
 // other warp until their results are brought together at the end.
-// Grid: x items * kv_heads * tiles of 16 query heads, the tiles of one KV head side by side. Dynamic shared memory:
-// the query heads, then the rings (attention_calls.py).
+// Grid: x tiles of 16 query heads, which read the same slabs at about the same time, y KV heads, z items. Dynamic shared
+// memory: the query heads, then the rings (attention_calls.py).
 #include "attention_decode.cuh"
 
 namespace {
@@ -123,13 +123,14 @@ __device__ __forceinline__ void merge_and_store(const AttentionParams& p, const 
     for (int warp = 0; warp < WARPS<D>; warp++) largest = fmaxf(largest, scales[warp * ROWS + row].x);
 #pragma unroll
     for (int warp = 0; warp < WARPS<D>; warp++) {
-      const float2 scale = scales[warp * ROWS + row];
-      const float weight = exp2_approx(scale.x - largest);
+      const float2 its = scales[warp * ROWS + row];
+      const float weight = exp2_approx(its.x - largest);
       const float4 x = *reinterpret_cast<const float4*>(sums + (warp * ROWS + row) * PADDED<D> + column);
-      total += weight * scale.y;
+      total += weight * its.y;
       sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
     }
-    const float4 mean = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
+    const float scale = 1.0f / total;
+    const float4 mean = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
     store<T, D>(p, work, partial, row, column, mean, largest + log2f(total));
   }
 }
@@ -160,7 +161,7 @@ template <typename T, int D>
 __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   DYNAMIC_SHARED(uint4, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const AttentionItem item = p.items[blockIdx.x / (p.kv_heads * ((p.group + ROWS - 1) / ROWS))];
+  const AttentionItem item = p.items[blockIdx.z];
   if (item.sequence < 0) return;
   const Work work = work_of(p, item);
   if (work.first_slab >= work.end_slab) return store_nothing(p, work, item.partial);

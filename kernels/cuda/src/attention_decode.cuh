@@ -28,13 +28,13 @@ struct Work {
 };
 
 __device__ __forceinline__ Work work_of(const AttentionParams& p, const AttentionItem& item) {
-  const int tiles = (p.group + ROWS - 1) / ROWS, tile = blockIdx.x % tiles;
+  const int first_in_group = blockIdx.x * ROWS;
   Work work;
   work.pages = p.pages + p.page_start[item.sequence];
   work.row = p.query_start[item.sequence] + item.first_token;
-  work.kv_head = blockIdx.x / tiles % p.kv_heads;
-  work.first_head = work.kv_head * p.group + tile * ROWS;
-  work.heads = min(p.group - tile * ROWS, ROWS);
+  work.kv_head = blockIdx.y;
+  work.first_head = work.kv_head * p.group + first_in_group;
+  work.heads = min(p.group - first_in_group, ROWS);
   work.context = p.context[item.sequence];
   work.from = p.window ? max(work.context - p.window, 0) : 0;
   work.first_slab = max(item.first_slab, work.from / SLAB);
