@@ -82,9 +82,9 @@ def test_all_features_mixed_give_the_tokens_of_the_reference(vocab: int, seed: i
 @in_every_order
 @pytest.mark.parametrize("vocab", [50_257, 128_256])
 def test_large_vocabularies_give_the_tokens_of_the_reference(vocab: int, order: int) -> None:
-    given = {"seed": np.arange(5), "top_k": [0, 0, 50, 40_000, 100], "top_p": [1, 0.9, 1, 1, 0.7]}
-    how = rows(5, temperature=[1, 0.8, 1, 2, 0.7], want_logprob=[1, 0, 0, 1, 0], **given)
-    same_as_reference(order, normal(5, vocab, 3), how)
+    given = {"seed": np.arange(6), "top_k": [0, 0, 50, 40_000, 100, 0], "top_p": [1, 0.9, 1, 1, 0.7, 1]}
+    how = rows(6, temperature=[1, 0.8, 1, 2, 0.7, 50], want_logprob=[1, 0, 0, 1, 0, 0], **given)
+    same_as_reference(order, normal(6, vocab, 3), how)
 
 
 @in_every_order
@@ -156,11 +156,26 @@ def test_cold_and_hot_rows_give_the_tokens_of_the_reference(temperature: float, 
 
 
 @in_every_order
-def test_a_temperature_that_overflows_is_its_limit(order: int) -> None:
-    for shift in (100, -100):
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 6e-38, 1e-30, 1e-9])
+def test_so_cold_that_noise_is_lost_in_rounding_takes_the_largest(temperature: float, order: int) -> None:
+    for shift in (100, 0, -100):
         logits = normal(3, 300, 6) + np.float32(shift)
-        how = rows(3, temperature=1e-38, top_k=[0, 20, 0], top_p=[1, 1, 0.8], seed=np.arange(3))
+        how = rows(3, temperature=temperature, top_k=[0, 20, 0], top_p=[1, 1, 0.8], seed=np.arange(3))
         assert draw(order, logits, how).tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@in_every_order
+def test_equal_logits_are_drawn_from_however_cold(order: int) -> None:
+    logits = -np.random.default_rng(22).integers(0, 2, (8, 300)).astype(np.float32)
+    found = same_as_reference(order, logits, rows(8, temperature=1e-45, top_p=[1, 0.9] * 4, seed=np.arange(8)))
+    assert len(set(found.tokens.tolist())) > 4
+
+
+@in_every_order
+def test_logits_as_large_as_numbers_are_draw_the_largest(order: int) -> None:
+    logits = normal(3, 300, 6) * np.float32(3e37)
+    how = rows(3, temperature=[1, 1e-2, 1], top_p=[1, 1, 0.8], seed=np.arange(3))
+    assert draw(order, logits, how).tokens.tolist() == logits.argmax(-1).tolist()
 
 
 @in_every_order

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int SHORTLIST = 3072;
 constexpr float SMALLEST_NORMAL = 0x1p-126f, LOG2_E = 1.4426950408889634f;
+constexpr float NOISELESS = 0x1p30f;  // beside a score as large as this, all noise is lost in rounding
 
 struct Shortlist {
   uint64_t sums[DIGITS];
@@ -169,7 +170,7 @@ __device__ __forceinline__ int draw(const SamplerRow& r, const Row& row, const M
   SHARED(Shortlist, lists, 1);
   Shortlist& list = lists[0];
   const Cut cut(r, peak, row.vocab);
-  if (!(fabsf(cut.most) <= -LOWEST)) return peak.id;  // so cold that it overflows: the limit
+  if (!(fabsf(cut.most) < NOISELESS)) return peak.id;
   if (!cut.top_k && !cut.top_p && !cut.min_p) return draw_from_row(r, row, cut, NEVER);
   const float bound = row.vocab > SHORTLIST ? find_bound(maxima, list) : NEVER;
   const uint64_t mass = fill(row, cut, peak, bound, cut.top_p && !cut.top_k, list);
