@@ -107,7 +107,7 @@ PARTS = (
     Part("engine", 150, _engine),
     Part("prefill", 60, _kernels("prefill")),
     Part("sampler", 40, _kernels("sampler")),
-    Part("rows", 60, _kernels("rows")),
+    Part("rows", 80, _kernels("rows")),
     Part("swap", 30, _kernels("swap")),
     Part("transformers", 90, _transformers),
     Part("rings", 60, _rings),

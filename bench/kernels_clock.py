@@ -1,4 +1,4 @@
-"""How long operations take, each on operands in turn that no cache holds together.
+"""How long operations take, each on several operands in turn, as different layers have them.
 
 On the CPU they are recorded into one program, which times each of its commands; on a device into a CUDA graph between
 two events. So neither figure holds the interpreter. Used by `bench.kernels` and `bench.gpu`.

@@ -91,7 +91,8 @@ def embed(count: int, bench: Bench) -> Case:
     batch.tokens[:] = (batch.tokens.astype("int64") * 7919 + 1) % vocab
     table = bench.clock.random(vocab, hidden, dtype=bench.dtype)
     copies = min(16, bench.plan.copies(table.nbytes))
-    packed = [ops.pack_embedding(iter([table.cpu()]), vocab, hidden) for _ in range(copies)]
+    on_host = table.cpu()
+    packed = [ops.pack_embedding(iter([on_host]), vocab, hidden) for _ in range(copies)]
     cache = _cache(bench, blocks)
     moved = 2.0 * count * hidden * bench.dtype.itemsize
     work = Recorded(lambda _x, prepared, i: ops.embed(prepared, packed[i]), batch, cache, copies)
@@ -165,7 +166,8 @@ def _product(bench: Bench, op: str, count: int, outputs: int, inputs: int) -> Ca
     copies = max(2, min(32, bench.plan.copies(weight_bytes)))
     x = _random(bench, count, inputs)
     weights = [bench.clock.random(outputs, inputs, dtype=bench.dtype, seed=i) for i in range(min(2, copies))]
-    packed = [ops.pack_linear(iter([weights[i % 2].cpu()]), outputs, inputs, None) for i in range(copies)]
+    on_host = [weight.cpu() for weight in weights]
+    packed = [ops.pack_linear(iter([on_host[i % 2]]), outputs, inputs, None) for i in range(copies)]
     do = ops.linear if op == "linear" else ops.logits
     batch, blocks = some_rows(count)
     work = Recorded(lambda x, _prepared, i: do(x, packed[i]), batch, _cache(bench, blocks), copies, x)
