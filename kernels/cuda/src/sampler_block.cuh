@@ -61,6 +61,17 @@ __device__ __forceinline__ T across_block(T x, Combine combine) {
   return x;
 }
 
+// Adds to a sum in shared memory, whatever others add meanwhile. 64 bits would be added there by a loop of compare and
+// swap, in which threads with the same digit, and most have the same few, wait for each other; halves with a carry are
+// two additions, mostly one.
+__device__ __forceinline__ void add_to(uint32_t* sum, uint32_t weight) { atomicAdd(sum, weight); }
+__device__ __forceinline__ void add_to(uint64_t* sum, uint64_t weight) {
+  uint32_t* halves = reinterpret_cast<uint32_t*>(sum);  // the lower one first
+  const uint32_t low = static_cast<uint32_t>(weight), before = atomicAdd(&halves[0], low);
+  const uint32_t high = static_cast<uint32_t>(weight >> 32) + (before + low < before ? 1 : 0);
+  if (high) atomicAdd(&halves[1], high);
+}
+
 // A digit at which sums, from the highest digit downwards, reach what is wanted, and the sum of those above it. The
 // digit is below zero if all together do not.
 template <typename Sum>
@@ -115,7 +126,7 @@ __device__ __forceinline__ float find_threshold(Sum* sums, Sum wanted, ForEach f
     __syncthreads();
     for_each([&](float score) {
       const uint32_t other = key_of(score);
-      if (((other ^ key) >> shift >> bits) == 0) atomicAdd(&sums[other >> shift & (digits - 1)], weigh(score));
+      if (((other ^ key) >> shift >> bits) == 0) add_to(&sums[other >> shift & (digits - 1)], weigh(score));
     });
     __syncthreads();
     const Reached<Sum> reached = find_digit(sums, digits, wanted);
