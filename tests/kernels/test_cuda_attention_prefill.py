@@ -50,6 +50,7 @@ class Case:
     alibi: bool = False
     layer_major: bool = False
     growth: float = 0.0  # of the scores, from one position to the next
+    first_block: int = 0  # the number of the pool's first block, were there more before it
 
     @property
     def heads(self) -> int:
@@ -101,11 +102,11 @@ class Problem:
             k, v, self.stride = pool[:, LAYER, 0], pool[:, LAYER, 1], pool.stride(0)
         self.pool, self.pool_keys, self.pool_values = pool, k, v
         self.page_start = int32(*np.cumsum([0, *used[:-1]]).tolist())
-        self.pages = int32(*order.tolist())
+        self.pages = int32(*(order + case.first_block).tolist())
         for s, (before, _) in enumerate(case.chunks):
             seen_from = max(0, before - case.window + 1) if case.window else 0
             for position in range(seen_from, contexts[s]):
-                page = self.pages[self.page_start[s] + position // size]
+                page = order[self.page_start[s] + position // size]
                 k[page, :, position % size] = self.keys[s][position]
                 v[page, :, position % size] = self.values[s][position]
 
@@ -124,12 +125,14 @@ class Problem:
 
     def run(self, order: int) -> None:
         case, items = self.case, int32(*np.array(self.items, ITEM).view(np.int32).tolist())
+        before = case.first_block * self.stride * self.pool.element_size()
         call = attention_calls.prefill(
             self.dtype, len(self.items), case.heads, case.kv_heads, case.head_dim, case.block_size, self.stride,
-            case.head_dim**-0.5, self.q.data_ptr(), self.out.data_ptr(), self.pool_keys.data_ptr(),
-            self.pool_values.data_ptr(), items.ctypes.data, self.pages.ctypes.data, self.page_start.ctypes.data,
-            self.context.ctypes.data, self.query_start.ctypes.data, self.partial_out.data_ptr(),
-            self.partial_lse.data_ptr(), self.slopes.data_ptr() if self.slopes is not None else 0, case.window,
+            case.head_dim**-0.5, self.q.data_ptr(), self.out.data_ptr(), self.pool_keys.data_ptr() - before,
+            self.pool_values.data_ptr() - before, items.ctypes.data, self.pages.ctypes.data,
+            self.page_start.ctypes.data, self.context.ctypes.data, self.query_start.ctypes.data,
+            self.partial_out.data_ptr(), self.partial_lse.data_ptr(),
+            self.slopes.data_ptr() if self.slopes is not None else 0, case.window,
         )  # fmt: skip
         launch(call, order)
         assert_fences(self.out, self.partial_out, self.partial_lse)
@@ -186,6 +189,17 @@ def test_every_group_of_query_heads(group: int, order: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("group", [71, 128])
+def test_a_group_that_fills_a_tile_by_itself(group: int) -> None:
+    check(Case(((0, 3), (40, 2)), group=group), F16, ORDERS[0])
+
+
+@needs_compiler
+def test_a_pool_of_more_numbers_than_32_bits_count() -> None:
+    check(Case(((20, 5),), first_block=1 << 20), F16, ORDERS[0])
+
+
+@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 def test_borders_of_chunks_prefixes_and_tiles(order: int) -> None:
     chunks = ((0, 1), (1, 15), (15, 16), (16, 17), (47, 63), (64, 64), (3, 65), (100, 130), (0, 130), (129, 1))
@@ -200,10 +214,14 @@ def test_block_sizes_and_layouts(block_size: int, layer_major: bool, order: int)
     check(case, F16, order)
 
 
+WINDOWS = ((1, 4), (5, 4), (16, 4), (33, 1), (64, 4), (101, 1), (1000, 4))
+"""With their groups. At 101, the second warp's last row sees all keys of a piece but the first."""
+
+
 @needs_compiler
-@pytest.mark.parametrize(("window", "order"), zip((1, 5, 16, 33, 64, 100, 1000), cycle(ORDERS)))
-def test_a_window_hides_what_lies_before_it(window: int, order: int) -> None:
-    check(Case(((150, 70), (0, 70), (200, 1)), group=4, window=window), F16, order)
+@pytest.mark.parametrize(("window", "group", "order"), [(*case, order) for case, order in zip(WINDOWS, cycle(ORDERS))])
+def test_a_window_hides_what_lies_before_it(window: int, group: int, order: int) -> None:
+    check(Case(((150, 70), (0, 70), (200, 1)), group=group, window=window), F16, order)
 
 
 @needs_compiler
