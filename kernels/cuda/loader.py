@@ -248,7 +248,8 @@ def _compile(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cub
     )
     try:
         nvrtc.compileProgram(program, options)
-        return Cubin(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).rstrip("\0\n "))
+        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte, a zero, for the end of a text and drops it
+        return Cubin(image, nvrtc.getProgramLog(program).rstrip("\0\n "))
     except nvrtc.NVRTCError as error:
         raise CudaError(f"{source.name} does not compile ({error}):\n{nvrtc.getProgramLog(program)}") from error
     finally:

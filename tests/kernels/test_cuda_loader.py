@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,12 @@ def test_params_are_as_large_for_the_gpu_as_numpy_packs_them() -> None:
         for name, size in compiled(source, "sm_90").params_bytes().items():
             found.setdefault(re.sub(r"_b?f16(_d\d+)?$", "", name), set()).add(size)
     assert found == {name: {struct.itemsize} for name, struct in STRUCTS.items()}
+
+
+def test_a_cubin_has_all_its_bytes(empty: list[str], tmp_path: Path) -> None:
+    image = compiled(small(tmp_path), "sm_90").image
+    programs_at, (size, count) = struct.unpack_from("<Q", image, 32)[0], struct.unpack_from("<HH", image, 54)
+    assert programs_at + size * count <= len(image), "the ELF file's last table"
 
 
 def test_a_source_is_compiled_once_for_each_architecture(empty: list[str], tmp_path: Path) -> None:
