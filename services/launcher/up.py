@@ -115,7 +115,8 @@ def cuda_problem() -> str:
 
 def unused_gpu(worker: WorkerSettings) -> str:
     """Why a GPU that is here will not be used although it may be; empty when that is not so."""
-    return cuda_problem() if worker.device == worker.kernels == "auto" and device_files() else ""
+    on_cpu = worker.deterministic or worker.quantize != "none" or not worker.device == worker.kernels == "auto"
+    return "" if on_cpu or not device_files() else cuda_problem()
 
 
 def greeting(gateway: GatewaySettings) -> list[str]:

@@ -211,3 +211,4 @@ def test_a_stack_says_at_once_what_the_gpu_lacks(
     assert up.unused_gpu(WorkerSettings(device="auto", **model)) == (up.cuda_problem() if files else "")
     assert up.unused_gpu(WorkerSettings(device="cpu", **model)) == ""
     assert up.unused_gpu(WorkerSettings(device="auto", kernels="cpu", **model)) == ""
+    assert up.unused_gpu(WorkerSettings(device="auto", deterministic=True, **model)) == ""
