@@ -16,20 +16,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.engine_cases import CASES, Case, TorchMatrices, measure
-from bench.engine_floor import machine_floor
+from bench.engine_floor import Floor, machine_floor
 from bench.engine_report import show
+from bench.kernels_backends import opened
+from bench.kernels_clock import Clock
 from bench.machine import commit, machine, versions
 from services.worker.engine import Engine
 from shared.errors import OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
 
+ON_A_DEVICE = ("cuda", "emulator")
+"""Kernels that are timed by the device's own clock, one step given before the last is answered."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orcinus bench engine", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face model directory")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--kernels", choices=("auto", "cpu", "reference"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto")
     parser.add_argument("--quantize", choices=("none", "int8"), default="none")
     parser.add_argument("--deterministic", action="store_true", help="our matrix kernels, whosever are faster")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     settings = WorkerSettings(
         model=options.model,
-        device="cpu",
+        device="cuda" if options.kernels == "cuda" else "cpu",
         dtype=options.dtype,
         kernels=options.kernels,
         quantize=options.quantize,
@@ -80,12 +87,14 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         max_seqs=max(case.sequences for case in options.cases),
         max_step_tokens=max(case.step_tokens for case in options.cases),
     )
+    on_device = _device(options.kernels) if options.kernels in ON_A_DEVICE else None  # before memory is taken
     _say(f"loading {settings.served_model_name}")
     engine = Engine(settings)
     engine.warm_up()
-    _say("measuring the machine")
-    floor = machine_floor()
-    torch_alone = TorchMatrices(engine.config, engine.dtype)
+    if on_device is None:
+        _say("measuring the machine")
+    floor, clock = on_device or (machine_floor(), None)
+    torch_alone = TorchMatrices(engine.config, engine.dtype, clock)
     results = []
     for case in options.cases:
         if not case.fits(engine.lengths.model, options.steps):
@@ -100,6 +109,17 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         "floor": floor.as_dict(),
         "results": results,
     }
+
+
+def _device(kernels: str) -> tuple[Floor, Clock]:
+    _say("measuring the device")
+    backend = opened(kernels, repeats=5)
+    with torch.inference_mode():
+        peaks = backend.peaks()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    half_tflop_s = peaks.tflop_s["bfloat16"] / 2
+    return Floor(0, peaks.bandwidth_gb_s, half_tflop_s * 1000, peaks.device), backend.clock
 
 
 def _cases(text: str) -> tuple[Case, ...]:

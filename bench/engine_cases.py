@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.engine_floor import Floor
+from bench.kernels_clock import Clock
 from protos import worker_pb2
 from services.worker.backend import layer_matrices
 from services.worker.engine import Engine
+from services.worker.flight import Flight
 from services.worker.models.config import DecoderConfig
 from shared.columns import pack
 
@@ -61,21 +64,27 @@ CASES = (
 class TorchMatrices:
     """The model's matrices for torch alone: some layers, which stand for all, and the head. Made once for all cases."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, clock: Clock | None = None) -> None:
+        """clock: of a device, where they then are and are timed."""
         shapes = layer_matrices(config)
         layer_bytes = dtype.itemsize * sum(outputs * inputs for outputs, inputs in shapes)
         layers = max(1, min(config.layers, TORCH_BYTES // layer_bytes))
         generator = torch.Generator().manual_seed(20261120)
 
         def make(shape: tuple[int, int]) -> Tensor:
+            if clock is not None:
+                return clock.random(*shape, dtype=dtype)
             return torch.empty(shape, dtype=dtype).normal_(generator=generator)
 
+        self._clock = clock
         self._share = config.layers / layers
         self._weights = [make(shape) for _ in range(layers) for shape in shapes]
         self._head = make((config.vocab_size, config.hidden_size))
 
     def ms(self, rows: int, sampled: int) -> float:
         """One iteration's matrices, one after another, nothing else; `sampled` of the rows go through the head."""
+        if self._clock is not None:
+            return self._device_ms(self._clock, rows, sampled)
         weights, head = self._weights, self._head
         inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(head.dtype) for weight in (*weights, head)}
         layers_s, head_s = [], []
@@ -90,21 +99,26 @@ class TorchMatrices:
                 head_s.append(time.perf_counter() - between)
         return (min(layers_s) * self._share + min(head_s)) * 1000
 
+    def _device_ms(self, clock: Clock, rows: int, sampled: int) -> float:
+        weights, head = self._weights, self._head
+        with torch.inference_mode():
+            inputs = {
+                size: clock.random(rows, size, dtype=head.dtype) for size in {w.shape[1] for w in (*weights, head)}
+            }
+            layers = [partial(F.linear, inputs[weight.shape[1]], weight) for weight in weights]
+            layers_us = clock.eager(layers) * len(layers)
+            head_us = clock.eager([partial(F.linear, inputs[head.shape[1]][:sampled], head)])
+        return (layers_us * self._share + head_us) / 1000
+
 
 def measure(
     engine: Engine, case: Case, steps: int, floor: Floor, torch_alone: TorchMatrices, profile: bool
 ) -> dict[str, Any]:
     """The JSON of one case: medians over `steps` iterations."""
     driver = Driver(engine, case, steps)
-    walls, forwards, samples = [], [], []
-    for _ in range(steps):
-        step = driver.next()
-        begun = time.perf_counter_ns()
-        result = engine.execute(step)
-        walls.append(time.perf_counter_ns() - begun)
-        forwards.append(result.timings.forward_ns)
-        samples.append(result.timings.sample_ns)
-        driver.executed()
+    results, walls = run(engine, driver, steps, 1 if engine.overlaps else 0)
+    forwards = [result.timings.forward_ns for result in results]
+    samples = [result.timings.sample_ns for result in results]
     read_bytes, operations = work(engine, case, steps)
     width = engine.dtype.itemsize
     floor_ms = floor.step_ms(read_bytes, operations, width)
@@ -126,6 +140,33 @@ def measure(
         found["profile_us"] = _profile(engine, driver, max(1, steps // 4))
     engine.reset()
     return found
+
+
+def run(engine: Engine, driver: Driver, steps: int, lookahead: int) -> tuple[list[worker_pb2.Result], list[int]]:
+    """Results of so many iterations, and nanoseconds from answer to answer; the first, and with lookahead 0 each, from
+    when the step was given. lookahead: steps that are given before one is answered."""
+    flights: deque[Flight] = deque()
+    results, walls = [], []
+    begun = 0
+
+    def answer() -> None:
+        nonlocal begun
+        results.append(engine.finish(flights.popleft()))
+        now = time.perf_counter_ns()
+        walls.append(now - begun)
+        begun = now
+
+    for _ in range(steps):
+        step = driver.next()
+        if not flights:
+            begun = time.perf_counter_ns()
+        flights.append(engine.submit(step))
+        driver.executed()
+        if len(flights) > lookahead:
+            answer()
+    while flights:
+        answer()
+    return results, walls
 
 
 def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What the machine can do at best: bytes a second from memory, multiplications a second. Measured, not looked up."""
+"""What the machine, or its GPU, can do at best: bytes a second, multiplications a second. Measured, not looked up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Peaks with all threads of torch."""
+    """Peaks with all threads of torch; those of a GPU where it is named: bytes copied, and half the rate of 16 bits."""
 
     threads: int
     read_gb_s: float
     float32_gflop_s: float
+    device: str = ""
 
     def step_ms(self, read_bytes: float, operations: float, width: int) -> float:
         """No iteration is shorter: it reads these bytes, does these operations, on numbers `width` bytes wide.

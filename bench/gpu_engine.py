@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine_cases import Case, Driver, work
+from bench.engine_cases import Case, Driver, run, work
 from bench.engine_settings import EngineSettings
 from bench.gpu_context import Context
 from bench.gpu_setup import known_peaks
 from bench.kernels_shapes import LLAMA_8B, TINY, Model
-from protos import worker_pb2
 from services.worker.engine import Engine
 
 STEPS = 100
@@ -78,29 +75,14 @@ def config_of(model: Model) -> dict[str, Any]:
 
 def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, Any]:
     """Medians over `steps` iterations, `lookahead` of which are given before one is answered."""
-    driver = Driver(engine, case, steps)
-    flights: deque[Any] = deque()
-    answered: list[int] = []
-    results: list[worker_pb2.Result] = []
-
-    def answer() -> None:
-        results.append(engine.finish(flights.popleft()))
-        answered.append(time.perf_counter_ns())
-
-    for _ in range(steps):
-        flights.append(engine.submit(driver.next()))
-        driver.executed()
-        if len(flights) > lookahead:
-            answer()
-    while flights:
-        answer()
+    results, walls = run(engine, Driver(engine, case, steps), steps, lookahead)
     engine.reset()
     timings = [result.timings for result in results[1:]]
     idle, busy = (sum(getattr(one, name) for one in timings) for name in ("idle_ns", "total_ns"))
     return {
         "case": case.name,
         "lookahead": lookahead,
-        "step_us": median(b - a for a, b in pairwise(answered)) / 1000,
+        "step_us": median(walls[1:]) / 1000,
         "forward_us": median(one.forward_ns for one in timings) / 1000,
         "sample_us": median(one.sample_ns for one in timings) / 1000,
         "idle_share": idle / max(1, idle + busy),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,6 +68,49 @@ def test_torchs_matrices_are_made_once_and_a_few_layers_stand_for_all(monkeypatc
     monkeypatch.setattr(engine_cases, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert made.ms(9, 3) == pytest.approx(1000 * (2.0 * config.layers + 3.0))
     assert rows == [*((9, *shape) for shape in layer_matrices(config)), (3, config.vocab_size, config.hidden_size)]
+
+
+def test_torchs_matrices_of_a_device_are_timed_by_its_clock() -> None:
+    config = load_config(DEMO_MODEL)
+    calls: list[int] = []
+
+    class Stopwatch:
+        def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        def eager(self, timed: list[Any]) -> float:
+            calls.append(len(timed))
+            return 100.0 if len(calls) == 1 else 7.0  # microseconds of a layer's matrix, then of the head
+
+    made = TorchMatrices(config, torch.bfloat16, cast(Any, Stopwatch()))
+    assert made.ms(9, 3) == pytest.approx((100.0 * config.layers * len(layer_matrices(config)) + 7.0) / 1000)
+    assert calls == [config.layers * len(layer_matrices(config)), 1]
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "order"),
+    [
+        (0, "give 1, answer 1, give 2, answer 2, give 3, answer 3"),
+        (1, "give 1, give 2, answer 1, give 3, answer 2, answer 3"),
+    ],
+)
+def test_an_engine_that_overlaps_is_given_a_step_before_it_answers_the_last(lookahead: int, order: str) -> None:
+    said: list[str] = []
+
+    class Recorder:
+        def submit(self, step: int) -> int:
+            said.append(f"give {step}")
+            return step
+
+        def finish(self, flight: int) -> int:
+            said.append(f"answer {flight}")
+            return flight
+
+    steps = iter([1, 2, 3])
+    driver = SimpleNamespace(next=lambda: next(steps), executed=lambda: None)
+    results, walls = engine_cases.run(cast(Any, Recorder()), cast(Any, driver), 3, lookahead)
+    assert ", ".join(said) == order
+    assert results == [1, 2, 3] and len(walls) == 3
 
 
 @pytest.mark.usefixtures("_compiled")
