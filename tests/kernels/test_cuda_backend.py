@@ -244,6 +244,7 @@ def test_a_graph_computes_to_the_bit_what_its_operations_compute(family: str, se
 def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | None, paths: Any) -> None:
     with torch.inference_mode():
         eager, graph = (World(paths("llama"), EmulatedDevice(order), compiles) for compiles in (False, True))
+        assert not graph.cache.pool.isnan().any(), "nobody's rows were written when graphs were recorded"
         before, batch = graph.pool(), graph.decodes(3)  # in the graph of four
         prepared = graph.ops.prepare(batch, graph.cache)
         assert prepared.graph == 4
