@@ -110,7 +110,8 @@ class LateOps(ReferenceOps):
         return found
 
 
-def make_late_engine(monkeypatch: pytest.MonkeyPatch, model: Path, seed: int = 0, **settings: Any) -> Engine:
+def make_late_engine(model: Path, seed: int = 0, **settings: Any) -> Engine:
     """As make_engine, by LateOps."""
-    monkeypatch.setattr(engine_module, "choose", lambda *_: (LateOps(seed), torch.float32))
-    return make_engine(model, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "choose", lambda *_: (LateOps(seed), torch.float32))
+        return make_engine(model, **settings)

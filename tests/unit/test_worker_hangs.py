@@ -279,6 +279,7 @@ def test_a_step_that_was_submitted_early_has_its_time_from_the_end_of_the_one_be
         threading.Event().wait(0.1)
         dog.end(steps.pop(0))
     assert not said
+    dog.begin("step 10", 60.0)
     until("it is seen", lambda: said, 10)
     assert said[0].startswith("step 9 has run for")
     dog.stop()

@@ -29,9 +29,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def engine(reference: Reference) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield make_late_engine(patch, reference.path, host_blocks=8)
+def engine(reference: Reference) -> Engine:
+    return make_late_engine(reference.path, host_blocks=8)
 
 
 @pytest.fixture
@@ -49,9 +48,13 @@ def channel(server: WorkerServer) -> Iterator[grpc.Channel]:
 
 
 class Held:
-    """The engine with its finishing held until `go` is set; `submitted` and `finished` are step ids in order."""
+    """The engine with its finishing held until `go` is set; `submitted` and `finished` are step ids in order.
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    The step `failing` fails when it is to be finished and the next is out.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
+        self.failing = failing
         self.submitted: deque[int] = deque()
         self.finished: deque[int] = deque()
         self.most = 0
@@ -69,6 +72,9 @@ class Held:
     def finish(self, flight: Flight, more: Callable[[], bool]) -> worker_pb2.Result:
         if not self.go.wait(DEADLINE_S):
             raise TimeoutError("the test never let the step end")
+        if flight.id == self.failing:
+            until("the next is out", lambda: flight.id + 1 in self.submitted)
+            raise MemoryError("no memory left for the tokens")
         result = self._finish(flight, more)
         self.finished.append(flight.id)
         return result
@@ -100,16 +106,8 @@ def test_a_failure_while_steps_are_out_is_the_answer_of_that_step_and_of_all_beh
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, output = reference.prompts[0], reference.outputs[0]
-    held = Held(engine, monkeypatch)
-
-    def settle(flight: Flight, *rest: Any) -> Any:
-        if flight.id == 2:
-            raise MemoryError("no memory left for the tokens")
-        return kept(flight, *rest)
-
-    kept = engine._settle
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_settle", settle)
+        held = Held(engine, patch, failing=2)
         run = Client(channel, epoch=1)
         run.send(1, **first_step(prompt, 24))
         decodes(run, prompt, 3)
