@@ -116,7 +116,7 @@ kernels-check: install-dev ## test every kernel, the CUDA ones on the emulator; 
 # The sanitizers' runtime must come before everything else; Python itself never frees all it has.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest tests/kernels --kernels-variant sanitized -k "cpu or cuda_r or cuda_b"
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest tests/kernels --kernels-variant sanitized -k "cpu or cuda_r or cuda_b or cuda_s"
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/unit/test_demo_model.py
