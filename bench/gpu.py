@@ -111,7 +111,7 @@ PARTS = (
     Part("swap", 30, _kernels("swap")),
     Part("transformers", 90, _transformers),
     Part("rings", 60, _rings),
-    Part("sanitizers", 120, _sanitizers),
+    Part("sanitizers", 165, _sanitizers),
     Part("suites", 90, _suites),
 )
 

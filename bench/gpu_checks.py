@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,9 +42,11 @@ SEQUENCES: tuple[Sequences, ...] = (
 )
 QUICK_SEQUENCES: tuple[Sequences, ...] = (("decode", (17, 70), (1, 1)), ("mixed", (20, 33), (1, 5)))
 
-SANITIZED = ("memcheck", "racecheck")
+SANITIZED = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}
+"""Tools and what they need: without torch's cache every tensor has bounds of its own."""
+
 FAILED_CODE = 99
-SUITES = ("test_cuda_rows.py", "test_cuda_rope.py", "test_cuda_blocks.py", "test_cuda_attention_decode.py")
+SUITES = ("rows", "rope", "blocks", "attention_decode", "attention_prefill", "sampling", "cache")
 SUITE_S = 80
 
 
@@ -71,10 +74,7 @@ def suites(context: Context) -> Iterator[tuple[str, Any]]:
     if importlib.util.find_spec("pytest") is None:
         yield "skipped", "pytest is not installed here"
         return
-    files = [f"tests/kernels/{name}" for name in SUITES if (ROOT / "tests" / "kernels" / name).is_file()]
-    if context.quick:
-        files = []
-    for file in files:
+    for file in [] if context.quick else [f"tests/kernels/test_cuda_{name}.py" for name in SUITES]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
         yield "suites", [_ran(file, command)]
 
@@ -85,12 +85,12 @@ def sanitizers(context: Context) -> Iterator[tuple[str, Any]]:
     if tool is None:
         yield "skipped", "compute-sanitizer is not on PATH"
         return
-    for name in SANITIZED:
+    for name, environment in SANITIZED.items():
         folder = context.out / name
         folder.mkdir(exist_ok=True)
         words = ["--part", "checks", "--device", context.device, "--quick", "--out", str(folder)]
         command = [tool, "--tool", name, "--error-exitcode", str(FAILED_CODE)]
-        yield "sanitizers", [_ran(name, [*command, sys.executable, "-m", "bench.gpu", *words])]
+        yield "sanitizers", [_ran(name, [*command, sys.executable, "-m", "bench.gpu", *words], environment)]
 
 
 def _errors(
@@ -129,10 +129,17 @@ def _attention_error(bench: Bench, contexts: Sequence[int], rows: Sequence[int],
     return error_of_attention(bench, paged, queries(bench, paged, rows, attention), attention)
 
 
-def _ran(name: str, command: Sequence[str]) -> dict[str, Any]:
+def _ran(name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What a command came to: its exit code, or that it took too long, and the end of what it said."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_S)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=SUITE_S,
+        )
     except subprocess.TimeoutExpired as error:
         said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         return {"name": name, "exit": None, "said": f"longer than {SUITE_S} s: {said[-500:]}"}

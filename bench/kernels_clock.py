@@ -141,8 +141,7 @@ class DeviceClock(Clock):
         self.ops, self.repeats, self._device = ops, repeats, device
         busy = BUSY_BYTES if device.torch_device.type == "cuda" else 16
         self._busy = [device.empty((busy,), torch.uint8) for _ in range(2)]
-        # Torch's recordings that share memory must never all be gone while another is made.
-        self._kept_recording = device.capture(lambda: device.main.copy(*self._busy))
+        self._kept_recording: Thunk | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self._device.empty(shape, dtype)
@@ -209,6 +208,8 @@ class DeviceClock(Clock):
         return self._timed(replay, count, lambda: None)
 
     def _captured(self, work: Callable[[], None], count: int) -> float:
+        if self._kept_recording is None:  # torch's recordings that share memory must never all be gone at once
+            self._kept_recording = self._device.capture(lambda: self._device.main.copy(*self._busy))
         work()  # what is loaded or compiled at its first use must not be captured
         self._device.main.record().wait()
         return self.replayed(self._device.capture(work), count)

@@ -109,6 +109,23 @@ def test_what_a_part_found_before_it_failed_is_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "decode.json").read_text()) == {"rows": [1, 2]}
 
 
+def test_sanitizers_are_run_on_small_checks_and_what_they_find_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho $PYTORCH_NO_CUDA_MEMORY_CACHING $*; test $2 = memcheck || exit 99\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpu.run_part(part("sanitizers"), Context("cuda", False, tmp_path)) == 0
+    runs = json.loads((tmp_path / "sanitizers.json").read_text())["sanitizers"]
+    assert [(run["name"], run["exit"]) for run in runs] == [("memcheck", 0), ("racecheck", 99)]
+    assert runs[0]["said"].startswith("1 --tool memcheck --error-exitcode 99")
+    assert runs[0]["said"].rstrip().endswith(f"--part checks --device cuda --quick --out {tmp_path}/memcheck")
+    result = {"parts": {"sanitizers": {"sanitizers": runs}, "probes": {"device": {"name": ""}}}}
+    shown = gpu_docs.table(result | {"date": "", "commit": "", "command": ""})
+    assert "| memcheck clean, racecheck NOT clean |" in shown
+
+
 def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
     text = gpu_rings.with_units(7, 128)
     assert "constexpr int UNITS = 7;" in text
