@@ -151,7 +151,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             if packed.bias is not None:
                 out.add_(packed.bias)
 
-        self._main.run(multiply)
+        if rows:
+            self._main.run(multiply)
         return out
 
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:

@@ -132,33 +132,40 @@ class Planner:
 def _items(tiles: Int32, wanted: int, partial_row: int) -> Int32:
     """Items of the tiles, longest first: `wanted` or a few more where there is work enough, else one for each tile.
 
-    Writes SIZE, SPLITS and PARTIAL of the tiles; partial rows are counted from `partial_row` on.
+    Writes SPLITS of the tiles; partial rows are counted from `partial_row` on.
     """
     if not len(tiles):
         return tiles
     work = tiles[:, END_SLAB] - tiles[:, FIRST_SLAB]
     share = -(-int(work.sum(dtype=np.int64)) // wanted)
     most = max(MIN_SPLIT_SLABS, _whole_steps(share))
+    tiles[:, PARTIAL], tiles[:, SPLITS] = -1, 1
+    items = tiles if work.max() <= most else _split(tiles, work, most, partial_row)
+    # 16-bit keys are sorted by their digits, in linear time; items beyond half a million tokens count as that long.
+    shorter = np.maximum(items[:, FIRST_SLAB] - items[:, END_SLAB], _INT16_MIN).astype(np.int16)
+    return items[np.argsort(shorter, kind="stable")]
+
+
+def _split(tiles: Int32, work: Int32, most: int, partial_row: int) -> Int32:
+    """Items of tiles that may have more than `most` slabs of work."""
     splits = np.minimum(-(-work // most), np.maximum(work // MIN_SPLIT_SLABS, 1))
     size = _whole_steps(-(-work // splits))
     splits = -(-work // size)
     rows = np.where(splits > 1, splits * tiles[:, TOKENS], 0)
     tiles[:, SIZE], tiles[:, SPLITS] = size, splits
     tiles[:, PARTIAL] = np.where(splits > 1, partial_row + np.cumsum(rows) - rows, -1)
-    items = tiles
-    if len(splits) < splits.sum():
-        owner, index = _places(splits)
-        items = tiles[owner]
-        items[:, FIRST_SLAB] += index * items[:, SIZE]
-        items[:, END_SLAB] = np.minimum(items[:, FIRST_SLAB] + items[:, SIZE], items[:, END_SLAB])
-        items[:, PARTIAL] += index  # 0 where there is but one
-    # 16-bit keys are sorted by their digits, in linear time; items beyond half a million tokens count as that long.
-    shorter = np.maximum(items[:, FIRST_SLAB] - items[:, END_SLAB], _INT16_MIN).astype(np.int16)
-    return items[np.argsort(shorter, kind="stable")]
+    owner, index = _places(splits)
+    items = tiles[owner]
+    items[:, FIRST_SLAB] += index * items[:, SIZE]
+    items[:, END_SLAB] = np.minimum(items[:, FIRST_SLAB] + items[:, SIZE], items[:, END_SLAB])
+    items[:, PARTIAL] += index  # 0 where there is but one
+    return items
 
 
 def _merges(tiles: Int32, query_start: Int32) -> tuple[Int32, Int32]:
     """Of the tokens of tiles that are split: where their partial rows start and, last, end; and their rows."""
+    if not len(tiles):
+        return np.zeros(1, np.int32), np.zeros(0, np.int32)
     owner, index = _places(tiles[:, TOKENS])
     starts = np.zeros(len(owner) + 1, np.int32)
     np.cumsum(tiles[owner, SPLITS], out=starts[1:])

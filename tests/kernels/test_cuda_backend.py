@@ -5,6 +5,8 @@ What each operation computes is in test_ops.py, the plans are in test_cuda_plann
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -16,9 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import ops as kernel_ops
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import PADDING
 from kernels.cuda.graphs import sizes_up_to
+from kernels.cuda.loader import CudaError
 from kernels.cuda.metadata import Column, Staging, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner
 from kernels.emulator.device import EmulatedDevice
@@ -404,3 +408,16 @@ def test_a_step_that_samples_nothing_writes_its_keys_and_has_no_logits(paths: An
         before = world.pool()
         assert world.logits(batch_of([[1, 2]], [world.ends[0]], world.tables[:1], [False])).shape == (0, VOCAB)
         assert not torch.equal(world.pool(), before)
+
+
+def test_the_backends_are_known_by_name_and_cupy_is_left_until_a_gpu_is_wanted() -> None:
+    program = "import sys, kernels.cuda.backend, kernels.ops; print(kernels.ops.names(), 'cupy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "['cuda', 'emulator'] False"
+    assert kernel_ops.create("emulator", torch.device("cpu")).name == "emulator"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_the_backend_cuda_says_what_is_missing() -> None:
+    with pytest.raises(CudaError, match="torch"):
+        kernel_ops.create("cuda", torch.device("cuda"))
