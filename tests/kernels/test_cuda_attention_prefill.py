@@ -84,7 +84,7 @@ class Problem:
         self.out = untouched(case.rows, case.heads, case.head_dim, dtype=kind)
 
     def _let_scores_grow(self) -> None:
-        """Scores of the first kind of numbers stay small; the last number of a head adds growth * position."""
+        """The last number of a head adds growth * position of the key to its scores."""
         self.q[..., -1] = self.case.head_dim**0.5
         for keys in self.keys:
             keys[..., -1] = (torch.arange(len(keys)) * self.case.growth)[:, None]

@@ -97,13 +97,18 @@ struct SlabCopy {
       places[i] = swizzled<D>((i * 32 + lane) / CHUNKS, (i * 32 + lane) % CHUNKS);
   }
 
-  // Starts it. to: a multiple of 8 chunks from the beginning of `shared`; from: the lane's first 16 bytes.
-  __device__ __forceinline__ void start(uint4* shared, int to, const void* from) const {
+  // Starts it. to: a multiple of 8 chunks from the beginning of `shared`; from: the lane's first 16 bytes; there(i): is
+  // its chunk i * 32 + lane there? If not, zeros are written.
+  template <typename There>
+  __device__ __forceinline__ void start(uint4* shared, int to, const void* from, There there) const {
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
       const int at = WHOLE_ROWS ? ((to + places[0]) ^ (i * 32 / CHUNKS & 7)) + i * 32 : to + places[WHOLE_ROWS ? 0 : i];
-      cp_async_16(shared + at, static_cast<const uint4*>(from) + i * 32, true);
+      cp_async_16(shared + at, static_cast<const uint4*>(from) + i * 32, there(i));
     }
+  }
+  __device__ __forceinline__ void start(uint4* shared, int to, const void* from) const {
+    start(shared, to, from, [](int) { return true; });
   }
 };
 

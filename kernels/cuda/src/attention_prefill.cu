@@ -49,21 +49,12 @@ struct Feed {
   template <bool VALUES>
   __device__ __forceinline__ void copy(uint4* ring, int to, int first) {
     constexpr int CHUNKS = Tile<D>::CHUNKS;
-    constexpr bool WHOLE_ROWS = 32 % CHUNKS == 0;  // in a step: then all places follow from the first
     if (first * SLAB < work.end_key) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = first + warp;
       const T* block = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.y, slab);
-      const uint4* from = reinterpret_cast<const uint4*>(block) + lane;
       const unsigned unseen = (work.first_key - slab * SLAB) * CHUNKS, seen = (work.end_key - work.first_key) * CHUNKS;
-      to += warp * SLAB * CHUNKS;
-      const int place = to + swizzled<D>(lane / CHUNKS, lane % CHUNKS);
-#pragma unroll
-      for (int i = 0; i < SLAB * CHUNKS / 32; i++) {
-        const int index = i * 32 + lane;
-        const int at = WHOLE_ROWS ? (place ^ (i * 32 / CHUNKS & 7)) + i * 32
-                                  : to + swizzled<D>(index / CHUNKS, index % CHUNKS);
-        cp_async_16(ring + at, from + i * 32, lane - unseen + i * 32 < seen);
-      }
+      SlabCopy<D>(lane).start(ring, to + warp * SLAB * CHUNKS, reinterpret_cast<const uint4*>(block) + lane,
+                              [&](int i) { return lane - unseen + i * 32 < seen; });
     }
     cp_async_commit();
     if (VALUES) find_page(first + WARPS);
