@@ -20,6 +20,9 @@ class Acknowledged:
     ns: int = 0
 
 
+NONE = Acknowledged()
+
+
 @dataclass(frozen=True, slots=True)
 class _Begun:
     step: int
@@ -49,13 +52,15 @@ class Copies:
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
         """Those of `step` and the steps before it that are complete and were not acknowledged; with `wait`, all."""
+        if not self._begun:
+            return NONE
         done: list[_Begun] = []
         while self._begun and self._begun[0].step <= step:
             if not wait and not all(pending.ready() for pending in self._begun[0].pending):
                 break
             done.append(self._begun.popleft())
         if not done:
-            return Acknowledged()
+            return NONE
         return Acknowledged(
             out_gpu=b"".join(one.out_gpu for one in done),
             in_host=b"".join(one.in_host for one in done),

@@ -13,27 +13,20 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.backend import Compiled, CpuOps
 from kernels.ops import (
-    STATUS_FINE,
-    STATUS_NOT_FINITE,
-    STATUS_NOTHING_ALLOWED,
     Batch,
     Cache,
     CacheShape,
-    Float32,
-    Int32,
-    Sampled,
 )
 from protos import worker_pb2
 from services.worker.backend import choose, device_of
 from services.worker.cache import plan_pool, room_for, wanted_lengths
 from services.worker.copies import Copies
-from services.worker.flight import Flight, Marks
+from services.worker.flight import NO_MASK, Flight, Flights, Marks
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Progress, open_weights
@@ -53,12 +46,6 @@ log = logging.getLogger("orcinus.worker")
 
 FLIGHTS = 2
 """Steps that may be submitted and not finished: with more, a token could be wanted that two draws ago was the last."""
-
-WHY = {
-    STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
-    STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
-}
-NO_MASK = ("no_mask", "no allow-bitmask came for this step")
 
 
 class Engine:
@@ -202,7 +189,7 @@ class Engine:
 
     def _begin_run(self) -> None:
         self._copies = Copies(self._cache)
-        self._flights: list[Flight] = []  # submitted and not finished, in order
+        self._flights = Flights(self._slots)
         self._last_end: Any = None
 
     def warm_up(self) -> None:
@@ -286,22 +273,19 @@ class Engine:
         fails alone is in Result.errors, and again in the result of a flight that was submitted before it was known.
         """
         sampled = None if flight.sampled is None else flight.sampled.wait()
-        timings = flight.marks.timings(self._ops)
         with self._lock:
-            slots, tokens, logprobs = self._settle(flight, sampled)
+            slots, tokens, logprobs = self._flights.settle(flight, sampled)
         copied = flight.copies.acknowledge(flight.id, wait=not more())
-        timings.queued_ns, timings.swap_ns = flight.queued_ns, copied.ns
-        failed = [worker_pb2.SequenceError(slot=s, code=c, message=m) for s, (c, m) in flight.failed.items()]
         result = worker_pb2.Result(
             epoch=flight.epoch,
             id=flight.id,
             slots=pack(slots),
             tokens=pack(tokens),
             logprobs=b"" if logprobs is None else pack_float(logprobs),
-            timings=timings,
+            timings=flight.marks.timings(self._ops, flight.queued_ns, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
-            errors=flight.errors + failed,
+            errors=flight.all_errors(),
         )
         if self._step_log is not None:
             self._step_log.write(result, flight.chunks)
@@ -320,13 +304,15 @@ class Engine:
             epoch=step.epoch,
             id=step.id,
             chunks=chunks,
+            sampling=chunks.slots[chunks.samples],
             generations=table.generation[chunks.slots],
+            departures=table.departures,
             copies=self._copies,
             marks=marks,
             queued_ns=queued_ns,
             errors=table.errors(step),
         )
-        self._flights.append(flight)
+        self._flights.begin(flight)
         if not chunks.slots.size:
             return flight, None
         batch = table.batch(chunks)
@@ -345,37 +331,8 @@ class Engine:
         with self._lock:
             for slot in slots[table.sampling.needs_mask[slots]].tolist():
                 if not table.sampling.has_mask(slot):
-                    self._fail(flight, slot, *NO_MASK)
-            rows = table.sampling.rows(slots, table.known[slots], table.prompt[slots], table.tokens)
-            flight.places = table.expect(slots)
+                    self._flights.fail(flight, slot, *NO_MASK)
+            flight.places = places = table.known[slots]
+            rows = table.sampling.rows(slots, places, table.prompt[slots], table.tokens)
+            table.expect(slots, places)
         flight.sampled = self._ops.sample_later(logits, rows, slots)
-
-    def _settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, Float32 | None]:
-        """Slots, tokens and log-probabilities of the Result; the tokens are known on the host from here on."""
-        if flight in self._flights:  # else reset() came first
-            self._flights.remove(flight)
-        slots = flight.sampling
-        if sampled is None:
-            return slots, slots, None
-        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
-        status = sampled.status.cpu().numpy()
-        logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
-        for row in np.flatnonzero(status != STATUS_FINE).tolist():
-            self._fail(flight, int(slots[row]), *WHY[int(status[row])])
-        self._slots.record(slots, flight.generations[flight.chunks.samples], flight.places, tokens)
-        if not flight.failed:
-            return slots, tokens, logprobs
-        fine = ~np.isin(slots, list(flight.failed))
-        return slots[fine], tokens[fine], None if logprobs is None else logprobs[fine]
-
-    def _fail(self, flight: Flight, slot: int, code: str, message: str) -> None:
-        """The sequence that the slot held in this flight gives no token, here and in the flights behind."""
-        if slot in flight.failed:
-            return
-        flight.failed[slot] = (code, message)
-        generation = flight.generation(slot)
-        if self._slots.generation[slot] == generation:
-            self._slots.fail(slot, code, message)
-        for later in self._flights:
-            if later.id > flight.id and later.generation(slot) == generation:
-                later.failed.setdefault(slot, (code, message))

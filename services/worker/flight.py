@@ -1,4 +1,7 @@
-"""A step between the moment it is given to the device and its Result. Made, filled and finished by the engine alone."""
+"""Steps between the moment they are given to the device and their Results. Used by the engine alone, under its lock.
+
+A flight knows whose the slots were when it was submitted: meanwhile they may be freed and taken by others.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from kernels.ops import AnyOps, Int32, Int64, Pending, Sampled
+from kernels.ops import (
+    STATUS_FINE,
+    STATUS_NOT_FINITE,
+    STATUS_NOTHING_ALLOWED,
+    AnyOps,
+    Float32,
+    Int32,
+    Int64,
+    Pending,
+    Sampled,
+)
 from protos import worker_pb2
 from services.worker.copies import Copies
-from services.worker.slots import Chunks
+from services.worker.slots import Chunks, SlotTable
 
 NOBODY: Int32 = np.zeros(0, np.int32)
+
+WHY = {
+    STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
+    STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
+}
+NO_MASK = ("no_mask", "no allow-bitmask came for this step")
 
 
 @dataclass(slots=True)
@@ -24,13 +43,15 @@ class Marks:
     forwarded: Any = None
     ended: Any = None
 
-    def timings(self, ops: AnyOps) -> worker_pb2.Timings:
-        """Those of the device, once it has passed the end."""
+    def timings(self, ops: AnyOps, queued_ns: int, swap_ns: int) -> worker_pb2.Timings:
+        """With those of the device, which has passed the end when this returns."""
         return worker_pb2.Timings(
+            queued_ns=queued_ns,
             idle_ns=0 if self.before is None else max(0, ops.elapsed_ns(self.before, self.start)),
             forward_ns=ops.elapsed_ns(self.start, self.forwarded),
             sample_ns=ops.elapsed_ns(self.forwarded, self.ended),
             total_ns=ops.elapsed_ns(self.start, self.ended),
+            swap_ns=swap_ns,
         )
 
 
@@ -41,7 +62,9 @@ class Flight:
     epoch: int
     id: int
     chunks: Chunks
+    sampling: Int32  # [R] the slots that sample, in the order of the chunks
     generations: Int64  # [C] of the chunks' slots: whose they were when this was submitted
+    departures: int  # of the slots by then
     copies: Copies
     marks: Marks
     queued_ns: int
@@ -50,12 +73,66 @@ class Flight:
     places: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
     sampled: Pending[Sampled] | None = None
 
-    @property
-    def sampling(self) -> Int32:
-        """[R] the slots that sample, in the order of the chunks."""
-        return self.chunks.slots[self.chunks.samples]
-
     def generation(self, slot: int) -> int | None:
         """Of one of the chunks' slots; None for a slot that has no chunk here."""
         at = np.flatnonzero(self.chunks.slots == slot)
         return int(self.generations[at[0]]) if at.size else None
+
+    def all_errors(self) -> list[worker_pb2.SequenceError]:
+        """Those of the Result."""
+        if not self.failed:
+            return self.errors
+        return self.errors + [
+            worker_pb2.SequenceError(slot=slot, code=code, message=message)
+            for slot, (code, message) in self.failed.items()
+        ]
+
+
+class Flights:
+    """The flights of one Run that are out, in order."""
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._out: list[Flight] = []
+
+    def begin(self, flight: Flight) -> None:
+        self._out.append(flight)
+
+    def settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, Float32 | None]:
+        """Slots, tokens and log-probabilities of the Result; the host knows the tokens from here on."""
+        if flight in self._out:  # else a new Run has begun
+            self._out.remove(flight)
+        slots = flight.sampling
+        if sampled is None:
+            return slots, slots, None
+        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
+        status = sampled.status.cpu().numpy()
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
+        for row in np.flatnonzero(status != STATUS_FINE).tolist():
+            self.fail(flight, int(slots[row]), *WHY[int(status[row])])
+        self._record(flight, tokens)
+        if not flight.failed:
+            return slots, tokens, logprobs
+        fine = ~np.isin(slots, list(flight.failed))
+        return slots[fine], tokens[fine], None if logprobs is None else logprobs[fine]
+
+    def fail(self, flight: Flight, slot: int, code: str, message: str) -> None:
+        """The sequence that the slot held in this flight gives no token, here and in the flights behind."""
+        if slot in flight.failed:
+            return
+        flight.failed[slot] = (code, message)
+        generation = flight.generation(slot)
+        if self._slots.generation[slot] == generation:
+            self._slots.fail(slot, code, message)
+        for later in self._out:
+            if later.id > flight.id and later.generation(slot) == generation:
+                later.failed.setdefault(slot, (code, message))
+
+    def _record(self, flight: Flight, tokens: Int32) -> None:
+        """The tokens into the slots that still hold the sequences of this flight."""
+        table, slots, places = self._slots, flight.sampling, flight.places
+        if table.departures == flight.departures:
+            table.record(slots, places, tokens)
+            return
+        same = table.generation[slots] == flight.generations[flight.chunks.samples]
+        table.record(slots[same], places[same], tokens[same])

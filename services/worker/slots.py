@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.ops import Batch, Bool, Int32, Int64
+from kernels.ops import Batch, Bool, Int32
 from protos import worker_pb2
 from services.worker.copies import Copies
 from services.worker.sampling import SamplingTable
@@ -50,6 +50,7 @@ class SlotTable:
         self.table_blocks = np.zeros(max_seqs, np.int32)
         self.active = np.zeros(max_seqs, np.bool_)
         self.generation = np.zeros(max_seqs, np.int64)  # another number for each sequence that a slot has held
+        self.departures = 0  # how often slots were freed: while it stays, so do all generations
         self.sampling = SamplingTable(max_seqs, vocab)
         self.failed: dict[int, tuple[str, str]] = {}  # slot -> code, message
 
@@ -57,6 +58,7 @@ class SlotTable:
         """As at start: no sequence holds a slot."""
         self.active[:] = False
         self.generation += 1
+        self.departures += 1
         self.failed.clear()
         self.sampling.clear()
 
@@ -96,20 +98,14 @@ class SlotTable:
         """For every later step, the KV of the chunks' tokens is in its blocks."""
         self.computed[chunks.slots] = chunks.starts + chunks.lengths
 
-    def expect(self, slots: Int32) -> Int32:
-        """Each slot's next token counts as known from here on, although only the device knows it.
-
-        Returns where in its sequence each belongs.
-        """
-        places = self.known[slots]
+    def expect(self, slots: Int32, places: Int32) -> None:
+        """Each slot's next token, the one at its place, counts as known although only the device knows it."""
         self.tokens[slots, places] = ~slots
-        self.known[slots] += 1
-        return places
+        self.known[slots] = places + 1
 
-    def record(self, slots: Int32, generations: Int64, places: Int32, tokens: Int32) -> None:
-        """Tokens that were expected, where the slots still hold the sequences of then."""
-        same = self.generation[slots] == generations
-        self.tokens[slots[same], places[same]] = tokens[same]
+    def record(self, slots: Int32, places: Int32, tokens: Int32) -> None:
+        """Tokens that were expected."""
+        self.tokens[slots, places] = tokens
 
     def fail(self, slot: int, code: str, message: str) -> None:
         """The sequence is not computed any more; its chunks answer with this error until the slot is freed."""
@@ -150,6 +146,7 @@ class SlotTable:
             raise ProtocolError("free_slots: a slot is freed twice")
         self.active[slots] = False
         self.generation[slots] += 1
+        self.departures += 1
         if self.failed:
             for slot in slots.tolist():
                 self.failed.pop(slot, None)

@@ -123,13 +123,15 @@ def test_a_token_that_only_the_device_knows_is_named_by_its_slot_until_it_is_tol
     table = SlotTable(max_seqs=3, max_model_len=16, block_size=4, blocks=8, host_blocks=0, vocab=VOCAB)
     table.known[:], table.active[:] = 5, True
     slots = np.array([2, 0], np.int32)
-    places = table.expect(slots)
-    assert places.tolist() == [5, 5] and table.known.tolist() == [6, 5, 6]
+    places = table.known[slots]
+    table.expect(slots, places)
+    assert table.known.tolist() == [6, 5, 6]
     assert table.tokens[:, 5].tolist() == [~0, 0, ~2]
-    generations = table.generation[slots]
+    table.record(slots, places, np.array([71, 72], np.int32))
+    assert table.tokens[:, 5].tolist() == [72, 0, 71]
+    before = table.departures
     table._free(np.array([2], np.int32))
-    table.record(slots, generations, places, np.array([71, 72], np.int32))
-    assert table.tokens[:, 5].tolist() == [72, 0, ~2], "slot 2 may be another sequence's by now"
+    assert table.departures > before and table.generation.tolist() == [0, 0, 1]
 
 
 def test_a_slot_that_is_freed_and_taken_again_before_its_last_token_came_keeps_the_new_sequence(

@@ -14,7 +14,7 @@ import torch
 from protos import worker_pb2
 from services.worker import pipeline
 from services.worker.engine import FLIGHTS, Engine
-from services.worker.flight import Flight
+from services.worker.flight import Flight, Flights
 from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from tests.models import Reference, make_llama
@@ -193,7 +193,7 @@ def test_a_lost_device_ends_the_process(
 
     run = Client(channel, epoch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_settle", lost)
+        patch.setattr(Flights, "settle", lost)
         run.send(1, **first_step(reference.prompts[0], 24))
         assert "illegal memory access" in next(run.call).error
     assert len(said) == 1 and "the worker ends itself" in said[0]
