@@ -22,7 +22,7 @@ log = logging.getLogger("orcinus.kernels")
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Numbers of rows to record: 1, 2, 4, 8, 16, 24, 32, ... in steps of a quarter or less, and `most`."""
+    """Numbers of rows to record: 1, 2, 4, 8, ... 64 in steps of 8, ... 128 in steps of 16, and so on, and `most`."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)

@@ -23,7 +23,7 @@ MMA_ROWS = 16  # query heads of a KV head that a decode block takes at once
 DECODE_ITEMS_PER_PROCESSOR = 6
 """Three resident blocks, two items for each: with one for each, the longest sequence would set the time."""
 PREFILL_ITEMS_PER_PROCESSOR = 2
-"""One resident block, two items for each. Few, because a split tile writes all its tokens once for each item."""
+"""Two resident blocks, one item for each. Few, because a tile that is split writes all its rows once for each item."""
 
 ITEM_INTS = ITEM.itemsize // 4
 SEQUENCE, FIRST_TOKEN, FIRST_SLAB, END_SLAB, PARTIAL, SPLITS, TOKENS, SIZE = range(ITEM_INTS)

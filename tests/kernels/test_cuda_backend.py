@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops as kernel_ops
+from kernels.cuda import backend
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import PADDING
 from kernels.cuda.graphs import sizes_up_to
@@ -286,6 +287,29 @@ def test_a_batch_prepared_for_a_graph_is_computed_by_operations_as_well(paths: A
         assert torch.equal(graph.run(prepared), expected)
         graph.logits(other)
         assert torch.equal(graph.forward(prepared), expected), "its buffer is another's by now"
+
+
+def test_a_batch_with_more_pages_than_graphs_have_room_for_is_computed_without_one(
+    paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "PAGES_OF_GRAPHS", 0)
+    with torch.inference_mode():
+        eager, graph = (World(paths("llama"), EmulatedDevice(), compiles, 8) for compiles in (False, True))
+        batch = eager.decodes(8)
+        assert graph.ops.prepare(batch, graph.cache).graph == 0
+        assert torch.equal(graph.logits(batch), eager.logits(batch))
+
+
+def test_what_was_recorded_is_let_go_with_the_compiled_pass(paths: Any) -> None:
+    with torch.inference_mode():
+        world = World(paths("llama"), EmulatedDevice(), True)
+        with_graphs, _ = world.ops.gpu.free_bytes()
+        del world.forward
+        without_graphs, _ = world.ops.gpu.free_bytes()
+        assert world.ops.prepare(world.decodes(1), world.cache).graph == 0
+        assert without_graphs - with_graphs >= 8 * VOCAB * 4, "the logits at least"
+        world.forward = world.ops.compile(world.run, world.cache, 1024, 8)
+        assert world.ops.gpu.free_bytes()[0] == with_graphs
 
 
 def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any) -> None:
