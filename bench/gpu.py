@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,85 +35,28 @@ TAIL = 2000  # characters of a failed part's output that are kept
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`load` imports what measures it: a generator of (name, value); lists of one name grow."""
+    """`measure` names a generator function of a Context, module:function: of (name, value); lists of one name grow."""
 
     name: str
     limit_s: float
-    load: Callable[[], Callable[[Context], Iterator[tuple[str, Any]]]]
-
-
-def _compile() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_probes import compile_all
-
-    return compile_all
-
-
-def _probes() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_probes import probes
-
-    return probes
-
-
-def _kernels(name: str) -> Callable[[], Callable[[Context], Iterator[tuple[str, Any]]]]:
-    def load() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-        from bench import gpu_kernels
-
-        return gpu_kernels.PARTS[name]
-
-    return load
-
-
-def _engine() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_engine import engine
-
-    return engine
-
-
-def _transformers() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_transformers import continuous_batching
-
-    return continuous_batching
-
-
-def _suites() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_checks import suites
-
-    return suites
-
-
-def _sanitizers() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_checks import sanitizers
-
-    return sanitizers
-
-
-def _rings() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_rings import rings
-
-    return rings
-
-
-def _checks() -> Callable[[Context], Iterator[tuple[str, Any]]]:
-    from bench.gpu_checks import checks
-
-    return checks
+    measure: str
 
 
 # The most important first: what is left when the time is up is left out.
 PARTS = (
-    Part("compile", 150, _compile),
-    Part("probes", 60, _probes),
-    Part("checks", 60, _checks),
-    Part("decode", 100, _kernels("decode")),
-    Part("engine", 150, _engine),
-    Part("prefill", 60, _kernels("prefill")),
-    Part("sampler", 40, _kernels("sampler")),
-    Part("rows", 80, _kernels("rows")),
-    Part("swap", 30, _kernels("swap")),
-    Part("transformers", 90, _transformers),
-    Part("rings", 60, _rings),
-    Part("sanitizers", 165, _sanitizers),
-    Part("suites", 90, _suites),
+    Part("compile", 150, "bench.gpu_probes:compile_all"),
+    Part("probes", 60, "bench.gpu_probes:probes"),
+    Part("checks", 60, "bench.gpu_checks:checks"),
+    Part("decode", 100, "bench.gpu_kernels:decode"),
+    Part("engine", 150, "bench.gpu_engine:engine"),
+    Part("prefill", 60, "bench.gpu_kernels:prefill"),
+    Part("sampler", 40, "bench.gpu_kernels:sampler"),
+    Part("rows", 80, "bench.gpu_kernels:rows"),
+    Part("swap", 30, "bench.gpu_kernels:swap"),
+    Part("transformers", 90, "bench.gpu_transformers:continuous_batching"),
+    Part("rings", 60, "bench.gpu_rings:rings"),
+    Part("sanitizers", 165, "bench.gpu_checks:sanitizers"),
+    Part("suites", 90, "bench.gpu_checks:suites"),
 )
 
 
@@ -139,7 +83,8 @@ def run_part(part: Part, context: Context) -> int:
     """Runs it in this process and writes what it yields as it comes, so that a killed one leaves what it had."""
     target = context.out / f"{part.name}.json"
     found: dict[str, Any] = {}
-    for name, value in part.load()(context):
+    module, _, function = part.measure.partition(":")
+    for name, value in getattr(import_module(module), function)(context):
         if isinstance(value, list):
             found.setdefault(name, []).extend(value)
         else:

@@ -28,10 +28,11 @@ def decode(context: Context) -> Rows:
         def layer_major(_bench: Bench, shape: CacheShape) -> Cache:
             return CudaCache(shape, made.device, layer_major=True)
 
-        other = partial(kernels_attention.decode, make_cache=layer_major, op="attention, layer-major")
+        op = "attention, layer-major"
+        other = partial(kernels_attention.decode_alone, make_cache=layer_major, op=op)
         return [
             *kernels_attention.decodes(plan),
-            *((f"attention, layer-major {b} x {n}", partial(_without_peers, other, b, n)) for b, n in plan.decodes),
+            *((f"{op} {b} x {n}", partial(other, b, n)) for b, n in plan.decodes),
         ]
 
     return _timed(context, makers)
@@ -51,21 +52,6 @@ def rows(context: Context) -> Rows:
 
 def swap(context: Context) -> Rows:
     return _timed(context, lambda made, plan: kernels_blocks.copies(plan, partial(pinned_copy, made.device)))
-
-
-PARTS: dict[str, Callable[[Context], Rows]] = {
-    "decode": decode,
-    "prefill": prefill,
-    "sampler": sampler,
-    "rows": rows,
-    "swap": swap,
-}
-
-
-def _without_peers(make: Callable[..., Any], sequences: int, context: int, bench: Bench) -> Any:
-    case = make(sequences, context, bench)
-    case.peers.clear()  # timed beside the other layout already
-    return case
 
 
 def _timed(context: Context, makers: Callable[[Setup, Plan], Sequence[Maker]]) -> Rows:

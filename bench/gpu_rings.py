@@ -16,7 +16,7 @@ import torch
 from bench import kernels_attention
 from bench.gpu_context import Context
 from bench.gpu_setup import Setup, known_peaks, setup
-from bench.kernels_case import Bench, Case, Maker, run
+from bench.kernels_case import Bench, Maker, run
 from bench.kernels_clock import DeviceClock
 from kernels.cuda import attention_calls, loader, planner
 from kernels.cuda.backend import CudaOps
@@ -86,12 +86,6 @@ def _ring(made: Setup, units: int, head_dim: int) -> Iterator[None]:
 
 def _rows(made: Setup, bench: Bench, op: str) -> Iterator[tuple[str, Any]]:
     clock = DeviceClock(CudaOps(made.device), made.device, made.clock.repeats)  # plans are kept by the backend
-    makers: list[Maker] = [(f"{op} {b} x {n}", partial(_alone, b, n, op)) for b, n in SHAPES]
+    makers: list[Maker] = [(f"{op} {b} x {n}", partial(kernels_attention.decode_alone, b, n, op=op)) for b, n in SHAPES]
     for row in run(replace(bench, clock=clock), makers, print):
         yield "rows", [row.as_dict()]
-
-
-def _alone(sequences: int, context: int, op: str, bench: Bench) -> Case:
-    case = kernels_attention.decode(sequences, context, bench, op=op)
-    case.peers.clear()
-    return case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -42,6 +43,13 @@ def decode(
 ) -> Case:
     """One token each of `sequences` with `context` tokens, in a pool of so many layers that no cache holds them."""
     return _case(bench, op, f"{sequences} x {context}", Prompt(sequences, 1, context), make_cache)
+
+
+def decode_alone(
+    sequences: int, context: int, bench: Bench, make_cache: MakeCache | None = None, op: str = "attention"
+) -> Case:
+    """The same without its peers, which another case has beside it."""
+    return replace(decode(sequences, context, bench, make_cache, op), peers={})
 
 
 def prefill(prompt: Prompt, bench: Bench) -> Case:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,22 @@ def test_a_part_that_hangs_or_fails_is_named_and_the_others_go_on(tmp_path: Path
     assert result["command"] == "python -m bench.gpu" and result["versions"]["torch"]
 
 
-def test_what_a_part_found_before_it_failed_is_kept(tmp_path: Path) -> None:
-    def fails(_: Context) -> Iterator[tuple[str, Any]]:
-        yield "rows", [1]
-        yield "rows", [2]
-        raise RuntimeError("an illegal memory access")
+def test_every_part_is_there_to_be_called() -> None:
+    for one in gpu.PARTS:
+        module, _, function = one.measure.partition(":")
+        assert callable(getattr(import_module(module), function)), one.name
 
+
+def fails(_: Context) -> Iterator[tuple[str, Any]]:
+    """A part that finds two rows and ends by an error."""
+    yield "rows", [1]
+    yield "rows", [2]
+    raise RuntimeError("an illegal memory access")
+
+
+def test_what_a_part_found_before_it_failed_is_kept(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        gpu.run_part(gpu.Part("decode", 1.0, lambda: fails), Context("cuda", False, tmp_path))
+        gpu.run_part(gpu.Part("decode", 1.0, f"{__name__}:fails"), Context("cuda", False, tmp_path))
     assert json.loads((tmp_path / "decode.json").read_text()) == {"rows": [1, 2]}
 
 
