@@ -46,6 +46,7 @@ class Case:
     limit: float
     peers: dict[str, Callable[[], float]] = field(default_factory=dict)
     floor_us: float | None = None  # where it is not what bandwidth and multiplications say
+    dtype: torch.dtype | None = None  # where it is not the bench's
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ def run(bench: Bench, makers: Sequence[Maker], tell: Callable[[str], None]) -> I
 
 def measured(bench: Bench, case: Case) -> Row:
     """Time and error of a case, and the times of its peers."""
-    floor_us = bench.peaks.floor_us(case.moved_bytes, case.operations, bench.dtype)
+    dtype = case.dtype or bench.dtype
+    floor_us = bench.peaks.floor_us(case.moved_bytes, case.operations, dtype)
     if case.floor_us is not None:
         floor_us = case.floor_us
     error = case.error()
@@ -129,7 +131,7 @@ def measured(bench: Bench, case: Case) -> Row:
     return Row(
         case.op,
         case.shape,
-        type_name(bench.dtype),
+        type_name(dtype),
         us,
         gb_s=case.moved_bytes / us / 1e3 if us else None,
         tflop_s=case.operations / us / 1e6 if us and case.operations else None,

@@ -72,6 +72,7 @@ def sampler(setting: Setting, count: int, bench: Bench) -> Case:
         error=error,
         limit=WRONG_ROWS,
         peers={ways[0]: lambda: clock.eager(_each(ways[1], operands))},
+        dtype=logits.dtype,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import gpu, gpu_docs, gpu_rings
 from bench.engine_settings import EngineSettings
@@ -87,6 +88,7 @@ def part(name: str) -> gpu.Part:
     return next(part for part in gpu.PARTS if part.name == name)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_a_part_that_hangs_or_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     context = Context("cuda", False, tmp_path)
     (tmp_path / "probes.json").write_text(json.dumps({"peaks": "of an earlier run"}))
