@@ -9,7 +9,6 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 constexpr int KEYS = WARPS * SLAB;  // of a piece of K or V
-constexpr float SLACK = 8.0f;       // a row's weights grow to 2^SLACK before its sums are scaled down
 
 template <int D>
 struct Tile {
@@ -62,7 +61,7 @@ struct Rows {
   static constexpr int M_TILES = Tile<D>::M_TILES, CHUNKS = Tile<D>::CHUNKS;
 
   int first, last;          // positions of the first and the last token; last is below zero where there is none
-  float top[M_TILES][2];    // per row: log2 of what the weights so far are divided by
+  float top[M_TILES][2];    // per row: the largest score, times log2(e); the weights so far are divided by 2^top
   float total[M_TILES][2];  // per row: this lane's share of the sum of the weights
   float sums[M_TILES][D / 8][4];
 
@@ -237,7 +236,7 @@ struct Rows {
       }
   }
 
-  // Moves a row's top up to its largest score, if that is SLACK above. What a row does depends on its own scores alone.
+  // Brings the tops up to the largest scores, and the sums to them. After the first pieces this is seldom needed.
   __device__ __forceinline__ void raise_tops(float scale_log2, const Scores& scores) {
     float largest[M_TILES][2];
     bool grown = false;
@@ -249,8 +248,8 @@ struct Rows {
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
         x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2)) * scale_log2;
-        largest[m][half] = x > top[m][half] + SLACK ? x : top[m][half];
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+        largest[m][half] = fmaxf(x * scale_log2, top[m][half]);
         grown |= largest[m][half] > top[m][half];
       }
     if (!__any_sync(ALL_LANES, grown)) return;
@@ -258,9 +257,9 @@ struct Rows {
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float top_now = largest[m][half];
-        const float scale = top_now == top[m][half] ? 1.0f : exp2_approx(top[m][half] - top_now);
-        top[m][half] = top_now;
+        const float raised = largest[m][half];
+        const float scale = raised == top[m][half] ? 1.0f : exp2_approx(top[m][half] - raised);
+        top[m][half] = raised;
         total[m][half] *= scale;
 #pragma unroll
         for (int n = 0; n < D / 8; n++) sums[m][n][2 * half] *= scale, sums[m][n][2 * half + 1] *= scale;
