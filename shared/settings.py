@@ -172,8 +172,8 @@ class WorkerSettings(CommonSettings):
         None,
         ge=0,
         le=1 << 30,
-        description="host tier; unset: as many as KV blocks, in 5 % of free memory (10 % beside a GPU), if those may "
-        "run out; 0: none",
+        description="host tier; unset: as many as KV blocks, in 5 % of free memory (beside a GPU 10 %, at most "
+        "16 GiB), if those may run out; 0: none",
     )
     threads: int = Field(0, ge=0, description="compute threads; 0: every core")
     step_timeout_s: float = Field(

@@ -32,6 +32,9 @@ HOST_SHARE, PINNED_SHARE = 0.05, 0.1
 """Of the free memory, at most, for a host tier whose size nobody set: on a CPU it only saves computing again, beside a
 GPU it is memory that the pool does not take."""
 
+PINNED_BYTES = 16 << 30
+"""At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""
+
 NO_MEMORY = (
     *("not enough memory", "can't allocate memory", "Storage size calculation overflowed", "numel: integer"),
     "out of memory",
@@ -163,8 +166,8 @@ def plan_host_blocks(
     if settings.host_blocks is None:
         if blocks >= settings.max_seqs * -(-lengths.model // settings.block_size):
             return 0
-        share = PINNED_SHARE if on_gpu else HOST_SHARE
-        return max(0, min(blocks, int(free_bytes * share) // block_bytes, left // block_bytes))
+        most = min(int(free_bytes * PINNED_SHARE), PINNED_BYTES) if on_gpu else int(free_bytes * HOST_SHARE)
+        return max(0, min(blocks, most // block_bytes, left // block_bytes))
     if settings.host_blocks * block_bytes > left:
         raise ConfigurationError(
             f"--host-blocks {settings.host_blocks} needs {settings.host_blocks * block_bytes / 2**20:.0f} MiB, but "

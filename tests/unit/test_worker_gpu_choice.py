@@ -192,6 +192,12 @@ def test_a_gpus_host_tier_is_a_share_of_main_memory_which_the_pool_does_not_take
         plan_host_blocks(WorkerSettings(host_blocks=1281), 9, LENGTHS, SHAPE.block_bytes, 10 * MIB, on_gpu=True)
 
 
+def test_a_gpus_host_tier_that_nobody_asked_for_is_pinned_in_seconds() -> None:
+    large = 1 << 40
+    assert plan_host_blocks(WorkerSettings(), 1 << 30, LENGTHS, MIB, large, on_gpu=True) == 0
+    assert plan_host_blocks(WorkerSettings(max_seqs=8192), 130_000, LENGTHS, MIB, large, on_gpu=True) == 16 << 10
+
+
 @pytest.mark.parametrize(
     "error",
     [
