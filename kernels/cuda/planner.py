@@ -30,8 +30,7 @@ SEQUENCE, FIRST_TOKEN, FIRST_SLAB, END_SLAB, PARTIAL, SPLITS, TOKENS, SIZE = ran
 """Columns of items and tiles as int32 [.., ITEM_INTS]. Kernels do not read the last two: tokens of the tile, and slabs
 of each of its items."""
 
-_NO_TILES = np.zeros((0, ITEM_INTS), np.int32)
-_INT16_MIN = -(1 << 15)
+_LONGEST = (1 << 15) - 1  # slabs
 SlabsT = TypeVar("SlabsT", int, Int32)
 Indices = npt.NDArray[np.intp]
 
@@ -75,15 +74,17 @@ class Planner:
         lengths = query_start[1:] - query_start[:-1]
         one = lengths == 1
         decodes, chunks = np.flatnonzero(one), np.flatnonzero(~one)
-        decode_tiles = self._decode_tiles(decodes, context) if decodes.size else _NO_TILES
-        prefill_tiles = self._prefill_tiles(chunks, lengths, context) if chunks.size else _NO_TILES
-        decode = _items(decode_tiles, self._decode_items, 0)
-        split = decode_tiles[decode_tiles[:, SPLITS] > 1]
-        prefill = _items(prefill_tiles, self._prefill_items, int(split[:, SPLITS].sum()))
+        tiles = self._decode_tiles(decodes, context)
         if chunks.size:
-            split = np.concatenate([split, prefill_tiles[prefill_tiles[:, SPLITS] > 1]])
-        starts, rows = _merges(split, query_start)
-        return Plan(decode, prefill, starts, rows, int(starts[-1]))
+            tiles = np.concatenate([tiles, self._prefill_tiles(chunks, lengths, context)])
+        work, most = tiles[:, END_SLAB] - tiles[:, FIRST_SLAB], np.empty(len(tiles), np.int32)
+        most[: decodes.size] = _most(work[: decodes.size], self._decode_items)
+        most[decodes.size :] = _most(work[decodes.size :], self._prefill_items)
+        items = tiles if (work <= most).all() else _split(tiles, work, most)
+        count = int(tiles[: decodes.size, SPLITS].sum())
+        items = items.take(_longest_first(items, count), axis=0)
+        starts, rows = _merges(tiles.take(np.flatnonzero(tiles[:, SPLITS] > 1), axis=0), query_start)
+        return Plan(items[:count], items[count:], starts, rows, int(starts[-1]))
 
     def decode_bounds(self, sequences: int) -> Bounds:
         """Of an iteration in which so many sequences, or fewer, have one row each.
@@ -104,8 +105,8 @@ class Planner:
         return self.decode_bounds(tokens).partial_rows + split * min(tokens, self._tile)
 
     def _decode_tiles(self, sequences: Indices, context: Int32) -> Int32:
-        tiles = np.zeros((len(sequences), ITEM_INTS), np.int32)
-        context = context[sequences]
+        tiles = _new_tiles(len(sequences))
+        context = context.take(sequences)
         tiles[:, SEQUENCE] = sequences
         tiles[:, TOKENS] = 1
         if self.window:
@@ -114,13 +115,13 @@ class Planner:
         return tiles
 
     def _prefill_tiles(self, sequences: Indices, lengths: Int32, context: Int32) -> Int32:
-        lengths, context = lengths[sequences], context[sequences]
+        lengths, context = lengths.take(sequences), context.take(sequences)
         owner, index = _places(-(-lengths // self._tile))
-        tiles = np.zeros((len(owner), ITEM_INTS), np.int32)
+        tiles = _new_tiles(len(owner))
         first_token = index * self._tile
-        tokens = np.minimum(lengths[owner] - first_token, self._tile)
-        position = (context - lengths)[owner] + first_token  # of the tile's first token
-        tiles[:, SEQUENCE] = sequences[owner]
+        tokens = np.minimum(lengths.take(owner) - first_token, self._tile)
+        position = (context - lengths).take(owner) + first_token  # of the tile's first token
+        tiles[:, SEQUENCE] = sequences.take(owner)
         tiles[:, FIRST_TOKEN] = first_token
         tiles[:, TOKENS] = tokens
         if self.window:
@@ -129,37 +130,43 @@ class Planner:
         return tiles
 
 
-def _items(tiles: Int32, wanted: int, partial_row: int) -> Int32:
-    """Items of the tiles, longest first: `wanted` or a few more where there is work enough, else one for each tile.
-
-    Writes SPLITS of the tiles; partial rows are counted from `partial_row` on.
-    """
-    if not len(tiles):
-        return tiles
-    work = tiles[:, END_SLAB] - tiles[:, FIRST_SLAB]
-    share = -(-int(work.sum(dtype=np.int64)) // wanted)
-    most = max(MIN_SPLIT_SLABS, _whole_steps(share))
+def _new_tiles(count: int) -> Int32:
+    tiles = np.zeros((count, ITEM_INTS), np.int32)
     tiles[:, PARTIAL], tiles[:, SPLITS] = -1, 1
-    items = tiles if work.max() <= most else _split(tiles, work, most, partial_row)
-    # 16-bit keys are sorted by their digits, in linear time; items beyond half a million tokens count as that long.
-    shorter = np.maximum(items[:, FIRST_SLAB] - items[:, END_SLAB], _INT16_MIN).astype(np.int16)
-    return items[np.argsort(shorter, kind="stable")]
+    return tiles
 
 
-def _split(tiles: Int32, work: Int32, most: int, partial_row: int) -> Int32:
-    """Items of tiles that may have more than `most` slabs of work."""
+def _most(work: Int32, wanted: int) -> int:
+    """Slabs of an item at most, where all work is to be about `wanted` items."""
+    share = -(-int(work.sum(dtype=np.int64)) // wanted)
+    return max(MIN_SPLIT_SLABS, _whole_steps(share))
+
+
+def _split(tiles: Int32, work: Int32, most: Int32) -> Int32:
+    """Items of the tiles, in their order; several where a tile has more than `most` work. Writes SPLITS of tiles."""
     splits = np.minimum(-(-work // most), np.maximum(work // MIN_SPLIT_SLABS, 1))
     size = _whole_steps(-(-work // splits))
     splits = -(-work // size)
     rows = np.where(splits > 1, splits * tiles[:, TOKENS], 0)
     tiles[:, SIZE], tiles[:, SPLITS] = size, splits
-    tiles[:, PARTIAL] = np.where(splits > 1, partial_row + np.cumsum(rows) - rows, -1)
+    tiles[:, PARTIAL] = np.where(splits > 1, np.cumsum(rows) - rows, -1)
     owner, index = _places(splits)
-    items = tiles[owner]
+    items = tiles.take(owner, axis=0)
     items[:, FIRST_SLAB] += index * items[:, SIZE]
     items[:, END_SLAB] = np.minimum(items[:, FIRST_SLAB] + items[:, SIZE], items[:, END_SLAB])
     items[:, PARTIAL] += index  # 0 where there is but one
     return items
+
+
+def _longest_first(items: Int32, decodes: int) -> Indices:
+    """The order of the first `decodes` items among themselves, then of the others.
+
+    16-bit keys are sorted by their digits, in linear time; items beyond half a million tokens count as that long.
+    """
+    slabs = np.minimum(items[:, END_SLAB] - items[:, FIRST_SLAB], _LONGEST)
+    keys = (_LONGEST - slabs).astype(np.uint16)
+    keys[decodes:] += _LONGEST + 1
+    return np.argsort(keys, kind="stable")
 
 
 def _merges(tiles: Int32, query_start: Int32) -> tuple[Int32, Int32]:
@@ -168,16 +175,16 @@ def _merges(tiles: Int32, query_start: Int32) -> tuple[Int32, Int32]:
         return np.zeros(1, np.int32), np.zeros(0, np.int32)
     owner, index = _places(tiles[:, TOKENS])
     starts = np.zeros(len(owner) + 1, np.int32)
-    np.cumsum(tiles[owner, SPLITS], out=starts[1:])
-    first_row = query_start[tiles[:, SEQUENCE]] + tiles[:, FIRST_TOKEN]
-    return starts, first_row[owner] + index
+    np.cumsum(tiles[:, SPLITS].take(owner), out=starts[1:])
+    first_row = query_start.take(tiles[:, SEQUENCE]) + tiles[:, FIRST_TOKEN]
+    return starts, first_row.take(owner) + index
 
 
 def _places(counts: Int32) -> tuple[Indices, Int32]:
     """For counts[0] things of owner 0, counts[1] of owner 1, ...: each one's owner, and its index among the owner's."""
     owner = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts, dtype=np.int32) - counts
-    return owner, np.arange(len(owner), dtype=np.int32) - starts[owner]
+    return owner, np.arange(len(owner), dtype=np.int32) - starts.take(owner)
 
 
 def _whole_steps(slabs: SlabsT) -> SlabsT:
