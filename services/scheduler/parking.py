@@ -1,7 +1,8 @@
 """Requests that get no step for a while: under suspicion of killing the worker, or of a gateway that is gone.
 
 The second are kept for whoever adopts them (PROTOCOL, section 1), for ABANDONED_S. A request is parked as long as one
-of the two reasons holds. No clock and no Redis: the service tells.
+of the two reasons holds; one on trial runs in any case, as all others wait for it. No clock and no Redis: the
+service tells.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Parking:
         for name in verdict.resume:
             self._suspected.discard(name)
             self._resume(name, now_ns)
+        for name in self._suspects.trial & self._orphans.keys():
+            self._core.resume(name, now_ns)
         for name in verdict.dead:
             self._give_up(name, "the worker died twice in a step in which this request was the one suspect")
 
@@ -94,7 +97,8 @@ class Parking:
             log.warning("%s gone: %d requests wait to be adopted", " and ".join(sorted(gone)), len(fresh))
         for name in orphans:
             self._orphans.setdefault(name, now_s)
-            self._core.park(name)  # again: what could not be parked the last time
+            if name not in self._suspects.trial:
+                self._core.park(name)  # again: what could not be parked the last time
         for name in [name for name, since in self._orphans.items() if now_s - since > ABANDONED_S]:
             self._abandon(name, Finish.CANCELLED, "its gateway is gone and nobody has asked for it since")
 

@@ -26,9 +26,9 @@ class Verdict:
 class Suspects:
     """Groups under suspicion, of which one is on trial, and bystanders, who wait until nothing is suspected.
 
-    One that gets a token while it is on trial is cleared and runs on beside the groups tried after it: what runs cannot
-    be parked. So a death counts against a request only if nothing else was with the worker; otherwise its trial is
-    repeated, and then it is alone, since whoever lost the worker waits and is parked.
+    One that gets a token while it is on trial is cleared and runs on beside the groups tried after it. So a death
+    counts against a request only if nothing else was with the worker; otherwise its trial is repeated, and then it is
+    alone, since whoever lost the worker waits and is parked.
     """
 
     def __init__(self) -> None:
@@ -39,6 +39,11 @@ class Suspects:
 
     def __bool__(self) -> bool:
         return bool(self._trial or self._groups)
+
+    @property
+    def trial(self) -> Set[str]:
+        """Those for whom all others wait."""
+        return self._trial
 
     def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Verdict:
         """The worker is lost, and everybody waits.

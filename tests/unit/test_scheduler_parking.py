@@ -19,11 +19,14 @@ class Shard:
 
     def __init__(self) -> None:
         self.core = Core("orcinus", lookahead=1)
-        self.core.join(Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64))
+        self.join()
         self.parking = Parking(self.core, self.give_up, self.abandon)
         self.given_up: list[str] = []
         self.abandoned: list[str] = []
         self.now_s = 1.0
+
+    def join(self) -> None:
+        self.core.join(Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64))
 
     def give_up(self, name: str, text: str) -> None:
         self.given_up.append(name)
@@ -131,20 +134,52 @@ def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:
     assert shard.parking.gateways == set()
 
 
-def test_one_that_is_suspected_stays_parked_when_it_is_adopted(shard: Shard) -> None:
-    for name in ("a", "b"):
+def on_trial(*names: str) -> Shard:
+    """A shard whose worker died with these, of gateway g1, and is there again."""
+    shard = Shard()
+    for name in names:
         shard.arrive(name, "g1")
     shard.look("g1")
     shard.steps(2)
     shard.core.lose(0, shard.now_ns)
-    shard.parking.died({"a", "b"}, {"a", "b"}, shard.now_ns)
-    shard.core.join(Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64))
+    shard.parking.died(set(names), set(names), shard.now_ns)
+    shard.join()
+    return shard
+
+
+def test_one_that_is_suspected_stays_parked_when_it_is_adopted() -> None:
+    shard = on_trial("a", "b")
     shard.look()
     shard.look(after_s=GONE_S)
-    assert shard.steps(4) == []
     shard.parking.adopted("b", "g2", shard.now_ns)
-    assert shard.steps(4) == [], "b is not on trial"
+    assert set(shard.steps(4)) == {"a"}, "b is not on trial"
     shard.parking.adopted("a", "g2", shard.now_ns)
     assert set(shard.steps(1)) == {"a"}
     shard.parking.progressed({"a"}, shard.now_ns)
     assert set(shard.steps(4)) == {"a", "b"}
+
+
+def test_nobody_waits_for_one_on_trial_that_is_parked_as_its_gateway_is_gone() -> None:
+    shard = on_trial("a", "b")
+    shard.arrive("c", "g2")
+    for _ in range(2):
+        shard.look("g2", after_s=GONE_S)
+    for name in ("a", "b"):
+        assert set(shard.steps(1)) == {name}
+        shard.parking.progressed({name}, shard.now_ns)
+        shard.look("g2")  # cleared, it is parked again
+    assert set(shard.steps(6)) == {"c"}
+
+
+def test_one_that_was_parked_as_its_gateway_is_gone_can_be_tried() -> None:
+    shard = Shard()
+    shard.arrive("a", "g1")
+    shard.arrive("c", "g2")
+    shard.look("g1", "g2")
+    shard.steps(2)
+    shard.look("g2")
+    shard.look("g2", after_s=GONE_S)
+    shard.core.lose(0, shard.now_ns)
+    shard.parking.died({"a"}, {"a", "c"}, shard.now_ns)  # a step of a was under way
+    shard.join()
+    assert set(shard.steps(1)) == {"a"}
