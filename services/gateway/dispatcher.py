@@ -20,9 +20,9 @@ from redis.exceptions import RedisError
 
 from protos import queue_pb2
 from services.gateway.cluster import EVERY_S, Cluster
-from services.gateway.errors import ApiError, unavailable
+from services.gateway.errors import ApiError, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.replies import entries_of, finishes, record_of, refused, taken_over
+from services.gateway.replies import entries_of, failed, finishes, record_of, refused
 from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.tasks import end
@@ -60,6 +60,7 @@ class Dispatcher:
         self._more = asyncio.Event()
         self._retries = Retries()
         self._sinks: dict[str, Sink] = {}
+        self._outlived = False  # by a request: its last tokens may be nowhere but in this gateway's stream
         self._tasks: list[asyncio.Task[None]] = []
         self.gateway_id = gateway_id
 
@@ -69,7 +70,7 @@ class Dispatcher:
         self._tasks = [asyncio.create_task(work()) for work in (self._work, self._read, self._watch)]
 
     async def stop(self) -> None:
-        """Ends the tasks, after what is queued was done, and deletes this gateway's stream."""
+        """Ends the tasks, after what is queued was done, and deletes this gateway's stream unless a request goes on."""
         if self._tasks and not self._cluster.redis_error:
             flushed = asyncio.Event()
 
@@ -82,7 +83,7 @@ class Dispatcher:
                     await flushed.wait()
         tasks, self._tasks = self._tasks, []
         await end(*tasks)
-        if not self._cluster.redis_error:
+        if not self._cluster.redis_error and not self._outlived:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))
             except (*Unreachable, RedisError) as error:
@@ -105,9 +106,11 @@ class Dispatcher:
     async def enqueue(self, spec: GenerationSpec, sink: Sink, tenant: str, salt: bytes, delivery: bytes) -> bool:
         """Puts the request into its class's stream; False if one of its id was put there before.
 
-        Raises ApiError 429 or 503. `close` has to follow in any case.
+        Raises ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
+        it: only `adopt` takes it over.
         """
-        self._register(sink)
+        if spec.id not in self._sinks:
+            self._register(sink)
         request, prompts = to_request(spec, self.gateway_id, tenant, salt)
         settings, keys = self._settings, self._keys
         # fmt: off
@@ -120,11 +123,14 @@ class Dispatcher:
             tenant, self.gateway_id, spec.priority, delivery,
         ]
         # fmt: on
-        answer = await self._ask(lambda: self._enqueue(spec.id, redis_keys, arguments))
+        answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
         if refusal := refused(answer, settings.max_queued_tokens, self._cluster.retry_after_s):
             self._forget(sink)
             raise refusal
-        return bool(answer[0] == b"ok")
+        is_new = bool(answer[0] == b"ok")
+        if is_new and self._sinks.get(spec.id) is not sink:  # the one before it was refused
+            self._register(sink)
+        return is_new
 
     async def adopt(self, sink: Sink, tenant: str) -> bool:
         """Delivers a request from now on that was enqueued before, here or by another gateway; False if there is none
@@ -140,6 +146,7 @@ class Dispatcher:
 
     def close(self, sink: Sink, cancel_reason: str = "") -> None:
         """The handler has ended. With a reason the request is cancelled, unless somebody else delivers it by now."""
+        self._outlived |= not (cancel_reason or sink.done)
         if self._forget(sink) and cancel_reason:
             self.cancel(sink.request_id, cancel_reason)
 
@@ -215,8 +222,10 @@ class Dispatcher:
                     answer.set_exception(unavailable("the question to Redis was cut short", "redis_unavailable", 2))
                 raise
             except Exception as error:
+                if isinstance(error, Unreachable):
+                    self._cluster.note_unreachable(str(error) or type(error).__name__)
                 if not answer.done():
-                    answer.set_exception(self._refusal(error))
+                    answer.set_exception(failed(error))
             else:
                 if not answer.done():
                     answer.set_result(result)
@@ -224,19 +233,7 @@ class Dispatcher:
         self._put(job)
         return await answer
 
-    def _refusal(self, error: Exception) -> Exception:
-        if isinstance(error, Unreachable):
-            self._cluster.note_unreachable(str(error) or type(error).__name__)
-            return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
-        if isinstance(error, RedisError) and "OOM" in str(error):
-            return unavailable("Redis has no memory left for new requests", "redis_memory", 5)
-        if isinstance(error, RedisError):
-            log.error("Redis refused a request: %s", error)
-            return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
-        log.error("a question to Redis failed", exc_info=error)
-        return error
-
-    async def _enqueue(self, request_id: str, keys: list[str], arguments: list[Value]) -> Any:
+    async def _enqueue(self, spec: GenerationSpec, keys: list[str], arguments: list[Value]) -> Any:
         """Twice at most: a connection that Redis closed shows only at the first use, and an id is queued once."""
         try:
             return await self._scripts.enqueue(keys, arguments)
@@ -244,8 +241,9 @@ class Dispatcher:
             try:
                 return await self._scripts.enqueue(keys, arguments)
             except Unreachable:
-                # It may be in the queue all the same; its client gets a 503.
-                self.cancel(request_id, "its enqueueing got no answer")
+                # It may be in the queue all the same; its client gets a 503, and asks for it again if it named it.
+                if not spec.survives_client:
+                    self.cancel(spec.id, "its enqueueing got no answer")
                 raise
 
     def _command(self, key: tuple[str, str], send: Callable[[], Awaitable[Any]]) -> None:

@@ -69,13 +69,18 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
-HANDED_OVER = "handed_over"
+HANDED_OVER, TAKEN_OVER = "handed_over", "taken_over"
 
 
 def handed_over(request_id: str) -> ApiError:
     """503 for what ends here and can be gone on with elsewhere."""
     where = f"GET /v1/requests/{request_id}/stream with Last-Event-ID at another gateway goes on"
     return unavailable(f"this gateway is shutting down; {where}", HANDED_OVER)
+
+
+def taken_over() -> ApiError:
+    """409 for the older of two connections that read one request."""
+    return ApiError(409, "the request goes on over another connection", code=TAKEN_OVER)
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -125,8 +125,7 @@ class Gateway:
     def admit(self, spec: GenerationSpec) -> None:
         """Raises ApiError 429 or 503 when new work cannot be taken; the queue's own bound is the enqueue script's."""
         cluster = self.cluster
-        if self.draining:
-            raise unavailable("the gateway is shutting down", "shutting_down", 5)
+        self._refuse_while_draining()
         if cluster.redis_error or cluster.snapshot is None:
             raise unavailable(f"Redis does not answer: {cluster.redis_error}", "redis_unavailable", 2)
         if cluster.snapshot.memory_share > MEMORY_MOST:
@@ -139,14 +138,20 @@ class Gateway:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
             refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
 
+    def _refuse_while_draining(self) -> None:
+        if self.draining:
+            raise unavailable("the gateway is shutting down", "shutting_down", 5)
+
     async def begin(
         self, spec: GenerationSpec, tenant: str, salt: bytes, started: float, last_event: str = ""
     ) -> Generation:
-        """Admits and enqueues a request; one that an Idempotency-Key names and that was enqueued before goes on, from
-        `last_event` if its client names one.
+        """Admits and enqueues a request; one that an Idempotency-Key names and that was enqueued before goes on.
 
-        Raises ApiError; the Generation must be closed.
+        last_event: what its client has read of it, if it was enqueued before. Raises ApiError; the Generation must be
+        closed.
         """
+        if last_event and spec.survives_client:  # it had a part: to begin anew would tell that twice
+            return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         self.admit(spec)
         sink = Sink(spec.id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
@@ -158,9 +163,9 @@ class Gateway:
         except BaseException:
             generation.close()
             raise
-        if not is_new and spec.body_sha256:
+        if not is_new and spec.survives_client:
             self.dispatcher.close(sink)
-            return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
+            return await self.resume(spec.id, tenant, started, same_as=spec)
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation
 
@@ -180,8 +185,10 @@ class Gateway:
                 409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"
             )
         position = Position.parse(last_event, request_id, spec.choices) if last_event else None
-        sink = Sink(request_id, spec.choices, self.settings.client_buffer_events)
+        spec.stream = same_as is None or same_as.stream
+        sink = Sink(request_id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position)
+        self._refuse_while_draining()  # here: from now on `drain` knows the sink
         try:
             found = await self.dispatcher.adopt(sink, tenant)
         except BaseException:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from services.gateway.errors import HANDED_OVER, ApiError
+from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.position import NOTHING, Position
 from services.gateway.sink import Row, Sink
@@ -127,6 +127,7 @@ class Generation:
         self._started = started
         self._last: float | None = None
         self._closed = False
+        self._ended: ApiError | None = None  # told by the next call of `next`
         self.failure: ApiError | None = None
         self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
         self.position = position or Position([NOTHING] * spec.choices)
@@ -143,13 +144,18 @@ class Generation:
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
         """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
 
-        Raises ApiError when the request failed, was cancelled or its client was cut.
+        Raises ApiError when the request failed, was cancelled or its client was cut; what came before is given first.
         """
         try:
+            if self._ended is not None:
+                raise self._ended
             return self._apply(await self.sink.take(timeout_s))
         except ApiError as error:
             self.failure = error
-            raise
+            if error.code == HANDED_OVER and not self._goes_on:
+                text = "this gateway is shutting down and the request is cancelled; send it again"
+                self.failure = unavailable(text, "shutting_down")
+            raise self.failure from None
 
     def _apply(self, rows: list[Row]) -> list[Delta]:
         deltas: dict[int, Delta] = {}
@@ -157,10 +163,11 @@ class Generation:
             choice = self.choices[row.choice]
             if choice.finish_reason is not None:
                 continue
-            if row.finish == Finish.ERROR:
-                raise ApiError(500, row.error or "the generation failed", code="generation_failed")
-            if row.finish == Finish.CANCELLED:
-                raise ApiError(409, "the request was cancelled", code="cancelled")
+            if row.finish in (Finish.ERROR, Finish.CANCELLED):
+                self._ended = _failure(row)
+                if not deltas:
+                    raise self._ended
+                break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
             if stopped:
@@ -212,10 +219,12 @@ class Generation:
 
     @property
     def _goes_on(self) -> bool:
-        """Is the client to come back for what is still to come?"""
-        if self.failure is None:
+        """Is somebody to get what is still to come: another connection, or the client when it comes back?"""
+        failure = self.failure or self.sink.failure
+        if failure is None:
             return self.spec.survives_client
-        return self.failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
+        streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
+        return streams or failure.code == TAKEN_OVER
 
     def _observe(self, deltas: dict[int, Delta]) -> None:
         tokens = sum(len(delta.token_ids) for delta in deltas.values())
@@ -228,3 +237,10 @@ class Generation:
         else:
             self._metrics.gap.observe(now - self._last)
         self._last = now
+
+
+def _failure(row: Row) -> ApiError:
+    """Of a row that ends its request without success."""
+    if row.finish == Finish.CANCELLED:
+        return ApiError(409, "the request was cancelled", code="cancelled")
+    return ApiError(500, row.error or "the generation failed", code="generation_failed")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, unavailable
+from shared.redis_client import Unreachable
+
+log = logging.getLogger("orcinus.gateway")
 
 
 def refused(answer: list[Any], most_tokens: int, retry_after_s: Callable[[float], float]) -> ApiError | None:
@@ -29,9 +34,17 @@ def refused(answer: list[Any], most_tokens: int, retry_after_s: Callable[[float]
     return None
 
 
-def taken_over() -> ApiError:
-    """For the older of two connections that read one request."""
-    return ApiError(409, "the request goes on over another connection", code="taken_over")
+def failed(error: Exception) -> Exception:
+    """What the client hears when a question got no answer, or none of use; a bug of ours stays what it is."""
+    if isinstance(error, Unreachable):
+        return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
+    if isinstance(error, RedisError) and "OOM" in str(error):
+        return unavailable("Redis has no memory left for new requests", "redis_memory", 5)
+    if isinstance(error, RedisError):
+        log.error("Redis refused a request: %s", error)
+        return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
+    log.error("a question to Redis failed", exc_info=error)
+    return error
 
 
 async def record_of(redis: Redis, key: str) -> dict[bytes, bytes]:

@@ -107,7 +107,7 @@ async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, start
     spec.traceparent = request.headers.get("traceparent", "")[:256]
     if (key := request.headers.get("idempotency-key")) is not None:
         _name(spec, key, request, await request.body())
-    last_event = request.headers.get("last-event-id", "")
+    last_event = request.headers.get("last-event-id", "") if spec.stream else ""
     generation = await gateway.begin(spec, request.state.tenant, request.state.salt, started, last_event)
     headers = {"x-orcinus-request": spec.id}
     if spec.stream:

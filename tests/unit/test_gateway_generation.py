@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, handed_over, taken_over
 from services.gateway.generation import ChoiceText, Generation
 from services.gateway.metrics import Metrics
 from services.gateway.sink import Offer, Row, Sink
@@ -173,8 +173,43 @@ def test_an_error_row_ends_everything_as_an_error() -> None:
     running, sink, _ = generation(n=2)
     sink.offer(Row(0, [60]), 0)
     sink.offer(Row(1, [], finish=5, error="burnt"), 7)
+    assert [delta.token_ids for delta in asyncio.run(running.next())] == [[60]], "what came before the error is told"
     with pytest.raises(ApiError, match="burnt"):
         asyncio.run(running.next())
+    assert running.failure is not None
+
+
+def failing(error: ApiError, **changes: Any) -> tuple[Generation, Recorded]:
+    running, sink, commands = generation(**changes)
+    sink.fail(error, cut=True)
+    return running, commands
+
+
+def test_a_stream_that_is_handed_over_is_not_cancelled_even_if_its_client_leaves_in_that_moment() -> None:
+    told, commands = failing(handed_over("cmpl-1"))
+    with pytest.raises(ApiError, match="cmpl-1/stream"):
+        asyncio.run(told.next())
+    told.close()
+    left, others = failing(handed_over("cmpl-1"))
+    left.close()
+    assert commands.closed == others.closed == [""]
+
+
+def test_an_answer_in_one_piece_that_cannot_be_handed_over_says_that_it_is_cancelled() -> None:
+    running, commands = failing(handed_over("cmpl-1"), stream=False)
+    with pytest.raises(ApiError, match="is cancelled; send it again") as caught:
+        asyncio.run(running.next())
+    running.close()
+    assert caught.value.code == "shutting_down"
+    assert commands.closed == [caught.value.message]
+
+
+def test_a_connection_that_another_took_over_cancels_nothing() -> None:
+    running, commands = failing(taken_over())
+    with pytest.raises(ApiError):
+        asyncio.run(running.next())
+    running.close()
+    assert commands.closed == [""]
 
 
 def test_an_events_id_says_what_is_had_with_it_and_nothing_of_the_events_behind_it() -> None:
