@@ -38,6 +38,8 @@ class RunState:
     results: queue.SimpleQueue[worker_pb2.Result | None] = field(default_factory=queue.SimpleQueue)
     ended: threading.Event = field(default_factory=threading.Event)
     replaced_by: int | None = None
+    received: int = 0  # steps
+    answered: int = 0
     last_id: int = 0  # the latest step that was submitted
     broken: str = ""  # why no further step of this Run can be executed
     broken_at: int = NEVER  # the step with which that began
@@ -45,6 +47,10 @@ class RunState:
     def end(self) -> None:
         self.ended.set()
         self.results.put(None)
+
+    def more(self) -> bool:
+        """Whether a step has come behind the one that is answered next, so that another result will follow."""
+        return self.received > self.answered + 1
 
     def fail(self, step: int, error: Exception) -> None:
         """Once; what comes after is of no interest."""
@@ -98,6 +104,8 @@ class Pipeline:
 
     def put(self, item: Item) -> None:
         """Blocks while the queue is full."""
+        if item.step is not None and not item.step.HasField("hello"):
+            item.run.received += 1
         self._work.put(item)
 
     def stop(self) -> None:
@@ -170,7 +178,7 @@ class Pipeline:
         run, error = given.run, given.error
         try:
             if given.flight is not None:
-                result = engine.finish(given.flight, self._more)
+                result = engine.finish(given.flight, run.more)
                 if given.id > run.broken_at:
                     raise ProtocolError(f"{run.broken}; begin a new Run")
                 run.results.put(result)
@@ -182,15 +190,12 @@ class Pipeline:
         finally:
             if given.watched is not None:
                 self._watchdog.end(given.watched)
+        run.answered += 1
         if error is not None:
             said = f"{type(error).__name__}: {error}" if str(error) else repr(error)
             run.results.put(worker_pb2.Result(epoch=given.epoch, id=given.id, error=said))
         elif given.flight is None:
             run.end()
-
-    def _more(self) -> bool:
-        """Whether another step is out or waits."""
-        return not (self._given.empty() and self._work.empty())
 
     @staticmethod
     def _look_at(error: Exception) -> None:

@@ -7,6 +7,7 @@ emulated one computes in 16 bits.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.unit.engine_driver import make_engine
 
 SLOTS = 64
 T = TypeVar("T")
+_one_at_a_time = threading.RLock()
 
 
 class Later(Pending[T]):
@@ -44,9 +46,10 @@ class Later(Pending[T]):
         return bool(self._results)
 
     def wait(self) -> T:
-        while not self._results:
-            first = self._queue.popleft()
-            first._results.append(first._work())
+        with _one_at_a_time:
+            while not self._results:
+                first = self._queue.popleft()
+                first._results.append(first._work())
         return self._results[0]
 
 
@@ -87,8 +90,9 @@ class LateOps(ReferenceOps):
         return LateCache(shape, self.device, self.seed)
 
     def prepare(self, batch: Batch, cache: ReferenceCache) -> ReferencePrepared:
-        if self._draws:
-            self._draws[-1].wait()
+        with _one_at_a_time:
+            if self._draws:
+                self._draws[-1].wait()
         return super().prepare(dataclasses.replace(batch, tokens=self._resolved(batch.tokens)), cache)
 
     def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:

@@ -15,6 +15,7 @@ from protos import worker_pb2
 from services.worker import pipeline
 from services.worker.engine import FLIGHTS, Engine
 from services.worker.flight import Flight, Flights
+from services.worker.pipeline import Item, RunState
 from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from tests.models import Reference, make_llama
@@ -56,6 +57,7 @@ class Held:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
         self.failing = failing
         self.submitted: deque[int] = deque()
+        self.flights: list[Flight] = []
         self.finished: deque[int] = deque()
         self.most = 0
         self.go = threading.Event()
@@ -65,6 +67,7 @@ class Held:
 
     def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
         flight = self._submit(step, received_ns)
+        self.flights.append(flight)
         self.submitted.append(step.id)
         self.most = max(self.most, len(self.submitted) - len(self.finished))
         return flight
@@ -168,6 +171,23 @@ def test_copies_are_acknowledged_without_a_further_step(
         run.send(step, swap_out_gpu=pack([step, 20 + step]), swap_out_host=pack([0, step]))
         acks = unpack(next(run.call).swap_out_acks).tolist()
         assert acks == [step, 20 + step]
+    run.call.cancel()
+
+
+def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
+    channel: grpc.Channel, server: WorkerServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(engine, monkeypatch)
+    older = RunState(epoch=0)
+    older.end()
+    run = Client(channel, epoch=1)
+    run.send(1, swap_out_gpu=pack([3]), swap_out_host=pack([0]))
+    until("it is out", lambda: held.flights)
+    held.flights[0].copies._begun[0].pending[0]._patience = 5  # type: ignore[attr-defined]
+    for id in range(1, 5):
+        server._pipeline.put(Item(older, worker_pb2.Step(id=id), 0))
+    held.go.set()
+    assert unpack(next(run.call).swap_out_acks).tolist() == [3]
     run.call.cancel()
 
 
