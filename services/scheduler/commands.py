@@ -48,6 +48,7 @@ class Commands:
         self._obey = obey
         self._claiming = False
         self._early: list[queue_pb2.Control] = []
+        self._early_put = 0  # outcomes that must be written before those that were kept for a claim are trimmed
 
     def claim_begins(self) -> None:
         self._claiming = True
@@ -58,6 +59,8 @@ class Commands:
         early, self._early = self._early, []
         for control in early:
             self._obey(control)
+        if early:
+            self._early_put = self._publisher.put_count
 
     async def run(self) -> None:
         """Until cancelled. A command stays in the stream until what came of it is written: whoever follows after a
@@ -74,7 +77,7 @@ class Commands:
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])
                 done = ""
-                while kept and kept[0][0] <= self._publisher.written_count and not self._early:
+                while kept and not self._early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
                     _, done = kept.popleft()
                 if done:
                     milliseconds, number = done.split("-")

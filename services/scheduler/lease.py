@@ -86,8 +86,10 @@ class Lease:
         await self.fenced(self._writes, keys, [self.epoch, *words])
 
     async def release(self) -> None:
-        """Lets a standby take the shard at once."""
+        """Lets a standby take the shard at once. Writes that are still under way are refused from now on: they must not
+        renew what was given up."""
+        epoch, self.epoch = self.epoch, 0
         try:
-            await self._script(self._keys, ["release", self._lease_ms, self.epoch])
+            await self._script(self._keys, ["release", self._lease_ms, epoch])
         except Unavailable as error:
             log.warning("the lease of shard %s was not released: %s", self._shard, error)

@@ -154,6 +154,7 @@ class Service:
             if self._draining:
                 # Here and not at the command: a read that was under way would claim again what is handed back.
                 await self._hand_back()
+                self._commands.claim_answered()  # one that failed; the next scheduler takes up what it claimed
                 await self._stop.wait()
                 return
             if max(room) <= 0 or self._limits is None:
@@ -218,10 +219,9 @@ class Service:
                 args += [self._keys.req(request_id), entry.stream, entry.id, raw]
                 self._forget(request_id)
 
-        async def write() -> int:
-            return int(await self._lease.fenced(self._scripts.release, [], args))
-
-        count = await persist("hand requests back", write, log, self._stop.is_set)
+        count = await persist(
+            "hand requests back", lambda: self._lease.fenced(self._scripts.release, [], args), log, self._stop.is_set
+        )
         log.info("draining: %d requests handed back, %d go on to their ends", count, self._core.unfinished)
 
     def _command(self, control: queue_pb2.Control) -> None:
