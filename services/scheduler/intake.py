@@ -171,9 +171,10 @@ class Intake:
                     break
                 last = entries[-1][0].decode()
                 claimed = await self._claim(found, held=held)
+                gateways: set[str] = set()
                 for item in claimed:
-                    await self._restore(item.request)
-                await self._read_tails([item.request for item in claimed])
+                    gateways |= await self._restore(item.request)
+                await self._read_tails([item.request for item in claimed], gateways)
                 add(claimed)
                 total += len(claimed)
         return total
@@ -238,19 +239,20 @@ class Intake:
             )
             return Claimed(entry, placeholder, cancelled, error)
 
-    async def _read_tails(self, requests: list[NewRequest]) -> None:
-        first = {request.payload.gateway for request in requests}  # before it was adopted by another
-        for gateway in sorted(first.union(request.gateway for request in requests)):
+    async def _read_tails(self, requests: list[NewRequest], gateways: set[str]) -> None:
+        for gateway in sorted(gateways):
             rows = await self._redis.xrange(self._keys.tokens(gateway))
             extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
 
-    async def _restore(self, request: NewRequest) -> None:
-        """Outputs and ended choices of a request that ran before."""
+    async def _restore(self, request: NewRequest) -> set[str]:
+        """Outputs and ended choices of a request that ran before; the gateways that may have been sent more of it."""
         choices = len(request.prompts) * request.n
         stored = await self._redis.mget([self._keys.out(request.id, choice) for choice in range(choices)])
-        ended = await self._redis.hmget(self._keys.req(request.id), [f"finish:{choice}" for choice in range(choices)])
+        fields = ["former", *(f"finish:{choice}" for choice in range(choices))]
+        former, *ended = await self._redis.hmget(self._keys.req(request.id), fields)
         request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
         request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in ended]
+        return {request.gateway, *(former or b"").decode().split()}
 
 
 def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) -> None:
