@@ -108,7 +108,7 @@ class Flights:
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
         status = sampled.status.cpu().numpy()
         logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
-        for row in np.flatnonzero(status != STATUS_FINE).tolist():
+        for row in (status != STATUS_FINE).nonzero()[0].tolist():
             self.fail(flight, int(slots[row]), *WHY[int(status[row])])
         self._record(flight, tokens)
         if not flight.failed:

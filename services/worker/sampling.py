@@ -100,7 +100,7 @@ class SamplingTable:
     def rows(self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> SamplingRows:
         """The rows of one iteration. known, prompt [R]; tokens [max_seqs, ...] of all slots. Uses up their masks."""
         masked = [(row, self._masks.pop(int(slots[row]))) for row in self._with_masks(slots)]
-        penalised = np.flatnonzero(self.penalised[slots])
+        penalised = self.penalised[slots].nonzero()[0]
         bias, banned = self._sparse(slots, known - prompt)
         return SamplingRows(
             temperature=self.temperature[slots],
@@ -129,7 +129,7 @@ class SamplingTable:
         """Bias and bans of the rows that have any; a Python loop over those alone."""
         bias: list[tuple[int, Int32, npt.NDArray[np.float32]]] = []
         banned: list[tuple[int, Int32]] = []
-        for row in np.flatnonzero(self._has_ids[slots]).tolist():
+        for row in self._has_ids[slots].nonzero()[0].tolist():
             ids = self._ids[int(slots[row])]
             if ids.bias_ids.size:
                 bias.append((row, ids.bias_ids, ids.bias_values))

@@ -127,7 +127,7 @@ class SlotTable:
             column = unpack(data)
         except ValueError as error:
             raise ProtocolError(f"{name}: {len(data)} bytes are no int32 column") from error
-        if column.size and (column.min() < 0 or column.max() >= limit):
+        if column.size and column.view(np.uint32).max() >= limit:  # which is also true of what is below zero
             worst = column.min() if column.min() < 0 else column.max()
             raise ProtocolError(f"{name}: {worst} is outside 0..{limit - 1}")
         return column
@@ -236,28 +236,34 @@ class SlotTable:
         self._pair(slots, starts, "chunk_slots, chunk_starts")
         self._pair(slots, lengths, "chunk_slots, chunk_lengths")
         self._check_active(slots, "chunk_slots")
-        if len(np.unique(slots)) != len(slots):
+        if slots.size and np.bincount(slots).max() > 1:
             raise ProtocolError("chunk_slots: a slot has two chunks in one step")
         if self.failed:
             alive = np.array([slot not in self.failed for slot in slots.tolist()], np.bool_)
             slots, starts, lengths = slots[alive], starts[alive], lengths[alive]
         ends = starts + lengths
         known = self.known[slots]
-        for wrong, reason in (
-            (lengths < 1, "is empty"),
-            (starts > self.computed[slots], "leaves a gap behind the computed tokens"),
-            (ends > known, "passes the known tokens"),
-            (ends > self.table_blocks[slots] * self.block_size, "passes the blocks of the slot"),
-            ((ends == known) & (known >= self.max_model_len), "samples past the context"),
-        ):
-            if wrong.any():
-                i = int(np.flatnonzero(wrong)[0])
-                slot = int(slots[i])
-                raise ProtocolError(
-                    f"chunk of slot {slot}, start {starts[i]}, length {lengths[i]}, {reason} (known {known[i]}, "
-                    f"computed {self.computed[slot]}, blocks {self.table_blocks[slot]} of {self.block_size} tokens)"
-                )
-        return Chunks(slots, starts, lengths, ends == known)
+        samples = ends == known
+        wrong = {
+            "is empty": lengths < 1,
+            "leaves a gap behind the computed tokens": starts > self.computed[slots],
+            "passes the known tokens": ends > known,
+            "passes the blocks of the slot": ends > self.table_blocks[slots] * self.block_size,
+            "samples past the context": samples & (known >= self.max_model_len),
+        }
+        if np.logical_or.reduce(list(wrong.values())).any():
+            self._refuse(slots, starts, lengths, wrong)
+        return Chunks(slots, starts, lengths, samples)
+
+    def _refuse(self, slots: Int32, starts: Int32, lengths: Int32, wrong: dict[str, Bool]) -> None:
+        """Raises ProtocolError for the first chunk that is wrong for the first of these reasons."""
+        reason, rows = next((reason, rows) for reason, rows in wrong.items() if rows.any())
+        i = int(np.flatnonzero(rows)[0])
+        slot = int(slots[i])
+        raise ProtocolError(
+            f"chunk of slot {slot}, start {starts[i]}, length {lengths[i]}, {reason} (known {self.known[slot]}, "
+            f"computed {self.computed[slot]}, blocks {self.table_blocks[slot]} of {self.block_size} tokens)"
+        )
 
     def _check_active(self, slots: Int32, name: str) -> None:
         idle = slots[~self.active[slots]]
