@@ -18,8 +18,8 @@ from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cpu.choice import Candidate, Timing, clearly_faster, measure, sample_of
 from kernels.cpu.library import Library, load
-from kernels.cuda.attention_calls import HEAD_DIMS
-from kernels.cuda.calls import VECTOR
+from kernels.cuda.attention_calls import tokens_per_item
+from kernels.cuda.calls import MAX_NORM_HIDDEN, VECTOR
 from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
 from services.worker.models.config import DTYPES, DecoderConfig
@@ -141,10 +141,14 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
     if dtype == torch.float32:
         return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
-    if config.head_dim not in HEAD_DIMS:
-        return f"heads of {config.head_dim} numbers, they have {', '.join(map(str, HEAD_DIMS))}"
     if wrong := [width for width in (config.hidden_size, config.intermediate_size) if width % VECTOR]:
         return f"rows of {wrong[0]} numbers, they take multiples of {VECTOR}"
+    if config.hidden_size > MAX_NORM_HIDDEN:
+        return f"rows of {config.hidden_size} numbers, their norms take {MAX_NORM_HIDDEN} at most"
+    try:
+        tokens_per_item(config.head_dim, config.heads // config.kv_heads)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.cpu.build import BuildError
 from kernels.cuda.loader import CudaError
 from kernels.ops import CacheShape
 from services.worker.models.config import DecoderConfig
@@ -70,7 +71,7 @@ def room_for(what: str, remedy: str) -> Iterator[None]:
     """Memory that the system refuses inside becomes a ConfigurationError; other errors pass."""
     try:
         yield
-    except CudaError as error:
+    except (CudaError, BuildError) as error:
         raise ConfigurationError(f"{what}: {error}") from error
     except (MemoryError, OSError, OverflowError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:

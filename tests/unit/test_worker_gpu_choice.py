@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu.build import BuildError
 from kernels.cuda import gpu
 from kernels.cuda.loader import CudaError
 from services.worker import backend
@@ -124,6 +125,8 @@ def test_options_that_exclude_each_other_are_named(
         (config_of(torch.float32), "float32"),
         (config_of(head_dim=48), "heads of 48 numbers"),
         (config_of(intermediate_size=100), "rows of 100 numbers"),
+        (config_of(hidden_size=1 << 16), "norms take 32768 at most"),
+        (config_of(heads=512, kv_heads=1), "512 query heads share a KV head"),
     ],
 )
 def test_a_model_that_the_cuda_kernels_cannot_compute_runs_by_the_reference_on_the_gpu(
@@ -203,9 +206,10 @@ def test_a_gpus_host_tier_that_nobody_asked_for_is_pinned_in_seconds() -> None:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"),
         CudaError("40.0 GiB of main memory cannot be pinned: lower --host-blocks"),
+        BuildError("no g++ is installed to compile the emulated kernels with"),
     ],
 )
-def test_memory_that_a_gpu_refuses_is_a_configuration_error(error: Exception) -> None:
-    words = r"Tried to allocate 2.00 GiB\); lower it|cannot be pinned"
+def test_what_a_gpu_or_a_compiler_refuses_is_a_configuration_error(error: Exception) -> None:
+    words = r"Tried to allocate 2.00 GiB\); lower it|cannot be pinned|no g\+\+"
     with pytest.raises(ConfigurationError, match=words), room_for("the pool", "lower it"):
         raise error
