@@ -1,0 +1,177 @@
+"""A client of a chaos run: sends one request, and gets the rest at any gateway when its connection breaks.
+
+It writes down every event of every connection and judges nothing. A request with an Idempotency-Key is sent again; one
+without is taken up by its id, and when it never got one, it was not taken up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from bench.chaos_history import CUT, DONE, GAVE_UP, LEFT, REFUSED, Connection, Event, History
+
+SILENCE_S = 15.0
+"""A stream in which not even a keep-alive came for so long is broken; gateways send one each second here."""
+PATIENCE_S = 120.0
+RETRY_S = (0.1, 0.4)
+FINAL = {"cancelled", "generation_failed", "record_lost", "request_not_found", "internal_error"}
+"""Error codes behind which coming again is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one client is to do."""
+
+    history: History
+    body: dict[str, Any]
+    path: str  # /v1/completions or /v1/chat/completions
+    events: int  # after so many a client of the plans return, leave and cancel does so
+    seed: int
+
+
+class Client:
+    """One request from its sending to its end."""
+
+    def __init__(self, session: aiohttp.ClientSession, urls: list[str], order: Order) -> None:
+        self._session, self._urls, self._order = session, urls, order
+        self._history = order.history
+        self._rng = random.Random(order.seed)
+        self._last = ""  # id of the last event
+        self._read = 0  # events so far
+        self._acted = False  # the plan was carried out
+        self._cancelling: asyncio.Task[None] | None = None
+
+    async def run(self) -> History:
+        """Reads until an end that is final, or until patience is over."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            connection = await self._connect()
+            if self._over(connection):
+                break
+            if time.monotonic() > until:
+                connection.end = GAVE_UP
+                break
+            await asyncio.sleep(self._rng.uniform(*RETRY_S))
+        if self._cancelling is not None:
+            await self._cancelling
+        return self._history
+
+    def _over(self, connection: Connection) -> bool:
+        history = self._history
+        if connection.end == DONE or connection.end in FINAL:
+            return True
+        if connection.end == LEFT:
+            return history.plan == "leave"
+        nameless = not history.request and not history.key
+        if nameless:
+            connection.end = REFUSED
+        return nameless
+
+    async def _connect(self) -> Connection:
+        history = self._history
+        number = self._rng.randrange(len(self._urls))
+        connection = Connection(number, time.monotonic(), self._last)
+        history.connections.append(connection)
+        resuming = bool(history.request) and not history.key
+        path = f"/v1/requests/{history.request}/stream" if resuming else self._order.path
+        try:
+            async with self._session.request(
+                "GET" if resuming else "POST", self._urls[number] + path,
+                data=None if resuming else orjson.dumps(self._order.body), headers=self._headers(),
+            ) as answer:  # fmt: skip
+                await self._take(answer, connection)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            connection.end, connection.text = CUT, type(error).__name__
+        return connection
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._history.key:
+            headers["Idempotency-Key"] = self._history.key
+        if self._last:
+            headers["Last-Event-ID"] = self._last
+        return headers
+
+    async def _take(self, answer: aiohttp.ClientResponse, connection: Connection) -> None:
+        if answer.status != 200:
+            error = orjson.loads(await answer.read())["error"]
+            connection.end, connection.text = str(error["code"]), str(error["message"])
+            return
+        self._history.request = answer.headers["x-orcinus-request"]
+        if self._history.stream:
+            await self._take_events(answer, connection)
+            return
+        whole = orjson.loads(await answer.read())
+        connection.events = [_event(choice, time.monotonic(), None) for choice in whole["choices"]]
+        connection.usage, connection.end = whole["usage"], DONE
+
+    async def _take_events(self, answer: aiohttp.ClientResponse, connection: Connection) -> None:
+        async for event_id, data in _sse(answer.content):
+            if data == b"[DONE]":
+                connection.end = DONE
+                return
+            event = orjson.loads(data)
+            if "error" in event:
+                connection.end, connection.text = str(event["error"]["code"]), str(event["error"]["message"])
+                return
+            self._last = event_id
+            position = event_id.rpartition(":")[2]
+            connection.events += [_event(choice, time.monotonic(), position) for choice in event["choices"]]
+            connection.usage = event.get("usage") or connection.usage
+            self._read += 1
+            if self._leaves():
+                connection.end = LEFT
+                return
+        connection.end, connection.text = CUT, "the stream ended without a word"
+
+    def _leaves(self) -> bool:
+        """Carries the plan out when it is time; is it to hang up?"""
+        if self._acted or self._read < self._order.events or self._history.plan == "stay":
+            return False
+        self._acted = True
+        if self._history.plan != "cancel":
+            return True
+        self._cancelling = asyncio.create_task(self._cancel())
+        return False
+
+    async def _cancel(self) -> None:
+        """DELETE at any gateway until one says what became of it."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            url = f"{self._rng.choice(self._urls)}/v1/requests/{self._history.request}"
+            try:
+                async with self._session.delete(url) as answer:
+                    if answer.status != 503:
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass
+            await asyncio.sleep(self._rng.uniform(*RETRY_S))
+
+
+def _event(choice: dict[str, Any], at_s: float, position: str | None) -> Event:
+    said = choice.get("delta", choice.get("message", choice))  # of a chat stream, of a whole chat, of a completion
+    text = said.get("content", said.get("text"))
+    ids = choice.get("token_ids") or []
+    return Event(at_s, choice["index"], ids, text or "", choice["finish_reason"] or "", position)
+
+
+async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, bytes]]:
+    """Id and data of each event. Raises TimeoutError after SILENCE_S without a byte."""
+    event_id = ""
+    while True:
+        async with asyncio.timeout(SILENCE_S):
+            line = await content.readline()
+        if not line:
+            return
+        if line.startswith(b"id: "):
+            event_id = line[4:].strip().decode()
+        elif line.startswith(b"data: "):
+            yield event_id, line[6:].strip()

@@ -1,0 +1,79 @@
+"""What a chaos stack holds when nothing runs: from the scheduler's stats, from Redis itself, from the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import psutil
+
+from bench.chaos_history import Rest
+from bench.chaos_stack import SHARD, ChaosStack, NotReadyError
+from shared.keys import CLASSES, GROUP
+
+SEQUENCES = ("running", "waiting", "swapped", "parked", "in_flight", "blocks_draining")
+
+
+async def observe(stack: ChaosStack) -> Rest:
+    """As it is now. Raises NotReadyError while no scheduler has written its stats."""
+    stats = await stack.stats()
+    if not set(SEQUENCES) <= stats.keys():
+        raise NotReadyError("no scheduler has written stats")
+    redis, keys = stack.redis, stack.keys
+    queue = {name: int(value) for name, value in (await stack.hash(keys.queue)).items()}
+    entries = {name: int(await redis.xlen(keys.requests(name))) for name in CLASSES}
+    pending = {name: int((await redis.xpending(keys.requests(name), GROUP))["pending"]) for name in CLASSES}
+    known = [key async for key in redis.scan_iter(count=1000)]
+    lasting = [key.decode() for key in known if await redis.ttl(key) == -1]
+    return Rest(
+        blocks_free=int(stats["blocks_free"]) + int(stats["blocks_cached"]),
+        blocks_total=int(stats["blocks_total"]),
+        sequences={name: int(stats[name]) for name in SEQUENCES},
+        queue=queue,
+        entries=entries,
+        pending=pending,
+        lasting_keys=sorted(lasting),
+        **_processes(stack),
+    )
+
+
+def _processes(stack: ChaosStack) -> dict[str, dict[str, float]]:
+    processes = {name: psutil.Process(service.pid) for name, service in stack.processes.items() if service.pid}
+    return {
+        "fds": {name: process.num_fds() for name, process in processes.items()},
+        "rss_mib": {name: process.memory_info().rss / 2**20 for name, process in processes.items()},
+    }
+
+
+async def settled(stack: ChaosStack, seconds: float) -> Rest:
+    """The first rest at which nothing runs, or what was there when the time was over: the checker says what is wrong.
+
+    The stats must be of a moment after this call: they are up to a second old.
+    """
+    begun_ms, end = time.time() * 1000, time.monotonic() + seconds
+    while True:
+        stats = await stack.stats()
+        late = time.monotonic() > end
+        if late or (float(stats.get("time_ms", 0)) > begun_ms and stats.get("workers") == "1"):
+            rest = await observe(stack)
+            if late or rest.quiet():
+                return rest
+        await asyncio.sleep(0.1)
+
+
+async def unfinished(stack: ChaosStack) -> list[str]:
+    """Ids of requests that wait or run."""
+    prefix = stack.keys.req("")
+    records = [key async for key in stack.redis.scan_iter(match=f"{prefix}*", count=1000)]
+    states = [await stack.redis.hget(record, "state") for record in records]
+    waiting = [record for record, state in zip(records, states, strict=True) if state != b"finished"]
+    return [record.decode().removeprefix(prefix) for record in waiting]
+
+
+async def epochs(stack: ChaosStack) -> dict[str, list[int]]:
+    """Epochs by witness: of the steps that the worker ran, and of the stats that Redis took, in their order."""
+    with stack.step_log.open() as lines:
+        steps = [json.loads(line)["epoch"] for line in lines if line.endswith("\n")]
+    history = await stack.redis.xrange(stack.keys.stats_history(SHARD))
+    return {"steps of the worker": steps, "stats in Redis": [int(fields[b"epoch"]) for _, fields in history]}
