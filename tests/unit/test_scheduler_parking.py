@@ -10,6 +10,7 @@ import pytest
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
 from services.scheduler.parking import ABANDONED_S, GONE_S, NEVER_CAME_S, Parking
+from tests.unit.core_twin import House, request
 
 SECOND = 1_000_000_000
 
@@ -183,3 +184,19 @@ def test_one_that_was_parked_as_its_gateway_is_gone_can_be_tried() -> None:
     shard.parking.died({"a"}, {"a", "c"}, shard.now_ns)  # a step of a was under way
     shard.join()
     assert set(shard.steps(1)) == {"a"}
+
+
+def test_what_was_swapped_out_gives_up_its_blocks_in_the_host_tier_when_it_is_parked() -> None:
+    h = House(Core("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    h.add(request("stays", 4, 8, seed=3))
+    h.add(request("yields", 4, 8, seed=4))
+    while not h.core.stats()["swapped"]:
+        h.step_once()
+    h.core.park("yields")
+    h.core.check()
+    stats = h.core.stats()
+    assert (stats["parked"], stats["swapped"], stats["host_blocks_free"]) == (1, 0, 8)
+    for _ in range(4):
+        h.step_once()
+    h.core.resume("yields", h.now)
+    h.finish()  # with the tokens that it gets alone

@@ -199,8 +199,8 @@ class Core:
         return out.build()
 
     def park(self, request_id: str) -> None:
-        """No further step until resume(). What runs gives up slot and blocks, what is in flight for it still counts;
-        one whose KV is just coming back runs on, so the caller asks again."""
+        """No further step until resume(). What runs gives up slot and blocks, of both tiers, what is in flight for it
+        still counts; one whose KV is just coming back runs on, so the caller asks again."""
         if record := self._records.get(request_id):
             self._parked[request_id] = record
             for sequence in record.sequences:
@@ -210,6 +210,8 @@ class Core:
                 elif sequence.state is State.WAITING:
                     sequence.state = State.PARKED
                     self._placer.drop(sequence)
+                    if sequence.swapped:
+                        self.replicas[sequence.replica].evict(sequence)
 
     def resume(self, request_id: str, now_ns: int) -> None:
         """What was parked of a request waits again, in its old place."""
@@ -342,17 +344,13 @@ class Core:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Takes a sequence out of its slot or of the waiting, to end it. Its unanswered results will be dropped."""
-        if sequence.state is State.RUNNING:
+        before, sequence.state = sequence.state, State.ENDED
+        if before is State.RUNNING:
             self.replicas[sequence.replica].leave(sequence.slot)
-            sequence.state = State.ENDED
-        elif sequence.state is State.WAITING:
-            sequence.state = State.ENDED
+        elif before is State.WAITING:
             self._placer.drop(sequence)
-        else:
-            sequence.state = State.ENDED
         if sequence.swapped:
-            self.replicas[sequence.replica].host.give(sequence.host)
-            sequence.host = EMPTY
+            self.replicas[sequence.replica].evict(sequence)
 
     def _drop(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         self.withdraw(sequence)

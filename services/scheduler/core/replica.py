@@ -17,7 +17,7 @@ from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.transfers import Transfers
-from services.scheduler.core.types import Int32, Limits
+from services.scheduler.core.types import EMPTY, Int32, Limits
 
 LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
 
@@ -140,6 +140,12 @@ class Replica:
         lost = int(self.table.planned[slot])
         self.preempt(slot, swap=False).lost = lost
         return True
+
+    def evict(self, sequence: Sequence) -> None:
+        """A sequence without a slot gives up its KV in the host tier, if it has any there."""
+        if sequence.swapped:
+            self.host.give(sequence.host)
+            sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
 
     def can_swap(self, slot: int) -> bool:
         """Has the host tier room for the KV of this row, and is all of it in its blocks?"""
