@@ -251,6 +251,7 @@ class Intake:
         fields = ["former", *(f"finish:{choice}" for choice in range(choices))]
         former, *ended = await self._redis.hmget(self._keys.req(request.id), fields)
         request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
+        request.recorded = [output.size for output in request.outputs]
         request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in ended]
         return {request.gateway, *(former or b"").decode().split()}
 

@@ -57,6 +57,16 @@ def test_a_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
     assert h.published["a", 0] == both[0] and h.published["a", 1] == both[1][:2]
 
 
+def test_outputs_that_no_checkpoint_has_carried_before_a_restart_are_in_the_first_one() -> None:
+    new = request("a", 5, 10, seed=1, n=3)
+    whole = [answer(new, choice, 64)[0] for choice in range(3)]
+    new.outputs = [np.array(tokens[:count], np.int32) for tokens, count in zip(whole, (7, 4, 10), strict=True)]
+    new.recorded = [3, 4, 9]
+    outcome = Core(checkpoint_tokens=32).add(new, 0)
+    carried = [(choice, first, tokens.tolist()) for _, choice, first, tokens in outcome.checkpoints]
+    assert carried == [(0, 3, whole[0][3:7]), (2, 9, whole[2][9:10])]
+
+
 def test_a_request_that_was_complete_before_a_restart_ends_at_once() -> None:
     new = request("a", 5, 4, seed=1)
     new.outputs = [np.array(answer(new, 0, 64)[0], np.int32)]

@@ -151,7 +151,8 @@ class Core:
         record.left = len(record.sequences)
         out = self.collector()
         for sequence in list(record.sequences):
-            sequence.checkpointed = sequence.outputs.size
+            sequence.checkpointed = request.recorded[sequence.choice] if request.recorded else sequence.outputs.size
+            out.checkpoint(sequence)
             self._take_in(sequence, now_ns, out)
         if request.deadline_ns and record.left:
             heapq.heappush(self._deadlines, (request.deadline_ns, record.sequences[0].number, record))

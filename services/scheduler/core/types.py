@@ -49,6 +49,7 @@ class NewRequest:
     salt: bytes = b""
     payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
     outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
+    recorded: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
     finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
 
 
