@@ -32,8 +32,6 @@ class ModelText:
         if not directory.is_dir():
             raise ModelError(f"model directory {directory} does not exist")
         config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
-        if not any(directory.glob("*.safetensors")):
-            raise ModelError(f"{directory} holds no *.safetensors: the weights are missing")
         self.tokenizer = _read_tokenizer(directory)
         tokenizer_config = _read_json(directory, "tokenizer_config.json")
         generation_config = _read_json(directory, "generation_config.json")

@@ -41,7 +41,7 @@ def examine(values: Values) -> list[Check]:
         *check_ports(gateway, launcher.run_dir),
         check_disk(launcher.run_dir),
         check_memory(worker.model),
-        check_model(worker.model),
+        check_model(worker.model, worker.load_format),
     ]
 
 
@@ -146,8 +146,8 @@ def check_memory(model: Path) -> Check:
     return Check("memory", "ok", detail)
 
 
-def check_model(model: Path) -> Check:
-    if problem := model_problem(model):
+def check_model(model: Path, load_format: str) -> Check:
+    if problem := model_problem(model, load_format):
         return Check("model", "fail", problem, "give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
     if not (model / "tokenizer.json").exists():
         return Check("model", "fail", f"{model} has no tokenizer.json", "save the fast tokenizer into it")

@@ -91,13 +91,16 @@ def port_problem(host: str, port: int) -> str:
     return ""
 
 
-def model_problem(model: Path) -> str:
-    """What a model directory lacks at first sight; empty when nothing. The worker looks closer."""
+def model_problem(model: Path, load_format: str) -> str:
+    """What a model directory lacks at first sight; empty when nothing. The worker looks closer.
+
+    load_format as --load-format: dummy needs no weights.
+    """
     if not model.is_dir():
         return f"model directory {model} does not exist"
     if not (model / "config.json").exists():
         return f"model directory {model} has no config.json"
-    if not any(model.glob("*.safetensors")):
+    if load_format != "dummy" and not any(model.glob("*.safetensors")):
         return f"model directory {model} has no *.safetensors weights"
     return ""
 
@@ -138,7 +141,7 @@ def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerS
     for name, what in (("tp", "tensor parallelism"), ("pp", "pipeline parallelism"), ("replicas", "several replicas")):
         if (value := getattr(launcher, name)) > 1:
             raise ConfigurationError(f"{name.upper()}={value}: {what} is not built yet; use {name.upper()}=1")
-    if problem := model_problem(worker.model):
+    if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")

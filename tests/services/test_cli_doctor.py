@@ -97,14 +97,22 @@ def test_missing_model_fails_and_names_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"), [("config.json", "config.json"), ("model.safetensors", "weights"), (None, "")]
+    ("missing", "load_format", "said"),
+    [
+        ("config.json", "auto", "config.json"),
+        ("model.safetensors", "auto", "weights"),
+        (None, "auto", ""),
+        ("config.json", "dummy", "config.json"),
+        ("model.safetensors", "dummy", ""),  # made up by the worker
+    ],
 )
-def test_model_directory_is_looked_into(tmp_path: Path, missing: str | None, said: str) -> None:
+def test_model_directory_is_looked_into(tmp_path: Path, missing: str | None, load_format: str, said: str) -> None:
     model = model_directory(tmp_path / "model")
     if missing:
         (model / missing).unlink()
-    problem = model_problem(model)
-    assert said in problem and bool(problem) == bool(missing)
+    problem = model_problem(model, load_format)
+    assert said in problem and bool(problem) == bool(said)
+    assert doctor.check_model(model, load_format).status == ("fail" if said else "ok")
 
 
 def test_redis_url_that_does_not_answer_fails(tmp_path: Path) -> None:

@@ -292,12 +292,12 @@ def test_listening_beyond_loopback_needs_a_key(model: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_directory_without_weights_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     model = write_model(tmp_path / "bare")
-    (model / "model.safetensors").unlink()
+    (model / "tokenizer.json").unlink()
     result = _run(model, port=free_port())
     assert result.returncode == 2
-    assert "safetensors" in result.stderr
+    assert "tokenizer.json" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -155,7 +155,6 @@ def test_end_ids_come_from_generation_config_first(tmp_path: Path) -> None:
     [
         (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda d: (d / "config.json").unlink(), "config.json is missing"),
-        (lambda d: (d / "model.safetensors").unlink(), "weights are missing"),
         (lambda d: (d / "tokenizer.json").write_text("{}"), "cannot be read"),
         (lambda d: (d / "config.json").write_text("[1]"), "no JSON object"),
         (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
@@ -181,6 +180,12 @@ def test_the_context_is_found_under_the_names_of_every_family(
     model = write_model(tmp_path / "m")
     (model / "config.json").write_text(json.dumps(fields))
     assert ModelText(model).max_model_len == expected
+
+
+def test_weights_are_the_workers_business_which_may_make_them_up(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "model.safetensors").unlink()
+    assert ModelText(model).max_model_len == CONTEXT
 
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
