@@ -1,6 +1,7 @@
 // The runner: one parallel region for a whole program, a barrier between two commands.
 #include <omp.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -48,17 +49,22 @@ class Barrier {
       if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
       return;
     }
-    for (int i = 0; i < SPINS; i++) {
-      if (round_.load(std::memory_order_acquire) != round) return;
-      relax();
-    }
+    const auto until = std::chrono::steady_clock::now() + SPIN;
+    do {
+      for (int i = 0; i < SPINS_A_LOOK; i++) {
+        if (round_.load(std::memory_order_acquire) != round) return;
+        relax();
+      }
+    } while (std::chrono::steady_clock::now() < until);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (round_.load(std::memory_order_seq_cst) == round) sleep(round);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int SPINS = 1000;  // about 20 us
+  // A time: how long a pause takes depends on the CPU. The clock costs about as much, so it is looked at now and then.
+  static constexpr std::chrono::microseconds SPIN{20};
+  static constexpr int SPINS_A_LOOK = 16;
 
   void sleep(uint32_t round) {
 #if defined(__linux__)
