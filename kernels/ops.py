@@ -45,7 +45,7 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: all layers, K and V."""
+        """Bytes of one block's numbers: all layers, K and V. A backend may take more: Ops.block_bytes."""
         return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
 
@@ -237,6 +237,10 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     overlaps: bool = False
     """Whether the forward pass and sample_later return before the device is done, so that the next iteration can be
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
+
+    def block_bytes(self, shape: CacheShape) -> int:
+        """Bytes of one block as this backend's caches hold it."""
+        return shape.block_bytes
 
     @abstractmethod
     def new_cache(self, shape: CacheShape) -> CacheT:

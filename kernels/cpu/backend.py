@@ -96,6 +96,11 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         self._immediate = Immediate(library, threads)
         self._runner: Runner = self._immediate
 
+    def block_bytes(self, shape: CacheShape) -> int:
+        """Heads are padded (src/kv.h)."""
+        code = dtype_code(shape.dtype)
+        return self.library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
+
     def new_cache(self, shape: CacheShape) -> CpuCache:
         return CpuCache(shape, self.library, self._immediate)
 

@@ -110,19 +110,24 @@ def wanted_lengths(settings: WorkerSettings, config: DecoderConfig) -> Lengths:
 
 
 def plan_pool(
-    settings: WorkerSettings, shape: CacheShape, lengths: Lengths, gpu_bytes: int | None
+    settings: WorkerSettings, shape: CacheShape, block_bytes: int, lengths: Lengths, gpu_bytes: int | None
 ) -> tuple[CacheShape, Lengths]:
-    """The pool's blocks and those of its host tier, and the lengths that fit. gpu_bytes: what a GPU has left for the
-    pool; None where it lies in the host's memory."""
+    """The pool's blocks and those of its host tier, and the lengths that fit.
+
+    block_bytes: of one block as the backend holds it; gpu_bytes: what a GPU has left for the pool, None where it lies
+    in the host's memory.
+    """
     host_bytes = free_memory_bytes()
     on_gpu = gpu_bytes is not None
-    blocks, lengths = plan_blocks(settings, shape, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu)
-    host_blocks = plan_host_blocks(settings, blocks, lengths, shape.block_bytes, host_bytes, on_gpu)
+    blocks, lengths = plan_blocks(
+        settings, block_bytes, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu
+    )
+    host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
     return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), lengths
 
 
 def plan_blocks(
-    settings: WorkerSettings, shape: CacheShape, lengths: Lengths, free_bytes: int, on_gpu: bool = False
+    settings: WorkerSettings, block_bytes: int, lengths: Lengths, free_bytes: int, on_gpu: bool = False
 ) -> tuple[int, Lengths]:
     """Blocks of the pool and the lengths that fit into it.
 
@@ -136,13 +141,13 @@ def plan_blocks(
         blocks, source = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
     else:
         share = settings.kv_memory_fraction or (GPU_POOL_SHARE if on_gpu else POOL_SHARE)
-        blocks = min(useful, int(free_bytes * share) // shape.block_bytes)
+        blocks = min(useful, int(free_bytes * share) // block_bytes)
         source = f"--kv-memory-fraction {share} of {free_bytes / 2**20:.0f} MiB free"
         if on_gpu:
             source += " beside weights and the largest step (--max-step-tokens)"
     if blocks >= per_sequence:
         return blocks, lengths
-    need_mib = per_sequence * shape.block_bytes / 2**20
+    need_mib = per_sequence * block_bytes / 2**20
     fits = blocks * size
     least = settings.max_input_tokens + settings.max_output_tokens
     if fits < 2 or (least and fits < least + (0 if settings.max_input_tokens and settings.max_output_tokens else 1)):

@@ -94,7 +94,7 @@ class Engine:
         if (device := device_of(self._ops)) is not None:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
                 gpu_bytes = self._left_on(device, shape)
-        shape, self.lengths = plan_pool(settings, shape, self.lengths, gpu_bytes)
+        shape, self.lengths = plan_pool(settings, shape, self._ops.block_bytes(shape), self.lengths, gpu_bytes)
         with room_for("the KV pool", "lower --kv-blocks, --kv-memory-fraction or --host-blocks"):
             self._take_pool(shape)
 
@@ -158,7 +158,7 @@ class Engine:
             backend=self._ops.name,
             layers=shape.layers,
             block_size=shape.block_size,
-            block_bytes=shape.block_bytes,
+            block_bytes=self._ops.block_bytes(shape),
             gpu_blocks=shape.blocks,
             host_blocks=shape.host_blocks,
             max_seqs=self.settings.max_seqs,

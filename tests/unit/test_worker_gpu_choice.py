@@ -172,14 +172,17 @@ LENGTHS = Lengths(256, 255, 255)  # 16 blocks of SHAPE
 def test_a_gpus_pool_takes_most_of_what_is_left_and_no_more_than_the_slots_can_use(
     values: dict[str, Any], expected: int
 ) -> None:
-    assert plan_blocks(WorkerSettings(**values), SHAPE, LENGTHS, 1 * MIB, on_gpu=True) == (expected, LENGTHS)
+    assert plan_blocks(WorkerSettings(**values), SHAPE.block_bytes, LENGTHS, 1 * MIB, on_gpu=True) == (
+        expected,
+        LENGTHS,
+    )
 
 
 def test_lengths_that_do_not_fit_into_what_a_gpu_has_left_name_the_settings() -> None:
     settings = WorkerSettings(max_input_tokens=200, max_output_tokens=56)
     words = r"--kv-memory-fraction 0\.9 of 0 MiB free beside weights and the largest step \(--max-step-tokens\).*lower"
     with pytest.raises(ConfigurationError, match=words):
-        plan_blocks(settings, SHAPE, Lengths(256, 200, 56), 100_000, on_gpu=True)
+        plan_blocks(settings, SHAPE.block_bytes, Lengths(256, 200, 56), 100_000, on_gpu=True)
 
 
 @pytest.mark.parametrize(

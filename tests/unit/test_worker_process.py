@@ -18,6 +18,7 @@ import torch
 
 from kernels.ops import CacheShape
 from protos import worker_pb2, worker_pb2_grpc
+from services.worker import cache
 from services.worker.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.models.config import load_config
 from services.worker.registration import TTL_MS, WORKERS_MS, Registration
@@ -84,24 +85,39 @@ def test_lengths_beyond_the_context_name_the_setting_and_the_remedy(
 def test_the_pool_takes_its_fraction_and_no_more_than_the_slots_can_use(reference: Reference) -> None:
     lengths = Lengths(256, 255, 255)
     given = settings(reference.path, kv_memory_fraction=0.5, max_seqs=10)
-    assert plan_blocks(given, SHAPE, lengths, 1 * MIB) == (64, lengths)
-    assert plan_blocks(given, SHAPE, lengths, 100 * MIB) == (160, lengths)
-    assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE, lengths, 0) == (21, lengths)
+    assert plan_blocks(given, SHAPE.block_bytes, lengths, 1 * MIB) == (64, lengths)
+    assert plan_blocks(given, SHAPE.block_bytes, lengths, 100 * MIB) == (160, lengths)
+    assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE.block_bytes, lengths, 0) == (21, lengths)
+
+
+def test_heads_that_the_cpu_kernels_pad_count_as_large_as_they_are_held(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((reference.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 72}))
+    monkeypatch.setattr(cache, "free_memory_bytes", lambda: 4 * MIB)
+    engine = make_engine(
+        tmp_path, block_size=16, kernels="cpu", load_format="dummy", kv_blocks=0, kv_memory_fraction=0.5
+    )
+    info, held = engine.info(), engine._cache.blocks.nbytes  # type: ignore[attr-defined]
+    assert info.block_bytes == 2 * 2 * 2 * 16 * 80 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
+    assert info.gpu_blocks * info.block_bytes == held
+    assert 2 * MIB - info.block_bytes < held <= 2 * MIB
 
 
 def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(reference: Reference) -> None:
     lengths = Lengths(256, 255, 255)
-    assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE, lengths, 0) == (5, Lengths(80, 79, 79))
+    assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE.block_bytes, lengths, 0) == (5, Lengths(80, 79, 79))
     asked = settings(reference.path, kv_blocks=5, max_input_tokens=70, max_output_tokens=10)
-    assert plan_blocks(asked, SHAPE, Lengths(80, 70, 10), 0) == (5, Lengths(80, 70, 10))
+    assert plan_blocks(asked, SHAPE.block_bytes, Lengths(80, 70, 10), 0) == (5, Lengths(80, 70, 10))
     for values in ({"max_input_tokens": 71, "max_output_tokens": 10}, {"max_input_tokens": 80}):
         asked = settings(reference.path, kv_blocks=5, **values)
         with pytest.raises(
             ConfigurationError, match=r"--kv-blocks 5 gives 5 KV blocks = 80 tokens.*--max-input-tokens"
         ):
-            plan_blocks(asked, SHAPE, wanted_lengths(asked, load_config(reference.path)), 0)
+            plan_blocks(asked, SHAPE.block_bytes, wanted_lengths(asked, load_config(reference.path)), 0)
     with pytest.raises(ConfigurationError, match=r"--kv-memory-fraction 0\.2 of 0 MiB free gives 0 KV blocks"):
-        plan_blocks(settings(reference.path), SHAPE, lengths, 1000)
+        plan_blocks(settings(reference.path), SHAPE.block_bytes, lengths, 1000)
 
 
 @pytest.mark.parametrize(
