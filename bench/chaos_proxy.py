@@ -89,9 +89,10 @@ class Proxy:
         writer.close()
 
     async def _send(self, data: bytes, writer: asyncio.StreamWriter) -> None:
-        alone = BYTE_BY_BYTE if self.byte_by_byte else 0
-        for index in range(min(alone, len(data))):
-            writer.write(data[index : index + 1])
+        alone = min(len(data), BYTE_BY_BYTE if self.byte_by_byte else 0)
+        for piece in (*(data[index : index + 1] for index in range(alone)), data[alone:]):
+            if writer.transport.is_closing():  # uvloop's writes to one that was cut raise what is no OSError
+                raise ConnectionResetError
+            writer.write(piece)
             await asyncio.sleep(0)  # the next byte is another segment
-        writer.write(data[alone:])
         await writer.drain()

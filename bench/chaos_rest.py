@@ -75,5 +75,6 @@ async def epochs(stack: ChaosStack) -> dict[str, list[int]]:
     """Epochs by witness: of the steps that the worker ran, and of the stats that Redis took, in their order."""
     with stack.step_log.open() as lines:
         steps = [json.loads(line)["epoch"] for line in lines if line.endswith("\n")]
+    steps = [epoch for epoch in steps if epoch]  # the warm-up of a worker is nobody's
     history = await stack.redis.xrange(stack.keys.stats_history(SHARD))
     return {"steps of the worker": steps, "stats in Redis": [int(fields[b"epoch"]) for _, fields in history]}
