@@ -49,7 +49,7 @@ pip's settings name no index with CPU builds of torch, give one with `--torch-in
   server. No prompt comes twice in a run, and prefix caches are off where a server has one.
 - **Rounds** alternate: every server is started, measured at 1, 8 and 32 requests at a time (closed loop; prompt 128,
   output 64, greedy, end of text ignored), then under long prompts, and stopped, before the next one starts; then all
-  again. A figure is the median of the rounds with its range.
+  again. A figure is the median of the rounds with its range; of two, the mean.
 - **Long-prompt mix**: 8 streams (prompt 128, output 128, the next when one ends) decode for 12 s while a prompt of
   1,500 tokens arrives every 1.5 s. TBT is that of the 8 streams; tokens that arrive in one event are 0 apart.
 - **Client**: one for all, that of `orcinus bench serve`, streaming, on the same machine, a new connection for every
@@ -107,7 +107,8 @@ def disturbances(rows: Sequence[Row]) -> str:
     if not found:
         return f"Other programs used at most {table.BUSY_CORES} cores during every measurement."
     return (
-        f"Other programs used more than {table.BUSY_CORES} cores during these measurements: " + "; ".join(found) + "."
+        f"Other programs used more than {table.BUSY_CORES} cores during these measurements, which count only where no "
+        "round of the same was quiet: " + "; ".join(found) + "."
     )
 
 

@@ -65,14 +65,15 @@ def median_and_range(values: Sequence[float]) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """Cell -> figure -> median, low, high and n over the rounds whose cell counts."""
+    """Cell -> figure -> median, low, high and n over the rounds whose cell counts; a disturbed one only where none was quiet."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in CELLS:
         cells = [round_["cells"][name] for round_ in rounds if name in round_["cells"]]
         good = [cell for cell in cells if counts(cell)]
+        quiet = [cell for cell in good if cell["other_cores"] <= BUSY_CORES]
         figures = {}
         for figure in FIGURES:
-            if values := [number for cell in good if (number := value(cell, figure)) is not None]:
+            if values := [number for cell in quiet or good if (number := value(cell, figure)) is not None]:
                 figures[figure] = median_and_range(values)
         if figures:
             found[name] = figures
@@ -207,15 +208,16 @@ def mix_table(rows: Sequence[Row], precision: str) -> str:
 
 
 def ratio_table(found: Sequence[Row]) -> str:
-    head = ("class", "what", "Orcinus", "best peer", "its figure", "Orcinus / best", "goal", "reached")
+    head = ("class", "what", "best of ours", "its figure", "best peer", "its figure", "ours / peer", "goal", "reached")
     lines = [
         [
             line["class"],
             line["what"],
+            line["ours"],
             number(line["orcinus"]),
             line["best_peer"],
             number(line["best"]),
-            f"{line['ratio']:.2f}",
+            f"{line['ratio']:.3f}",
             "-" if line["goal"] is None else f"{'>=' if line['more_is_better'] else '<'} {line['goal']:g}",
             "-" if line["reached"] is None else "yes" if line["reached"] else "no",
         ]
