@@ -108,7 +108,8 @@ class CudaDevice(Device):
         with ThreadPoolExecutor(initializer=cuda.set_device, initargs=(self.torch_device,)) as pool:
             programs = list(pool.map(loader.Program, loader.sources()))
         self.programs = {name: program for program in programs for name in program.kernels}
-        self._recordings = cuda.graph_pool_handle()
+        self._recordings: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._pool_of_recordings: Any = None
 
     def enter(self) -> None:
         """Makes `main` of this device what torch and CuPy use in the calling thread."""
@@ -151,10 +152,13 @@ class CudaDevice(Device):
         Torch's operations in work ran on `main` before: libraries take memory of their own at the first call.
         """
         self.enter()
-        graph = cuda.CUDAGraph()
+        if not self._recordings:  # torch refuses a pool whose graphs are all gone while a tensor lives that one took
+            self._pool_of_recordings = cuda.graph_pool_handle()
+        graph, pool = cuda.CUDAGraph(), self._pool_of_recordings
         # Other threads may wait for events and take memory meanwhile.
-        with cuda.graph(graph, pool=self._recordings, stream=self._main.stream, capture_error_mode="thread_local"):
+        with cuda.graph(graph, pool=pool, stream=self._main.stream, capture_error_mode="thread_local"):
             work()
+        self._recordings.add(graph)
 
         def replay() -> None:
             self.enter()

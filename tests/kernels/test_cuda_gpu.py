@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, create_autospec
@@ -177,6 +178,28 @@ def test_a_recording_is_a_graph_of_main_that_others_may_work_beside(fake: Torch)
     replay()
     replay()
     assert graph.replay.call_count == 2
+
+
+def test_recordings_share_a_pool_as_long_as_one_of_them_is_there(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        replay = staticmethod(lambda: None)
+
+    pools = []
+
+    def graph(recorded: object, pool: tuple[int, int], **_: Any) -> nullcontext[None]:
+        pools.append(pool)
+        return nullcontext()
+
+    monkeypatch.setattr(fake.cuda, "graph", graph)  # which, unlike a mock, keeps no recording
+    monkeypatch.setattr(fake.cuda, "CUDAGraph", Graph)
+    fake.cuda.graph_pool_handle.side_effect = [(0, 1), (0, 2)]
+    device = CudaDevice()
+    replays = [device.capture(lambda: None), device.capture(lambda: None)]
+    del replays[0]
+    replays.append(device.capture(lambda: None))
+    replays.clear()
+    replays.append(device.capture(lambda: None))
+    assert pools == [(0, 1)] * 3 + [(0, 2)], "torch refuses the first again while a tensor of it lives"
 
 
 def test_large_pinned_memory_is_exactly_as_large_and_given_back(fake: Torch) -> None:
