@@ -64,6 +64,9 @@ install-dev: $(TEST_STAMP) $(PROTOS) ## install what tests, lint and benches nee
 test: install-dev ## run the tests (TESTS=path for some)
 	$(PY) -m pytest $(TESTS)
 
+test-faults: install-dev ## 200 faults at random under load, every answer checked (some ten minutes; ARGS="--faults 50 --seed 1")
+	$(PY) -m services.cli chaos --faults 200 --seconds 3600 $(ARGS)
+
 schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation)
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES))
 

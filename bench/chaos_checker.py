@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bench.chaos_history import CUT, DONE, GAVE_UP, LEFT, REFUSED, Event, History, Outcome, Rest
+from bench.chaos_history import CUT, DONE, LEFT, REFUSED, Event, History, Outcome, Rest
 
 FINISHES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
 """Numbers of protos/queue.proto's Finish in a record."""
@@ -187,8 +187,9 @@ def _record(history: History, told: _Told) -> list[Violation]:
                 _say(history, "diverged", f"the record has {record.get('output_tokens')} tokens, the client {count}")
             ]
         return []
-    if history.plan in ("leave", "cancel") and not set(finishes) - {"cancelled", "stop", "length"}:
-        return []
-    return (
-        [_say(history, "lost", f"its client gave up; its record ends as {finishes}")] if history.end == GAVE_UP else []
-    )
+    allowed = {"cancelled", "stop", "length"} if history.plan in ("leave", "cancel") else {"stop", "length"}
+    if set(finishes) - allowed:
+        return [_say(history, "lost", f"its record ends as {finishes}")]
+    if history.end == "cancelled" and "cancelled" not in finishes:
+        return [_say(history, "diverged", f"the record ends as {finishes}, the client was told that it is cancelled")]
+    return []

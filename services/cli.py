@@ -186,6 +186,14 @@ def simulate(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@app.command("chaos", context_settings=PASS_ON, add_help_option=False)
+def chaos(context: typer.Context) -> None:
+    """Start a stack, load it, hurt it at random, and check every answer (chaos --help)."""
+    from bench.chaos import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 def main() -> None:
     try:
         app()

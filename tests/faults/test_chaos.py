@@ -1,0 +1,187 @@
+"""The short form of the chaos run: a dozen faults under load, nothing lost, nothing twice. `make test-faults` is long.
+
+Its parts, too: the proxy, what is seen of a stack at rest, and that what dies is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from bench.chaos_checker import check_rest
+from bench.chaos_proxy import Proxy
+from bench.chaos_rest import SEQUENCES, observe, unfinished
+from bench.chaos_run import Result, Scenario, chaos
+from bench.chaos_stack import REDIS, SHARD, ChaosStack, free_ports, until
+from shared.keys import GROUP
+from shared.settings import DEMO_MODEL
+
+FAULTS = 12
+SEED = 20261120
+GAP_S = 2.5
+"""Between two faults. Recovery from one may last longer: then two are under way."""
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    scenario = Scenario(DEMO_MODEL, SEED, seconds=60.0 * FAULTS, faults=FAULTS, gap_s=GAP_S, clients=10)
+    directory = tmp_path_factory.mktemp("chaos")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(chaos(directory, scenario, print))
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_nothing_is_told_twice_and_the_stack_comes_back_to_rest(result: Result) -> None:
+    assert result.violations == []
+
+
+def test_every_fault_came_and_clients_felt_it(result: Result) -> None:
+    figures = result.figures()
+    assert sum(figures["faults"].values()) == FAULTS
+    assert figures["finished"] > FAULTS
+    assert figures["reconnects"] > 0
+    assert all(figures["clients"].values()), "a plan was never drawn"
+
+
+# What the harness itself sees and does
+
+
+@pytest.fixture
+async def redis_alone(tmp_path: Path) -> AsyncIterator[ChaosStack]:
+    """The Redis of a stack and nothing else, with stats of a scheduler at rest."""
+    stack = ChaosStack(tmp_path, DEMO_MODEL)
+    await stack.processes[REDIS].start()
+    try:
+        await until("Redis answers", stack.redis_answers, 20)
+        await stack.redis.hset(stack.keys.stats(SHARD), mapping=dict.fromkeys((*SEQUENCES, "blocks_cached"), "0"))
+        await stack.redis.hset(stack.keys.stats(SHARD), mapping={"blocks_free": "8", "blocks_total": "8"})
+        await stack.redis.expire(stack.keys.stats(SHARD), 60)
+        for stream in stack.keys.request_streams():
+            await stack.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        yield stack
+    finally:
+        await stack.__aexit__()
+
+
+async def _lose_an_ack(stack: ChaosStack) -> None:
+    stream = stack.keys.requests("low")
+    entry = await stack.redis.xadd(stream, {"r": b""})
+    await stack.redis.xreadgroup(GROUP, SHARD, {stream: ">"})
+    await stack.redis.xdel(stream, entry)
+
+
+async def _keep_an_entry(stack: ChaosStack) -> None:
+    await stack.redis.xadd(stack.keys.requests("high"), {"r": b""})
+
+
+async def _keep_a_record(stack: ChaosStack) -> None:
+    await stack.redis.set(stack.keys.out("a", 0), b"")
+
+
+async def _keep_a_block(stack: ChaosStack) -> None:
+    await stack.redis.hset(stack.keys.stats(SHARD), "blocks_free", "7")
+
+
+async def _miscount_the_queue(stack: ChaosStack) -> None:
+    await stack.redis.hset(stack.keys.queue, "tokens", -3)
+
+
+@pytest.mark.parametrize(
+    ("plant", "where"),
+    [
+        (_lose_an_ack, "pending low"),
+        (_keep_an_entry, "entries high"),
+        (_keep_a_record, "orcinus:{demo-model}:out:a:0"),
+        (_keep_a_block, "blocks"),
+        (_miscount_the_queue, "queue tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_is_left_in_a_real_redis_is_seen(
+    redis_alone: ChaosStack, plant: Callable[[ChaosStack], Awaitable[None]], where: str
+) -> None:
+    before = await observe(redis_alone)
+    assert check_rest(before, before) == []
+    await plant(redis_alone)
+    assert [found.where for found in check_rest(before, await observe(redis_alone))] == [where]
+
+
+async def test_a_process_that_is_killed_is_started_again_and_redis_has_what_it_had(redis_alone: ChaosStack) -> None:
+    redis = redis_alone.processes[REDIS]
+    await redis_alone.redis.hset(redis_alone.keys.req("a"), "state", "running")
+    before = redis.pid
+    redis.signal(signal.SIGKILL)
+
+    async def again() -> bool:
+        return redis.pid not in (0, before) and await redis_alone.redis_answers()
+
+    await until("Redis is back", again, 20)
+    assert redis.exits == [-signal.SIGKILL]
+    assert await unfinished(redis_alone) == ["a"]
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[Proxy]:
+    """A proxy in front of a server that says everything again."""
+
+    async def say_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    port, target = free_ports(2)
+    server = await asyncio.start_server(say_again, "127.0.0.1", target)
+    proxy = await Proxy(port, target).start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
+        server.close()
+
+
+async def said_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
+    writer.write(data)
+    async with asyncio.timeout(20):
+        return await reader.readexactly(len(data))
+
+
+async def test_a_proxy_that_is_slow_or_sends_byte_by_byte_loses_nothing(echo: Proxy) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+    data = random.Random(1).randbytes(300_000)
+    assert await said_again(reader, writer, data) == data
+    echo.latency_s, echo.byte_by_byte = 0.01, True
+    assert await said_again(reader, writer, data) == data
+    writer.close()
+
+
+async def test_a_proxy_that_is_cut_resets_and_takes_the_next_one(echo: Proxy) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+    assert await said_again(reader, writer, b"before") == b"before"
+    echo.cut()
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+    assert await said_again(reader, writer, b"after") == b"after"
+    writer.close()
+
+
+async def test_a_half_open_connection_is_silent_and_dead_when_the_proxy_heals(echo: Proxy) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+    assert await said_again(reader, writer, b"before") == b"before"
+    echo.go_silent()
+    writer.write(b"into the void")
+    late, late_writer = await asyncio.open_connection("127.0.0.1", echo.port)
+    late_writer.write(b"nor this")
+    echo.heal()
+    async with asyncio.timeout(20):
+        for one in (reader, late):
+            with contextlib.suppress(ConnectionResetError):
+                assert await one.read() == b""

@@ -1,0 +1,222 @@
+"""The chaos checker: a run without fault is green, and each kind of planted bug turns it red."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+
+from bench.chaos_checker import MORE_FDS, check, check_epochs, check_rest
+from bench.chaos_history import Connection, Event, History, Injected, Outcome, Rest
+from bench.chaos_run import pauses
+
+TOKENS = [[5, 6, 7, 8, 9], [11, 12, 13]]
+EXPECTED = {"two": Outcome(TOKENS, ["abcde", "xyz"], ["length", "stop"], {"completion_tokens": 8})}
+RECORD = {"state": "finished", "finish": "2,1", "output_tokens": "8"}
+
+
+def event(choice: int, ids: list[int], text: str, position: str, finish: str = "", at_s: float = 0.0) -> Event:
+    return Event(at_s, choice, ids, text, finish, position)
+
+
+def good() -> History:
+    """Two choices over three connections: the first is cut, the second handed over, the third told to the end."""
+    first = [event(0, [5, 6], "ab", "1.-2", at_s=1.0), event(1, [11], "", "1.0", at_s=1.1)]
+    second = [event(0, [7], "c", "2.0", at_s=4.0)]
+    third = [
+        event(1, [12, 13], "xy", "2.2", at_s=4.1),
+        event(1, [], "z", "2.3", at_s=4.2),  # text that the end released
+        event(1, [], "", "2.4", "stop", at_s=4.2),
+        event(0, [8], "d", "3.4", at_s=4.3),
+        event(0, [9], "e", "5.4", at_s=4.4),
+        event(0, [], "", "6.4", "length", at_s=4.4),
+    ]
+    connections = [
+        Connection(0, 0.0, "", first, None, "cut"),
+        Connection(1, 2.0, "r:1.0", second, None, "handed_over"),
+        Connection(0, 3.0, "r:2.0", third, {"completion_tokens": 8}, "done"),
+    ]
+    return History(7, "two", 2, True, "stay", "", "r", connections, dict(RECORD))
+
+
+def cancelled() -> History:
+    history = good()
+    del history.connections[1:]
+    history.plan, history.connections[0].end = "cancel", "cancelled"
+    history.record = {"state": "finished", "finish": "3,3", "output_tokens": "4"}
+    return history
+
+
+def refused() -> History:
+    return History(8, "two", 2, True, "stay", connections=[Connection(0, 0.0, end="refused")])
+
+
+def kinds(*histories: History) -> set[str]:
+    return {violation.kind for violation in check(histories, EXPECTED)}
+
+
+@pytest.mark.parametrize("make", [good, cancelled, refused])
+def test_a_run_without_fault_is_green(make: Callable[[], History]) -> None:
+    assert check([make()], EXPECTED) == []
+
+
+def lose_a_token(history: History) -> None:
+    history.connections[1].events.clear()
+
+
+def lose_the_last_token(history: History) -> None:
+    history.connections[2].events[4].token_ids.clear()
+
+
+def lose_the_end(history: History) -> None:
+    history.connections[2].end = "gave_up"
+
+
+def lose_the_record(history: History) -> None:
+    history.record = {}
+
+
+def lose_the_ack(history: History) -> None:
+    history.record["state"] = "running"
+
+
+def fail(history: History) -> None:
+    history.connections[2].end = "generation_failed"
+
+
+def cancel_unasked(history: History) -> None:
+    history.connections[2].end = "cancelled"
+
+
+def double_a_token(history: History) -> None:
+    history.connections[1].events[0].token_ids.append(7)
+
+
+def double_an_event(history: History) -> None:
+    history.connections[2].events.insert(0, copy.deepcopy(history.connections[1].events[0]))
+
+
+def double_the_end(history: History) -> None:
+    history.connections.append(copy.deepcopy(history.connections[2]))
+
+
+def double_the_finish(history: History) -> None:
+    history.connections[2].events.append(copy.deepcopy(history.connections[2].events[-1]))
+
+
+def double_the_usage(history: History) -> None:
+    history.connections[1].usage = {"completion_tokens": 8}
+
+
+def change_a_token(history: History) -> None:
+    history.connections[2].events[0].token_ids[1] = 99
+
+
+def change_the_text(history: History) -> None:
+    history.connections[2].events[3].text = "D"
+
+
+def change_the_finish(history: History) -> None:
+    history.connections[2].events[-1].finish = "stop"
+
+
+def change_the_usage(history: History) -> None:
+    history.connections[2].usage = {"completion_tokens": 9}
+
+
+def change_the_recorded_finish(history: History) -> None:
+    history.record["finish"] = "2,3"
+
+
+def change_the_recorded_length(history: History) -> None:
+    history.record["output_tokens"] = "9"
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"),
+    [
+        *((edit, "lost") for edit in (lose_a_token, lose_the_last_token, lose_the_end, lose_the_record, lose_the_ack)),
+        *((edit, "lost") for edit in (fail, cancel_unasked)),
+        *((edit, "doubled") for edit in (double_a_token, double_an_event, double_the_end, double_the_finish)),
+        (double_the_usage, "doubled"),
+        *((edit, "diverged") for edit in (change_a_token, change_the_text, change_the_finish, change_the_usage)),
+        *((edit, "diverged") for edit in (change_the_recorded_finish, change_the_recorded_length)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value,
+)
+def test_a_planted_bug_is_found(edit: Callable[[History], None], kind: str) -> None:
+    history = good()
+    edit(history)
+    assert kind in kinds(history)
+
+
+def test_what_was_never_taken_up_is_lost_unless_it_was_refused() -> None:
+    history = refused()
+    history.connections[0].end = "internal_error"
+    assert kinds(history) == {"lost"}
+    history.connections.clear()
+    assert kinds(history) == {"lost"}
+
+
+def test_a_cancel_that_ends_as_an_error_is_lost() -> None:
+    history = cancelled()
+    history.connections[0].end = "record_lost"
+    assert kinds(history) == {"lost"}
+
+
+def test_a_cancelled_request_whose_record_failed_is_lost() -> None:
+    history = cancelled()
+    history.record["finish"] = "3,5"
+    assert kinds(history) == {"lost"}
+
+
+def test_two_requests_with_one_id_are_doubled() -> None:
+    other = good()
+    other.number = 9
+    assert kinds(good(), other) == {"doubled"}
+
+
+def rest() -> Rest:
+    return Rest(
+        blocks_free=64, blocks_total=64, sequences={"running": 0, "parked": 0}, queue={"tokens": 0},
+        entries={"normal": 0}, pending={"normal": 0}, lasting_keys=["orcinus:{m}:queue", "orcinus:{m}:requests:low"],
+        fds={"worker": 20}, rss_mib={"worker": 300.0},
+    )  # fmt: skip
+
+
+def test_a_stack_at_rest_is_green_also_where_a_process_is_new() -> None:
+    after = rest()
+    after.fds["gateway-1"], after.rss_mib["gateway-1"] = 999, 9999.0
+    assert check_rest(rest(), after) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "leak"),
+    [
+        ("blocks", {"blocks_free": 63}),
+        ("running", {"sequences": {"running": 1}}),
+        ("parked", {"sequences": {"parked": 1}}),
+        ("queue tokens", {"queue": {"tokens": -4}}),
+        ("entries normal", {"entries": {"normal": 1}}),
+        ("pending normal", {"pending": {"normal": 1}}),
+        ("orcinus:{m}:out:r:0", {"lasting_keys": ["orcinus:{m}:out:r:0"]}),
+        ("worker", {"fds": {"worker": 21 + MORE_FDS}}),
+        ("worker", {"rss_mib": {"worker": 600.0}}),
+    ],
+)
+def test_a_leak_is_found(where: str, leak: dict[str, object]) -> None:
+    after = rest()
+    for name, value in leak.items():
+        setattr(after, name, value)
+    assert [(found.kind, found.where) for found in check_rest(rest(), after)] == [("leaked", where)]
+
+
+def test_an_older_epoch_behind_a_newer_one_is_found() -> None:
+    assert check_epochs("steps", [3, 3, 4, 4, 9]) == []
+    assert [found.kind for found in check_epochs("steps", [3, 4, 3, 4])] == ["fenced"]
+
+
+def test_a_pause_belongs_to_every_fault_that_fell_into_it() -> None:
+    faults = [Injected("cut", "a", 2.0, 2.5), Injected("kill", "b", 3.9, 9.0), Injected("early", "c", 0.0, 0.9)]
+    assert pauses([good()], faults) == {"cut": 2.9, "kill": 2.9}
