@@ -1,4 +1,4 @@
-"""Everything that has to be measured on a GPU, in one run of under eight minutes.
+"""Everything that has to be measured on a GPU, in one run that stops before eight minutes are over.
 
     python -m bench.gpu --out DIR         runs part after part, each in a process of its own with a limit of its own
     python -m bench.gpu docs [RESULT]     rewrites the table of README.md from a result

@@ -65,7 +65,10 @@ def median_and_range(values: Sequence[float]) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """Cell -> figure -> median, low, high and n over the rounds whose cell counts; a disturbed one only where none was quiet."""
+    """Cell -> figure -> median, low, high and n over the rounds whose cell counts.
+
+    Those that other programs disturbed are left out where one was quiet.
+    """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in CELLS:
         cells = [round_["cells"][name] for round_ in rounds if name in round_["cells"]]
