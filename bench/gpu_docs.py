@@ -36,7 +36,9 @@ class Goal:
 def table(result: Result | None) -> str:
     """One row a goal; without a result, what is wanted."""
     if result is None:
-        about = "Not measured: no GPU was at hand. `python -m bench.gpu --out DIR` measures it, in eight minutes at most."
+        about = (
+            "Not measured: no GPU was at hand. `python -m bench.gpu --out DIR` measures it, in eight minutes at most."
+        )
     else:
         device = result["parts"]["probes"]["device"]["name"]
         about = f"{device}, {result['date'][:10]}, commit {result['commit']}, `{result['command']}`."
