@@ -163,7 +163,7 @@ class Dispatcher:
         control = queue_pb2.Control(stop=stop)
         self._command(
             (request_id, f"stop {choice}"),
-            lambda: self._control(request_id, "stop", control, gateway=self.gateway_id),
+            lambda: self._control(request_id, "stop", control, choice, at_token, gateway=self.gateway_id),
         )
 
     async def cancel_for(self, request_id: str, tenant: str) -> str:
@@ -262,9 +262,9 @@ class Dispatcher:
         self._put(job)
 
     async def _control(
-        self, request_id: str, kind: str, control: queue_pb2.Control, tenant: str = "", gateway: str = ""
+        self, request_id: str, kind: str, control: queue_pb2.Control, *more: int, tenant: str = "", gateway: str = ""
     ) -> str:
-        arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), gateway, tenant]
+        arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), gateway, tenant, *more]
         reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)
         return reply.decode()
 

@@ -172,7 +172,7 @@ class Generation:
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
             if stopped:
                 self.sink.end_choice(row.choice)
-                if not row.finish:
+                if row.finish != Finish.STOP:  # also behind an end of its own: the record is to say what was told
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count)
             if choice.finish_reason is not None:
                 beyond = self._had[row.choice] - choice.count  # see Position

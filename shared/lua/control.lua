@@ -1,13 +1,37 @@
 -- A gateway's command about one request: to the shard that runs it, or onto its record when none has claimed it.
--- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway, tenant ('' : not asked)
+-- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway, tenant ('' : not asked), and of
+--       stop: choice, tokens that stay
 -- gateway: who adopts; for the others, who must deliver the request for the command to count ('' : not asked)
 -- Returns sent | flagged | finished | unknown | forbidden | elsewhere
+
+-- The sequence had come to an end of its own before its stop string was found: its record keeps what counts.
+local function shorten(choice, length)
+  local ended = redis.call('HMGET', KEYS[1], 'finish', 'lengths')
+  local finish, lengths, output = {}, {}, 0
+  for reason in string.gmatch(ended[1], '%d+') do finish[#finish + 1] = reason end
+  for held in string.gmatch(ended[2], '%d+') do lengths[#lengths + 1] = tonumber(held) end
+  if not string.find('124', finish[choice + 1], 1, true) or length > lengths[choice + 1] then return end
+  finish[choice + 1], lengths[choice + 1] = '1', length
+  for _, held in ipairs(lengths) do output = output + held end
+  redis.call('HSET', KEYS[1], 'finish', table.concat(finish, ','), 'lengths', table.concat(lengths, ','),
+    'output_tokens', output)
+  local out = ARGV[1] .. 'out:' .. string.sub(KEYS[1], #ARGV[1] + #'req:' + 1) .. ':' .. choice
+  if redis.call('STRLEN', out) > 4 * length then
+    redis.call('SET', out, length == 0 and '' or redis.call('GETRANGE', out, 0, 4 * length - 1), 'KEEPTTL')
+  end
+end
+
 local record = redis.call('HMGET', KEYS[1], 'state', 'shard', 'tenant', 'gateway', 'former')
 if not record[1] then return 'unknown' end
 if ARGV[5] ~= '' and ARGV[5] ~= record[3] then return 'forbidden' end
-if record[1] == 'finished' then return 'finished' end
+if record[1] == 'finished' then
+  if ARGV[2] == 'stop' then shorten(tonumber(ARGV[6]), tonumber(ARGV[7])) end
+  return 'finished'
+end
 if ARGV[2] ~= 'adopt' and ARGV[4] ~= '' and ARGV[4] ~= record[4] then return 'elsewhere' end
 if ARGV[2] == 'cancel' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
+-- The scheduler may have let the sequence end, and not have written so yet: publish looks here.
+if ARGV[2] == 'stop' then redis.call('HSET', KEYS[1], 'stop:' .. ARGV[6], ARGV[7]) end
 if ARGV[2] == 'adopt' then
   -- The last tokens may be nowhere but in the stream of a gateway before: whoever takes the shard reads them all.
   local former = record[5] or ' '

@@ -63,16 +63,25 @@ for _ = 1, tonumber(arg()) do
   end
 end
 
+-- How a choice ended and with how many tokens. A stop string that its gateway found may have come too late for the core.
+local function ending(record, choice, finish, length)
+  local at = tonumber(redis.call('HGET', record, 'stop:' .. choice) or nil)
+  if at and at <= length and string.find('124', finish, 1, true) then return '1', at end
+  return finish, length
+end
+
 for _ = 1, tonumber(arg()) do
-  local id, stream, entry, finish = arg(), arg(), arg(), arg()
+  local id, stream, entry, given = arg(), arg(), arg(), arg()
   local prompt, lengths, failure = tonumber(arg()), arg(), arg()
   local key = prefix .. 'req:' .. id
   local record = redis.call('HMGET', key, 'state', 'started_ms', 'tokens', 'class', 'bucket', 'cost')
-  local output, choice = 0, 0
+  local output, reasons, counts = 0, {}, {}
+  local reason = string.gmatch(given, '%d+')
   for length in string.gmatch(lengths, '%d+') do
-    output = output + tonumber(length)
-    trim(prefix .. 'out:' .. id .. ':' .. choice, tonumber(length), kept)
-    choice = choice + 1
+    local choice = #counts
+    reasons[choice + 1], counts[choice + 1] = ending(key, choice, reason(), tonumber(length))
+    output = output + counts[choice + 1]
+    trim(prefix .. 'out:' .. id .. ':' .. choice, counts[choice + 1], kept)
   end
   redis.call('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
@@ -85,8 +94,8 @@ for _ = 1, tonumber(arg()) do
         redis.call('HINCRBYFLOAT', record[5], 'tokens', math.max(0, tonumber(record[6]) - prompt - output))
       end
     end
-    redis.call('HSET', key, 'state', 'finished', 'finish', finish, 'prompt_tokens', prompt, 'output_tokens', output,
-      'lengths', lengths, 'error', failure, 'ended_ms', now)
+    redis.call('HSET', key, 'state', 'finished', 'finish', table.concat(reasons, ','), 'prompt_tokens', prompt,
+      'output_tokens', output, 'lengths', table.concat(counts, ','), 'error', failure, 'ended_ms', now)
     redis.call('PEXPIRE', key, kept)
   end
 end

@@ -202,6 +202,32 @@ def test_a_stopped_choice_keeps_what_counts_while_the_others_go_on(within: Calla
     within(body)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the end is written", "behind it"])
+def test_a_stop_string_found_behind_the_end_of_a_choice_shortens_the_record(
+    within: Callable[[Body], None], late: bool
+) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        await enqueue(scripts, "r")
+        epoch = await lease(scripts, "acquire")
+        (stream, entry), *_ = await claim(client, scripts, epoch)
+        tokens = np.arange(6, dtype="<i4").tobytes()
+        outputs = [part for choice in range(3) for part in ("r", choice, 0, tokens, 2, 6)]
+        end = publication(epoch, [], outputs, ["r"], ["r", stream, entry, "2,3,2", 10, "6,6,6", ""])
+        if late:
+            await publish(scripts, end)
+        for choice, at in ((0, 4), (1, 4), (2, 6)):
+            arguments: list[Any] = [KEYS.prefix, "stop", b"command", "g", "", choice, at]
+            assert await scripts.control([KEYS.req("r")], arguments) == (b"finished" if late else b"sent")
+        if not late:
+            await publish(scripts, end)
+        found = await client.hmget(KEYS.req("r"), ["finish", "lengths", "output_tokens"])
+        assert found == [b"1,3,1", b"4,6,6", b"16"]  # a cancelled choice stays so
+        assert [len(await client.get(KEYS.out("r", choice))) for choice in range(3)] == [16, 24, 24]
+        assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
+
+    within(body)
+
+
 def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Callable[[Body], None]) -> None:
     async def body(client: Redis, scripts: Scripts) -> None:
         async def cancel(tenant: str = "", gateway: str = "") -> bytes:

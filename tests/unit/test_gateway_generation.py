@@ -127,6 +127,16 @@ def generation(**changes: Any) -> tuple[Generation, Sink, Recorded]:
     return Generation(request, model(), sink, commands, Metrics(), 0.0), sink, commands
 
 
+@pytest.mark.parametrize(("finish", "told"), [(0, True), (1, False), (2, True), (4, True)])
+def test_a_stop_string_in_the_last_row_is_told_unless_it_ended_as_a_stop(finish: int, told: bool) -> None:
+    running, sink, commands = generation(stop=["fox"])
+    tokens = model().encode("a fox")
+    sink.offer(Row(0, tokens, finish=finish), 0)
+    deltas = asyncio.run(running.next())
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a ", "stop")]
+    assert commands.stops == ([(0, len(tokens))] if told else [])
+
+
 def test_a_finished_request_is_closed_without_a_cancel_and_once() -> None:
     running, sink, commands = generation()
     sink.offer(Row(0, [60], finish=2), 0)
@@ -146,14 +156,6 @@ def test_an_unfinished_request_is_cancelled_with_the_reason() -> None:
         asyncio.run(failed.next())
     failed.close()
     assert commands.closed == ["too slow"]
-
-
-def test_a_stop_string_in_the_last_row_stops_nothing_that_has_ended() -> None:
-    running, sink, commands = generation(stop=["fox"])
-    sink.offer(Row(0, model().encode("a fox"), finish=2), 0)
-    deltas = asyncio.run(running.next())
-    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a ", "stop")]
-    assert commands.stops == []
 
 
 def test_rows_of_a_choice_after_its_stop_string_are_late() -> None:
