@@ -258,7 +258,10 @@ class Engine:
             marks = Marks(self._last_end, self._ops.mark())
             with self._lock:
                 flight, batch = self._begin(step, marks, queued_ns)
-            logits = None if batch is None else self._forward(batch)
+            prepared = None if batch is None else self._ops.prepare(batch, self._cache)
+            if self._ops.overlaps:
+                marks.start = self._ops.mark()  # a device that has waited for the host until here was idle
+            logits = None if prepared is None else self._compiled(prepared)
             marks.forwarded = self._ops.mark()
             if logits is not None:
                 self._sample(flight, logits)
@@ -318,10 +321,6 @@ class Engine:
         batch = table.batch(chunks)
         table.computed_through(chunks)
         return flight, batch
-
-    def _forward(self, batch: Batch) -> Tensor:
-        """[R, vocab] float32."""
-        return self._compiled(self._ops.prepare(batch, self._cache))
 
     def _sample(self, flight: Flight, logits: Tensor) -> None:
         """Begins to draw one token for each slot that samples."""

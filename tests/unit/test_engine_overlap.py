@@ -285,8 +285,18 @@ def test_a_step_that_only_copies_waits_for_its_copies_when_nothing_follows(engin
 def test_timings_are_the_devices_and_idle_is_between_flights(
     engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = iter([10, 40, 50, 50, 90, 100, 160, 170, 200])  # start, forwarded, ended of each
-    monkeypatch.setattr(engine._ops, "mark", lambda: next(points))
+    clock = 0
+
+    def later(ns: int) -> int:
+        nonlocal clock
+        clock += ns
+        return clock
+
+    prepare = engine._ops.prepare
+    monkeypatch.setattr(engine._ops, "mark", lambda: later(1))
+    monkeypatch.setattr(engine._ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
+    monkeypatch.setattr(engine, "_compiled", lambda given, run=engine._compiled: (later(30), run(given))[1])
+    monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
     prompt = reference.prompts[0]
     ahead = Ahead(engine)
     flights = [ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]
@@ -295,4 +305,4 @@ def test_timings_are_the_devices_and_idle_is_between_flights(
     results += [ahead.finish(flight) for flight in flights[1:]]
     names = ("idle_ns", "forward_ns", "sample_ns", "total_ns")
     found = [tuple(getattr(result.timings, name) for name in names) for result in results]
-    assert found == [(0, 30, 10, 40), (0, 40, 10, 50), (60, 10, 30, 40)]
+    assert found == [(0, 31, 10, 41)] + [(102, 31, 10, 41)] * 2, "what the host prepares is no step of the device's"
