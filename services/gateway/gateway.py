@@ -152,7 +152,12 @@ class Gateway:
         """
         if last_event and spec.survives_client:  # it had a part: to begin anew would tell that twice
             return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
-        self.admit(spec)
+        try:
+            self.admit(spec)
+        except ApiError:
+            if not (spec.survives_client and await self.dispatcher.record(spec.id)):
+                raise
+            return await self.resume(spec.id, tenant, started, same_as=spec)  # no new work
         sink = Sink(spec.id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
         try:

@@ -134,6 +134,24 @@ async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_clie
     (await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)).close()
 
 
+async def test_an_answer_that_is_there_is_given_also_while_new_work_is_refused(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)).close()
+
+    def refuse(spec: GenerationSpec) -> None:
+        raise ApiError(429, "it is late", code="deadline_unreachable")
+
+    monkeypatch.setattr(gateway, "admit", refuse)
+    again = await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)
+    assert gateway.dispatcher.sinks == {again.spec.id: again.sink}
+    again.close()
+    other = await named(gateway)
+    other.id = "cmpl-new"
+    with pytest.raises(ApiError, match="it is late"):
+        await gateway.begin(other, ANONYMOUS, b"", 0.0)
+
+
 async def test_who_has_read_a_part_is_not_told_another_answer_when_the_request_is_forgotten(gateway: Gateway) -> None:
     spec = await named(gateway)
     with pytest.raises(ApiError) as refused:
