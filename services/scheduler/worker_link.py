@@ -182,12 +182,17 @@ NO_REQUEST_S_DOING = (
     grpc.StatusCode.ABORTED,  # another Run took its place
 )
 
+SILENT = "ping timeout"
+"""gRPC's words for a keepalive without an answer. A process that a step kills closes its connection; one whose step
+hangs still answers."""
+
 
 def of_a_step(error: BaseException) -> bool:
     """May a step be what the worker was lost with? A refused or replaced Run, a worker that was stopped and said so,
-    and a tripped watchdog are nobody's doing; nor is an answer to another step."""
+    one whose whole process or machine is silent, and a tripped watchdog are nobody's doing; nor is an answer to
+    another step."""
     if isinstance(error, grpc.aio.AioRpcError):
-        return error.code() not in NO_REQUEST_S_DOING
+        return error.code() not in NO_REQUEST_S_DOING and SILENT not in (error.details() or "")
     return isinstance(error, (StepFailedError, ValueError))
 
 
