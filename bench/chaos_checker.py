@@ -49,6 +49,13 @@ def check(histories: Iterable[History], undisturbed: Mapping[str, Outcome]) -> l
     return found
 
 
+def agrees(history: History) -> bool:
+    """Does the record say what the client was told? It may do so a little later: a stop string shortens it."""
+    told = _Told(history)
+    told.read()
+    return not _record(history, told)
+
+
 def check_rest(before: Rest, after: Rest) -> list[Violation]:
     """Everything that did not come back to what it was before the faults."""
     found = [Violation("leaked", name, f"{count} at rest") for name, count in after.sequences.items() if count]
@@ -173,23 +180,21 @@ def _compare(history: History, told: _Told, expected: Outcome) -> list[Violation
 
 
 def _record(history: History, told: _Told) -> list[Violation]:
-    """The record in Redis ends as the client was told: as done, or as cancelled by who left or asked for it."""
+    """The record in Redis ends as the client was told. Who cancels may get the whole answer all the same."""
     record = history.record
     if record.get("state") != "finished":
         return [_say(history, "lost", f"its record is {record.get('state', 'gone')} after the end")]
     finishes = [FINISHES.get(number, number) for number in record.get("finish", "").split(",")]
-    if history.end == DONE:
-        if finishes != told.finishes:
-            return [_say(history, "diverged", f"the record ends as {finishes}, the client was told {told.finishes}")]
-        count = sum(map(len, told.tokens))
-        if int(record.get("output_tokens", -1)) != count:
-            return [
-                _say(history, "diverged", f"the record has {record.get('output_tokens')} tokens, the client {count}")
-            ]
-        return []
     allowed = {"cancelled", "stop", "length"} if history.plan in ("leave", "cancel") else {"stop", "length"}
     if set(finishes) - allowed:
         return [_say(history, "lost", f"its record ends as {finishes}")]
     if history.end == "cancelled" and "cancelled" not in finishes:
         return [_say(history, "diverged", f"the record ends as {finishes}, the client was told that it is cancelled")]
+    if history.end != DONE or "cancelled" in finishes:
+        return []
+    if finishes != told.finishes:
+        return [_say(history, "diverged", f"the record ends as {finishes}, the client was told {told.finishes}")]
+    recorded, count = record.get("output_tokens"), sum(map(len, told.tokens))
+    if recorded != str(count):
+        return [_say(history, "diverged", f"the record has {recorded} tokens, the client {count}")]
     return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import Any
 
 import psutil
 
@@ -38,7 +39,7 @@ async def observe(stack: ChaosStack) -> Rest:
     )
 
 
-def _processes(stack: ChaosStack) -> dict[str, dict[str, float]]:
+def _processes(stack: ChaosStack) -> dict[str, Any]:
     processes = {name: psutil.Process(service.pid) for name, service in stack.processes.items() if service.pid}
     return {
         "fds": {name: process.num_fds() for name, process in processes.items()},
@@ -62,13 +63,17 @@ async def settled(stack: ChaosStack, seconds: float) -> Rest:
         await asyncio.sleep(0.1)
 
 
-async def unfinished(stack: ChaosStack) -> list[str]:
-    """Ids of requests that wait or run."""
+async def unfinished(stack: ChaosStack) -> list[tuple[str, str]]:
+    """Requests that wait or run, by id, with the gateway that delivers each."""
     prefix = stack.keys.req("")
     records = [key async for key in stack.redis.scan_iter(match=f"{prefix}*", count=1000)]
-    states = [await stack.redis.hget(record, "state") for record in records]
-    waiting = [record for record, state in zip(records, states, strict=True) if state != b"finished"]
-    return [record.decode().removeprefix(prefix) for record in waiting]
+    fields = [await stack.redis.hmget(record, ["state", "gateway"]) for record in records]
+    rows = zip(records, fields, strict=True)
+    return [
+        (record.decode().removeprefix(prefix), gateway.decode())
+        for record, (state, gateway) in rows
+        if state not in (None, b"finished")
+    ]
 
 
 async def epochs(stack: ChaosStack) -> dict[str, list[int]]:

@@ -16,16 +16,17 @@ from typing import Any
 
 import aiohttp
 
-from bench.chaos_checker import Violation, check, check_epochs, check_rest
+from bench.chaos_checker import Violation, agrees, check, check_epochs, check_rest
 from bench.chaos_faults import Faults
 from bench.chaos_history import DONE, History, Injected, Outcome, Rest
 from bench.chaos_load import Load, Template, templates, undisturbed, with_stop
 from bench.chaos_rest import epochs, settled, unfinished
-from bench.chaos_stack import ChaosStack, until
+from bench.chaos_stack import GATEWAYS, ChaosStack, until
 
 RECORD_S = 40.0
-"""After its client has everything, a request's record must be finished within this time."""
+"""After its client has everything, a request's record must say the same within this time."""
 SETTLE_S = 40.0
+LEAVE_S = 10.0
 SETTINGS = {
     "device": "cpu", "dtype": "float32", "kernels": "cpu", "deterministic": "true", "threads": 1, "max_seqs": 16,
     "kv_blocks": 400, "watchdog_s": 3, "keepalive_s": 1, "drain_s": 0.5,
@@ -116,6 +117,7 @@ class _Run:
         self._before: Rest | None = None
         self._faults = Faults(stack, scenario.seed)
         self._abandoned = 0
+        self._violations: list[Violation] = []
 
     async def undisturbed(self) -> None:
         """What each template gives, and what the stack holds at rest."""
@@ -123,7 +125,7 @@ class _Run:
         for template in templates(self._stack.name, self._scenario.tokens, self._scenario.seed):
             await self._learn(template)
             stopped = with_stop(template, self._outcomes[template.name])
-            if stopped is not None and template.choices == 1:
+            if stopped is not None and template.choices <= 2:
                 await self._learn(stopped)
         self._before = await settled(self._stack, SETTLE_S)
         self._say(f"{len(self._templates)} templates undisturbed in {time.monotonic() - begun:.1f} s")
@@ -148,12 +150,12 @@ class _Run:
         await self._finish_records()
 
     def _record(self, history: History) -> None:
-        """Follows a request's record until it says that the request has ended."""
+        """Follows a request's record until it says what the client was told."""
         if history.accepted:
             self._recording[history.number] = asyncio.create_task(self._follow(history))
 
     async def _follow(self, history: History) -> None:
-        while history.record.get("state") != "finished":
+        while not agrees(history):
             history.record = await self._stack.hash(self._stack.keys.req(history.request)) or history.record
             await asyncio.sleep(0.25)
 
@@ -163,7 +165,10 @@ class _Run:
         if kept:
             await asyncio.wait(kept, timeout=RECORD_S)
         wanted = {history.request for history in self._histories if self._comes_back(history)}
-        left = [request for request in await unfinished(self._stack) if request not in wanted]
+        left = await self._left(wanted)
+        for request, gateway in left.items():
+            if self._lives(gateway):
+                self._violations.append(Violation("leaked", request, f"goes on at {gateway}, though its client left"))
         self._abandoned = len(left)
         for request in left:
             await until(f"{request} is cancelled", lambda request=request: self._cancel(request), RECORD_S)
@@ -171,6 +176,19 @@ class _Run:
             _, late = await asyncio.wait(self._recording.values(), timeout=RECORD_S)
             for task in late:
                 task.cancel()
+
+    async def _left(self, wanted: set[str]) -> dict[str, str]:
+        """Requests that go on for nobody, with who delivers them: a gateway that lives cancels such within LEAVE_S."""
+        end = time.monotonic() + LEAVE_S
+        while True:
+            found = {request: gateway for request, gateway in await unfinished(self._stack) if request not in wanted}
+            if time.monotonic() > end or not any(map(self._lives, found.values())):
+                return found
+            await asyncio.sleep(0.25)
+
+    def _lives(self, gateway: str) -> bool:
+        """Is this gateway's process (its id holds the pid) one of those that run?"""
+        return int(gateway.rsplit("-", 2)[1]) in {self._stack.processes[name].pid for name in GATEWAYS}
 
     @staticmethod
     def _comes_back(history: History) -> bool:
@@ -184,7 +202,7 @@ class _Run:
         """The stack at rest, once clients hold no connection any more, and everything judged."""
         after = await settled(self._stack, SETTLE_S)
         before = self._before or after
-        violations = [*check(self._histories, self._outcomes), *check_rest(before, after)]
+        violations = [*self._violations, *check(self._histories, self._outcomes), *check_rest(before, after)]
         for witness, seen in (await epochs(self._stack)).items():
             violations += check_epochs(witness, seen)
         exits = {name: process.exits for name, process in self._stack.processes.items()}

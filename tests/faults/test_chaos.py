@@ -115,7 +115,7 @@ async def test_what_is_left_in_a_real_redis_is_seen(
 
 async def test_a_process_that_is_killed_is_started_again_and_redis_has_what_it_had(redis_alone: ChaosStack) -> None:
     redis = redis_alone.processes[REDIS]
-    await redis_alone.redis.hset(redis_alone.keys.req("a"), "state", "running")
+    await redis_alone.redis.hset(redis_alone.keys.req("a"), mapping={"state": "running", "gateway": "g"})
     before = redis.pid
     redis.signal(signal.SIGKILL)
 
@@ -124,7 +124,7 @@ async def test_a_process_that_is_killed_is_started_again_and_redis_has_what_it_h
 
     await until("Redis is back", again, 20)
     assert redis.exits == [-signal.SIGKILL]
-    assert await unfinished(redis_alone) == ["a"]
+    assert await unfinished(redis_alone) == [("a", "g")]
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def change_the_usage(history: History) -> None:
 
 
 def change_the_recorded_finish(history: History) -> None:
-    history.record["finish"] = "2,3"
+    history.record["finish"] = "2,2"
 
 
 def change_the_recorded_length(history: History) -> None:
@@ -168,6 +168,15 @@ def test_a_cancel_that_ends_as_an_error_is_lost() -> None:
 def test_a_cancelled_request_whose_record_failed_is_lost() -> None:
     history = cancelled()
     history.record["finish"] = "3,5"
+    assert kinds(history) == {"lost"}
+
+
+def test_who_cancels_may_get_the_whole_answer_and_nobody_else() -> None:
+    history = good()
+    history.record["finish"] = "2,3"
+    history.plan = "cancel"
+    assert kinds(history) == set()
+    history.plan = "stay"
     assert kinds(history) == {"lost"}
 
 
