@@ -27,6 +27,7 @@ RECORD_S = 40.0
 """After its client has everything, a request's record must say the same within this time."""
 SETTLE_S = 40.0
 LEAVE_S = 10.0
+SEVERAL = "several"
 SETTINGS = {
     "device": "cpu", "dtype": "float32", "kernels": "cpu", "deterministic": "true", "threads": 1, "max_seqs": 16,
     "kv_blocks": 400, "watchdog_s": 3, "keepalive_s": 1, "drain_s": 0.5,
@@ -79,15 +80,16 @@ class Result:
 
 
 def pauses(histories: list[History], faults: list[Injected]) -> dict[str, float]:
-    """By kind of fault, the longest time between two tokens of a stream that the fault fell into. Where two faults
-    fell into one pause, it counts for both."""
+    """By kind of fault, the longest time between two tokens of a stream that the fault fell into; `several` where more
+    than one did."""
     longest: dict[str, float] = {}
     for history in histories:
         times = [event.at_s for event in history.events() if event.token_ids and event.position is not None]
         for begin, end in pairwise(times):
-            for fault in faults:
-                if begin < fault.over_s and end > fault.at_s:
-                    longest[fault.kind] = round(max(longest.get(fault.kind, 0.0), end - begin), 3)
+            hit = [fault.kind for fault in faults if begin < fault.over_s and end > fault.at_s]
+            if hit:
+                name = hit[0] if len(hit) == 1 else SEVERAL
+                longest[name] = round(max(longest.get(name, 0.0), end - begin), 3)
     return dict(sorted(longest.items()))
 
 

@@ -226,6 +226,7 @@ def test_an_older_epoch_behind_a_newer_one_is_found() -> None:
     assert [found.kind for found in check_epochs("steps", [3, 4, 3, 4])] == ["fenced"]
 
 
-def test_a_pause_belongs_to_every_fault_that_fell_into_it() -> None:
-    faults = [Injected("cut", "a", 2.0, 2.5), Injected("kill", "b", 3.9, 9.0), Injected("early", "c", 0.0, 0.9)]
-    assert pauses([good()], faults) == {"cut": 2.9, "kill": 2.9}
+def test_a_pause_belongs_to_the_fault_that_fell_into_it_or_to_several() -> None:
+    early, cut, kill = Injected("early", "c", 0.0, 0.9), Injected("cut", "a", 2.0, 2.5), Injected("kill", "b", 3.9, 9.0)
+    assert pauses([good()], [early, cut]) == {"cut": 2.9}
+    assert pauses([good()], [early, cut, kill]) == {"kill": 0.2, "several": 2.9}
