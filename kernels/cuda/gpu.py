@@ -197,4 +197,4 @@ def demand_gpu(index: int) -> None:
     try:
         import cupy  # noqa: F401
     except ImportError as error:
-        raise CudaError(f"CuPy is not installed (pip install 'orcinus[cuda]'): {error}") from error
+        raise CudaError(loader.WITHOUT_CUPY.format(error)) from error

@@ -31,7 +31,7 @@ OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--w
 KEPT = 128
 """Files in the cache; the oldest go."""
 
-WITHOUT_CUPY = "CuPy is not installed (pip install 'orcinus[cuda]'): {}"
+WITHOUT_CUPY = "CuPy is not installed (make install DEVICE=cuda, or pip install cupy-cuda13x): {}"
 
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_.._SHARED_SIZE_BYTES of the driver's API
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin of the runtime's

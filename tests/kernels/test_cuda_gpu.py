@@ -95,7 +95,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_a_remedy(
 
 def test_a_missing_cupy_is_named(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     without_cupy(monkeypatch)
-    with pytest.raises(CudaError, match=r"CuPy is not installed \(pip install"):
+    with pytest.raises(CudaError, match=r"CuPy is not installed \(make install DEVICE=cuda"):
         CudaDevice()
 
 

@@ -160,9 +160,9 @@ def test_an_image_without_a_compiler_runs_and_says_what_other_architectures_need
     assert "nvidia-cuda-nvrtc" in said and ", ".join(ARCHITECTURES) in said
 
 
-def test_without_cupy_the_extra_is_named(image: Path) -> None:
+def test_without_cupy_what_installs_it_is_named(image: Path) -> None:
     said = without(image, "sm_90", ("cupy", "cupy_backends", "cupy_backends.cuda.libs"), "")
-    assert said.startswith("CudaError: ") and "CuPy is not installed (pip install 'orcinus[cuda]')" in said
+    assert said.startswith("CudaError: ") and "CuPy is not installed (make install DEVICE=cuda" in said
 
 
 def test_a_source_that_does_not_compile_ends_the_image(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
