@@ -27,6 +27,7 @@ from typing import Any
 
 from bench.gpu_context import Context
 from bench.machine import ROOT, commit, machine, versions
+from shared.errors import ConfigurationError
 
 TOTAL_S = 470.0
 PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf", "transformers")
@@ -74,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     context = Context(options.device, options.quick, options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part:
-        return run_part(next(part for part in PARTS if part.name == options.part), context)
+        try:
+            return run_part(next(part for part in PARTS if part.name == options.part), context)
+        except ConfigurationError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
     return run_all(chosen, context, ["python", "-m", "bench.gpu", *given])
 

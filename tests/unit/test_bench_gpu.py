@@ -96,9 +96,18 @@ def test_a_part_that_hangs_or_fails_is_named_and_the_others_go_on(tmp_path: Path
     assert gpu.run_all(parts, context, ["python", "-m", "bench.gpu"]) == 1
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["parts"]["compile"]["error"] == "longer than 0.2 s"
-    assert "ConfigurationError" in result["parts"]["probes"]["error"]  # there is no GPU
+    assert result["parts"]["probes"]["error"].startswith("exit 2: error: ")  # there is no GPU
     assert "peaks" not in result["parts"]["probes"]
     assert result["command"] == "python -m bench.gpu" and result["versions"]["torch"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a build for CUDA")
+def test_a_machine_that_cannot_be_measured_is_told_why_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--out", str(tmp_path), "--part", "probes"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: torch") and "is a build without CUDA" in said and said.count("\n") == 1
 
 
 def test_every_part_is_there_to_be_called() -> None:
