@@ -170,7 +170,7 @@ def test_an_exception_in_the_engine_is_an_answer_and_not_the_end(
 
     run = Client(channel, epoch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_forward", broken)
+        patch.setattr(engine, "_compiled", broken)
         run.send(1, **first_step(reference.prompts[0], 24))
         assert next(run.call).error == "MemoryError: no memory left for the batch"
     again = Client(channel, epoch=1)
