@@ -252,7 +252,7 @@ class Dispatcher:
     def _put_command(self, command: Command) -> None:
         async def job() -> None:
             try:
-                await command.send()
+                await command.say()
             except Unreachable as error:
                 self._cluster.note_unreachable(str(error) or type(error).__name__)
                 self._retries.keep(command)

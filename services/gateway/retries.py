@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from redis.exceptions import ConnectionError as RedisConnectionError
+
 log = logging.getLogger("orcinus.gateway")
 
 MOST_KEPT = 65_536
@@ -25,6 +27,14 @@ class Command:
     key: tuple[str, str]  # request id, kind
     send: Callable[[], Awaitable[Any]]
     refusals: int = 0
+
+    async def say(self) -> None:
+        """Twice at most: a connection that Redis closed shows only at its first use, and a command that is said twice
+        does no harm. Until the next round this process could be gone, and the command with it."""
+        try:
+            await self.send()
+        except RedisConnectionError:
+            await self.send()
 
 
 class Retries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import tempfile
@@ -12,7 +13,9 @@ from typing import Any
 
 import orjson
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.gateway import retries
 from services.gateway.api_types import CompletionBody, DetokenizeBody
@@ -43,6 +46,33 @@ def dispatcher(url: str = "") -> tuple[Dispatcher, Cluster]:
     cluster = Cluster(settings, "gateway-1", LIMITS)
     cluster.redis_error = ""
     return Dispatcher(settings, "gateway-1", cluster, Metrics()), cluster
+
+
+# Commands
+
+
+@pytest.mark.parametrize(
+    ("errors", "tries"),
+    [
+        ([RedisConnectionError("closed")], 2),
+        ([RedisConnectionError("closed"), RedisConnectionError("refused")], 2),
+        ([RedisTimeoutError("silent")], 1),
+    ],
+    ids=["closed", "away", "silent"],
+)
+def test_a_command_is_said_again_at_once_where_its_connection_was_closed(errors: list[Exception], tries: int) -> None:
+    said: list[str] = []
+    coming = iter(errors)
+
+    async def send() -> None:
+        said.append("stop")
+        if error := next(coming, None):
+            raise error
+
+    ends_well = len(errors) < tries
+    with contextlib.nullcontext() if ends_well else pytest.raises(type(errors[0])):
+        asyncio.run(Command(("r", "stop 0"), send).say())
+    assert len(said) == tries
 
 
 # Jobs
