@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.core import Core
+from services.scheduler.core.presets import DELAY_NS
 from services.scheduler.core.types import Enter, Finish, Limits, NewRequest, Outcome, StepPlan, StepResult
 
 VOCAB = 23
 MASK = (1 << 61) - 1
 MS = 1_000_000
+STEP_NS = 10 * MS
 
 
 def chain(h: int, token: int) -> int:
@@ -282,10 +284,12 @@ class House:
         for replica in list(self.workers):
             self.answer(replica)
             self.core.check()
-        self.now += 10 * MS
+        self.now += STEP_NS
 
     def finish(self, bound: int = 20_000) -> int:
-        """Runs until nothing is left; returns the rounds. Fails when the core stands still with work to do."""
+        """Runs until nothing is left; returns the rounds. Fails when the core stands still with work to do, for longer
+        than request-level batching waits for a batch to fill."""
+        moved_ns = self.now
         for rounds in range(bound):
             if self.core.idle:
                 assert self.core.unfinished == 0 and set(self.ended) == set(self.requests)
@@ -293,8 +297,9 @@ class House:
             before = (self.core.stats()["iteration"], self.core.unfinished)
             inflight = sum(len(w.queue) for w in self.workers.values())
             self.step_once()
-            moved = (self.core.stats()["iteration"], self.core.unfinished) != before
-            assert moved or inflight or self.core.idle, "the core stands still"
+            if inflight or (self.core.stats()["iteration"], self.core.unfinished) != before:
+                moved_ns = self.now
+            assert self.now - moved_ns <= DELAY_NS + STEP_NS or self.core.idle, "the core stands still"
         raise AssertionError(f"not finished after {bound} rounds")
 
 
