@@ -36,4 +36,5 @@ def test_concurrent_requests_on_an_emulated_gpu_get_transformers_tokens(tmp_path
         settled = stack.settled()
         assert settled["blocks"] == settled["total"] == 9
         assert stack.stats()["backend"] == "emulator"
-        assert int(until("swaps are told", lambda: stack.stats().get("swapped_blocks"))) > 0
+        # Statistics are written once a second: those that settled() saw may be older than the load.
+        until("swaps are told", lambda: int(stack.stats().get("swapped_blocks", "0")) > 0)
