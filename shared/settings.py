@@ -36,12 +36,18 @@ class CommonSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// address of Redis")
+    redis_username: str = Field("", description="Redis ACL user, when the URL carries none; empty: the default user")
     redis_password: SecretStr | None = Field(None, description="password, when the URL carries none")
+    redis_ca: Path | None = Field(None, description="file with the CA that signed Redis's certificate, for rediss://")
     model: Path = Field(DEMO_MODEL, description="Hugging Face model directory")
     served_model_name: str = Field("", description="the id in /v1/models; default: the directory's name")
     shard: str = Field("shard-0", pattern=r"^[a-z0-9._-]+$", description="scheduler shard")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
+    metrics_aliases: bool = Field(False, description="metrics also by the names of vLLM (vllm:...)")
+    otlp_endpoint: str = Field(
+        "", pattern=r"^($|https?://)", description="OpenTelemetry collector for traces, http://host:4318; empty: none"
+    )
 
     @model_validator(mode="after")
     def _name(self) -> CommonSettings:
@@ -59,6 +65,21 @@ class CommonSettings(BaseSettings):
         return Keys(self.served_model_name)
 
 
+class InternalSettings(CommonSettings):
+    """Both ends of the gRPC between scheduler and worker: mutual TLS when all three files are given."""
+
+    grpc_ca: Path | None = Field(None, description="file with the CA of scheduler's and worker's certificates")
+    grpc_cert: Path | None = Field(None, description="this service's certificate, for mutual TLS over gRPC")
+    grpc_key: Path | None = Field(None, description="the private key of ORCINUS_GRPC_CERT")
+
+    @model_validator(mode="after")
+    def _mutual(self) -> InternalSettings:
+        given = [self.grpc_ca, self.grpc_cert, self.grpc_key]
+        if any(given) and not all(given):
+            raise ValueError("mutual TLS needs all of ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY")
+        return self
+
+
 class GatewaySettings(CommonSettings):
     """The HTTP front."""
 
@@ -68,6 +89,18 @@ class GatewaySettings(CommonSettings):
     ops_port: int = Field(0, ge=0, le=65535, description="0: PORT + 1")
     api_key: SecretStr | None = Field(None, description="key that every client must present")
     api_key_file: Path | None = Field(None, description="file with one key a line")
+    require_key: bool = Field(
+        False, description="ask for a key also when none is set here: those of `orcinus keys`, which lie in Redis"
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM) of both ports; read again at SIGHUP")
+    tls_key: Path | None = Field(None, description="the private key of ORCINUS_TLS_CERT")
+    ops_names: str = Field(
+        "", description="names, with commas between, by which the ops port may be asked beside addresses and localhost"
+    )
+    max_connections: int = Field(4096, ge=1, description="open connections of a port; more get 503")
+    max_header_bytes: int = Field(32 << 10, ge=1024, description="a longer head of a request gets 431")
+    read_timeout_s: float = Field(30.0, gt=0, description="a request that is not all there after this gets 408")
+    template_timeout_s: float = Field(2.0, gt=0, description="what the chat template may take for one conversation")
     max_body_bytes: int = Field(4 << 20, ge=1024)
     max_queued_tokens: int = Field(2_000_000, ge=1, description="prompt tokens that may wait; more gets 429")
     requests_per_minute: int = Field(0, ge=0, description="per key; 0: unlimited")
@@ -83,10 +116,12 @@ class GatewaySettings(CommonSettings):
     def _ports(self) -> GatewaySettings:
         if self.ops_port == 0:
             self.ops_port = self.port + 1
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both ORCINUS_TLS_CERT and ORCINUS_TLS_KEY")
         return self
 
     def api_keys(self) -> list[str]:
-        """The accepted keys; empty: none is asked for, which only loopback may do.
+        """The keys that are set here; empty: none is asked for, or those of `orcinus keys` alone.
 
         Raises ConfigurationError when the gateway would listen beyond loopback without a key.
         """
@@ -96,17 +131,17 @@ class GatewaySettings(CommonSettings):
                 keys += [line.strip() for line in self.api_key_file.read_text().splitlines() if line.strip()]
             except OSError as error:
                 raise ConfigurationError(f"cannot read the key file {self.api_key_file}: {error}") from error
-        if not keys:
+        if not keys and not self.require_key:
             for host in (self.host, self.ops_host):
                 if not is_loopback(host):
                     raise ConfigurationError(
-                        f"listening on {host} needs a key: set ORCINUS_API_KEY or ORCINUS_API_KEY_FILE, "
-                        "or listen on 127.0.0.1"
+                        f"listening on {host} needs a key: set ORCINUS_API_KEY or ORCINUS_API_KEY_FILE, or "
+                        "ORCINUS_REQUIRE_KEY=true for those of `orcinus keys`, or listen on 127.0.0.1"
                     )
         return keys
 
 
-class SchedulerSettings(CommonSettings):
+class SchedulerSettings(InternalSettings):
     """The loop that decides."""
 
     policy: str = Field("orcinus", description="a preset, or one with parts replaced: sarathi:order=fair,memory=peak")
@@ -121,9 +156,11 @@ class SchedulerSettings(CommonSettings):
     lease_ms: int = Field(2000, ge=200)
     stats_ms: int = Field(1000, ge=100)
     watchdog_s: float = Field(10.0, gt=0, description="a step unanswered for longer means that the worker is lost")
+    metrics_host: str = Field("127.0.0.1", description="address of the metrics port of scheduler and worker")
+    scheduler_metrics_port: int = Field(0, ge=0, le=65535, description="port of the scheduler's /metrics; 0: none")
 
 
-class WorkerSettings(CommonSettings):
+class WorkerSettings(InternalSettings):
     """One engine."""
 
     worker_id: str = Field("worker-0", pattern=r"^[a-z0-9._-]+$")
@@ -180,6 +217,8 @@ class WorkerSettings(CommonSettings):
         0.0, ge=0, description="a step that runs longer ends the worker; 0: max(60, 10 x its predicted time)"
     )
     step_log: Path | None = Field(None, description="appends one JSON line a step; for debugging")
+    metrics_host: str = Field("127.0.0.1", description="address of the metrics port of scheduler and worker")
+    worker_metrics_port: int = Field(0, ge=0, le=65535, description="port of the worker's /metrics; 0: none")
 
 
 class LauncherSettings(BaseSettings):
