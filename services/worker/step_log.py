@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ class StepLog:
         starts, lengths = chunks.starts[~one].astype(np.int64), chunks.lengths[~one]
         timings = result.timings
         line = {
+            "time_ms": int(time.time() * 1000),
             "epoch": result.epoch,
             "step": result.id,
             "sequences": len(chunks.slots),
