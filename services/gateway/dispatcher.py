@@ -22,7 +22,8 @@ from protos import queue_pb2
 from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.replies import entries_of, failed, finishes, record_of, refused
+from services.gateway.records import ends, missing
+from services.gateway.replies import entries_of, failed, record_of, refused
 from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.tasks import end
@@ -368,12 +369,7 @@ class Dispatcher:
     async def _read_record(self, sink: Sink) -> None:
         if self._sinks.get(sink.request_id) is not sink:
             return
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.hgetall(self._keys.req(sink.request_id))
-        for choice in range(sink.choices):
-            pipe.getrange(self._keys.out(sink.request_id, choice), 4 * sink.received[choice], -1)
-        before = list(sink.received)
-        record, *outputs = await pipe.execute()
+        record, rows = await missing(self._redis, self._keys, sink)
         if not record:
             sink.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
             return
@@ -381,18 +377,13 @@ class Dispatcher:
         if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:
             sink.fail(taken_over(), cut=True)
             return
-        for choice, output in enumerate(outputs):
-            tokens = unpack(output[: len(output) // 4 * 4]).tolist()
-            if tokens:
-                self._metrics.refilled.inc()
-                row = Row(choice, tokens)
-                self._settle(sink, row, before[choice], sink.offer(row, before[choice]))
+        for first, row in rows:
+            self._metrics.refilled.inc()
+            self._settle(sink, row, first, sink.offer(row, first))
         for item in sink.take_ahead():
             # Still a gap: what is missing is not checkpointed yet; the watch asks again.
             self._settle(sink, item.row, item.first, sink.offer(item.row, item.first))
-        error = record.get(b"error", b"").decode("utf-8", "replace")
-        for choice, finish in finishes(record, sink.choices):
+        for row in ends(record, sink.choices):
             # What the stream still holds of these is late now.
-            at = sink.received[choice]
-            row = Row(choice, [], finish, error)
+            at = sink.received[row.choice]
             self._settle(sink, row, at, sink.offer(row, at))
