@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PROTOS := protos/queue_pb2.py protos/worker_pb2.py
+PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
 TESTS ?= tests
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
@@ -154,8 +154,8 @@ $(TEST_STAMP): $(RUN_STAMP)
 	@$(PIP) --no-build-isolation -e '.[build,embedded,bench,dev]'
 	@rm -f $(VENV)/.test-*; touch $@
 
-$(PROTOS) &: protos/queue.proto protos/worker.proto $(RUN_STAMP)
-	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/queue.proto protos/worker.proto
+$(PROTOS) &: $(PROTOS:_pb2.py=.proto) $(RUN_STAMP)
+	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:_pb2.py=.proto)
 
 # An existing environment of another Python than the one asked for is not used in silence.
 ifneq ($(filter command line environment,$(origin PYTHON)),)
