@@ -41,10 +41,15 @@ class ChatTemplate:
         self._twin, self._original_id = _twin(tokenizer, self._renamed)
         self._special_ids = frozenset(self._specials.values())
 
-    def encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation. Raises ApiError(400) with the template's own words when it refuses."""
+    def encode(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ApiError(400) with the template's own words when it refuses.
+
+        tools: the functions that the model may call, in OpenAI's form.
+        """
         hidden = _Hidden(self._pattern)
-        text = self._render([hidden.hide(message) for message in messages], add_generation_prompt)
+        text = self._render(hidden.hide(list(messages)), hidden.hide(list(tools)), add_generation_prompt)
         written = 0
         if self._pattern is not None:
             text, written = self._pattern.subn(lambda match: self._renamed[match.group()], text)
@@ -54,11 +59,11 @@ class ChatTemplate:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
         return ids
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._names,
@@ -85,7 +90,7 @@ class _Hidden:
         if isinstance(value, str):
             return self._pattern.sub(self._name, value) if self._pattern else value
         if isinstance(value, Mapping):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.hide(item) for item in value]
         return value

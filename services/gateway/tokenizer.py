@@ -57,11 +57,13 @@ class ModelText:
         """
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
+    ) -> list[int]:
         """Ids of a conversation by the model's template. Raises ApiError(400)."""
         if self._chat is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
-        return self._chat.encode(messages, add_generation_prompt)
+        return self._chat.encode(messages, add_generation_prompt, tools)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's strings of some ids."""
