@@ -7,6 +7,7 @@ scheduler's heartbeat is in Redis, the worker's gRPC health service says SERVING
 from __future__ import annotations
 
 import socket
+import ssl
 import sys
 
 TIMEOUT_S = 4.0
@@ -18,9 +19,11 @@ def gateway() -> str:
 
     from shared.settings import GatewaySettings
 
-    url = f"http://127.0.0.1:{GatewaySettings().port}/health/ready"
+    settings = GatewaySettings()
+    url = f"{'https' if settings.tls_cert else 'http'}://127.0.0.1:{settings.port}/health/ready"
+    own = ssl._create_unverified_context()  # noqa: S323 - its certificate is for the name that clients use
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S):
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=own if settings.tls_cert else None):  # noqa: S310
             return ""
     except urllib.error.HTTPError as error:
         return f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}"
@@ -34,8 +37,7 @@ def scheduler() -> str:
     from shared.settings import SchedulerSettings
 
     settings = SchedulerSettings()
-    password = settings.redis_password.get_secret_value() if settings.redis_password else None
-    client = redis.Redis.from_url(settings.redis_url, password=password, socket_timeout=TIMEOUT_S)
+    client = redis.Redis.from_url(settings.redis_url, socket_timeout=TIMEOUT_S, **settings.redis_options())
     # A process's id begins with its role and host (shared/ids.py). A scheduler without the shard's lease is a
     # standby and as well as one with it.
     beat = settings.keys.alive("scheduler", f"scheduler-{socket.gethostname()}-*")
@@ -50,12 +52,14 @@ def worker() -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from shared.channels import channel, channel_credentials
     from shared.settings import WorkerSettings
 
-    address = "127.0.0.1:" + WorkerSettings().listen.rpartition(":")[2]
-    with grpc.insecure_channel(address) as channel:
+    settings = WorkerSettings()
+    address = "127.0.0.1:" + settings.listen.rpartition(":")[2]
+    with channel(address, channel_credentials(settings)) as dialled:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            reply = health_pb2_grpc.HealthStub(dialled).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"{address}: {error.details()}"
     state = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)

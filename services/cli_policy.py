@@ -47,22 +47,22 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
         parse(name)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    url, password = _address(settings, launcher)
-    redis_server.check_server(url, password)
+    url, access = redis_address(settings, launcher)
+    redis_server.check_server(url, **access)
     try:
-        with redis_server.client(url, password, timeout_s=5.0) as client:
+        with redis_server.client(url, timeout_s=5.0, **access) as client:
             return _switch(client, settings.keys, settings.shard, name, timeout_s)
     except (redis.RedisError, OSError) as error:
         return Answer(False, f"Redis at {without_password(url)} does not answer any more: {error}")
 
 
-def _address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, str | None]:
-    """The Redis that was named, else that of the local stack, else the default one."""
+def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
+    """URL and options of the Redis that was named, else of that of the local stack, else of the default one."""
     if "redis_url" not in settings.model_fields_set and RunDir(launcher.run_dir).owner():
         found = redis_server.local(launcher.run_dir)
         if found is not None:
-            return found
-    return settings.redis_url, settings.redis_password.get_secret_value() if settings.redis_password else None
+            return found[0], {"password": found[1]}
+    return settings.redis_url, settings.redis_options()
 
 
 def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) -> Answer:

@@ -52,8 +52,7 @@ T = TypeVar("T")
 
 def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: float = 5.0) -> Redis:
     """A client with a bounded pool. Nothing is dialled yet. Replies are bytes."""
-    password = settings.redis_password.get_secret_value() if settings.redis_password else None
-    extra: dict[str, Any] = {"password": password} if password else {}
+    extra: dict[str, Any] = settings.redis_options()
     pool = BlockingConnectionPool.from_url(
         settings.redis_url,
         max_connections=connections,

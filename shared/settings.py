@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
+from shared.tls import readable
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "assets" / "demo-model"
@@ -63,6 +64,17 @@ class CommonSettings(BaseSettings):
     @property
     def keys(self) -> Keys:
         return Keys(self.served_model_name)
+
+    def redis_options(self) -> dict[str, str]:
+        """User, password and CA as redis-py takes them beside the URL. Raises ConfigurationError."""
+        found = {"username": self.redis_username} if self.redis_username else {}
+        if self.redis_password and (password := self.redis_password.get_secret_value()):
+            found["password"] = password
+        if self.redis_ca is not None:
+            if not self.redis_url.startswith("rediss://"):
+                raise ConfigurationError("ORCINUS_REDIS_CA is for rediss://, but ORCINUS_REDIS_URL names no such Redis")
+            found["ssl_ca_certs"] = str(readable(self.redis_ca, "ORCINUS_REDIS_CA"))
+        return found
 
 
 class InternalSettings(CommonSettings):

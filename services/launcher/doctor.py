@@ -81,9 +81,8 @@ def check_compiler() -> Check:
 
 def check_redis(gateway: GatewaySettings) -> Check:
     if "redis_url" in gateway.model_fields_set:
-        password = gateway.redis_password.get_secret_value() if gateway.redis_password else None
         try:
-            version = redis_server.check_server(gateway.redis_url, password)
+            version = redis_server.check_server(gateway.redis_url, **gateway.redis_options())
         except ConfigurationError as error:
             return Check("redis", "fail", str(error), "start that Redis, or unset ORCINUS_REDIS_URL")
         return Check("redis", "ok", f"{version} at {without_password(gateway.redis_url)}")

@@ -6,6 +6,7 @@ A trace of the process before (a record not yet expired) is read before each sta
 from __future__ import annotations
 
 import http.client
+import ssl
 from typing import Any
 
 
@@ -71,17 +72,20 @@ class SchedulerProbe(_TraceProbe):
 
 
 class GatewayProbe:
-    """Ready when /health/ready answers 200."""
+    """Ready when /health/ready answers 200. Over TLS whatever certificate it shows: it is a process of our own."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: bool = False) -> None:
         wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # noqa: S104
         self._address = (wildcard.get(host, host.strip("[]")), port)
+        self._tls = ssl._create_unverified_context() if tls else None  # noqa: S323
 
     def arm(self) -> None:
         return None
 
     def ready(self) -> bool:
         connection = http.client.HTTPConnection(*self._address, timeout=1.0)
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(*self._address, timeout=1.0, context=self._tls)
         try:
             connection.request("GET", "/health/ready")
             return connection.getresponse().status == 200

@@ -120,27 +120,29 @@ def local(run_dir: Path) -> tuple[str, str] | None:
     return (f"unix://{quote(str(place / 'redis.sock'))}", found[1]) if found else None
 
 
-def client(url: str, password: str | None = None, timeout_s: float = 1.0) -> Any:
-    """A client that tries once: the launcher asks often and must not hang."""
+def client(url: str, password: str | None = None, timeout_s: float = 1.0, **options: Any) -> Any:
+    """A client that tries once: the launcher asks often and must not hang. `options`: as of settings.redis_options."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
+    if password is not None:
+        options["password"] = password
     return redis.Redis.from_url(
         url,
-        password=password,
+        **options,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
     )
 
 
-def check_server(url: str, password: str | None = None) -> str:
+def check_server(url: str, password: str | None = None, **options: Any) -> str:
     """The version of a Redis that runs. Raises ConfigurationError when it does not answer or is too old."""
     import redis
 
     try:
-        with client(url, password, timeout_s=3.0) as connection:
+        with client(url, password, timeout_s=3.0, **options) as connection:
             version = str(connection.info("server")["redis_version"])
     except (redis.RedisError, OSError, ValueError) as error:
         raise ConfigurationError(

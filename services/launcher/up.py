@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from pydantic_settings import BaseSettings
 
@@ -43,17 +44,16 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
     with RunDir(launcher.run_dir) as run_dir:
         check_ports(gateway)
         own_redis = None
-        password: str | None
+        access: dict[str, Any]
         if "redis_url" not in gateway.model_fields_set:
             own_redis = redis_server.configure(run_dir.path, launcher.redis_memory_mb * redis_server.MIB)
-            url, password = own_redis.url, own_redis.password
+            url, access = own_redis.url, {"password": own_redis.password}
         else:
-            url = gateway.redis_url
-            password = gateway.redis_password.get_secret_value() if gateway.redis_password else None
-            version = redis_server.check_server(url, password)
+            url, access = gateway.redis_url, gateway.redis_options()
+            version = redis_server.check_server(url, **access)
             screen.event(f"redis: {version} at {without_password(url)}")
-        env = _child_env(values, launcher, gateway, url, password)
-        specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, url, password)
+        env = _child_env(values, launcher, gateway, url, access.get("password"))
+        specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, redis_server.client(url, **access))
 
         def on_ready() -> None:
             screen.settle()
@@ -127,7 +127,7 @@ def greeting(gateway: GatewaySettings) -> list[str]:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(gateway.host, gateway.host)  # noqa: S104
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    url = f"http://{host}:{gateway.port}"
+    url = f"{'https' if gateway.tls_cert else 'http'}://{host}:{gateway.port}"
     body = json.dumps({"model": gateway.served_model_name, "prompt": "def main():", "max_tokens": 32})
     curl = f"curl {url}/v1/completions -H 'Content-Type: application/json'"
     if gateway.api_key is not None:
@@ -155,10 +155,8 @@ def _specs(
     worker: WorkerSettings,
     own_redis: redis_server.LocalRedis | None,
     env: dict[str, str],
-    url: str,
-    password: str | None,
+    client: Any,
 ) -> list[ServiceSpec]:
-    client = redis_server.client(url, password)
     keys = gateway.keys
     after = ("redis",) if own_redis else ()
     specs = []
@@ -174,7 +172,11 @@ def _specs(
         *specs,
         service("worker", WorkerProbe(client, keys.worker(worker.worker_id)), launcher.stop_s),
         service("scheduler", SchedulerProbe(client, keys.lease(scheduler.shard)), launcher.stop_s),
-        service("gateway", GatewayProbe(gateway.host, gateway.port), max(launcher.stop_s, drain_s + 5)),
+        service(
+            "gateway",
+            GatewayProbe(gateway.host, gateway.port, gateway.tls_cert is not None),
+            max(launcher.stop_s, drain_s + 5),
+        ),
     ]
 
 

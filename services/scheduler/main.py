@@ -6,12 +6,17 @@ import uvloop
 
 from services.scheduler.service import Service
 from shared import logs
+from shared.channels import channel_credentials
 from shared.settings import SchedulerSettings
 
 
 def run(settings: SchedulerSettings) -> int:
-    """Blocks. 0 after SIGTERM or SIGINT, 1 when another scheduler took the shard."""
+    """Blocks. 0 after SIGTERM or SIGINT, 1 when another scheduler took the shard.
+
+    Raises ConfigurationError for certificates that will not do.
+    """
     logs.setup("scheduler", settings.log_level, settings.log_json)
+    channel_credentials(settings)  # read at each dialling; what is wrong with them shows now
 
     async def serve() -> int:
         return await Service(settings).run()

@@ -291,7 +291,7 @@ class Service:
                 found = None
                 log.warning("waiting for Redis to find a worker: %s", error)
             if found:
-                return WorkerLink(found, self._lease.epoch, self._settings.shard)
+                return WorkerLink(found, self._lease.epoch, self._settings)
             if not said:
                 log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
                 said = True

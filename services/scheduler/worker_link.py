@@ -20,9 +20,11 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
 from services.scheduler.lease import Lease
 from services.scheduler.wire import limits_from_wire
+from shared.channels import aio_channel, channel_credentials
 from shared.errors import ProtocolError
 from shared.keys import Keys
 from shared.redis_client import Scripts
+from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -85,11 +87,11 @@ async def find_worker(
 class WorkerLink:
     """A Run with one worker. `open` or raise; then `send` and iterate `results` until it ends."""
 
-    def __init__(self, worker: Registration, epoch: int, shard: str) -> None:
+    def __init__(self, worker: Registration, epoch: int, settings: SchedulerSettings) -> None:
         self.worker = worker
         self._epoch = epoch
-        self._shard = shard
-        self._channel = grpc.aio.insecure_channel(worker.address, options=OPTIONS)
+        self._shard = settings.shard
+        self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._call: grpc.aio.StreamStreamCall | None = None
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered

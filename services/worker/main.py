@@ -13,6 +13,7 @@ import psutil
 from services.worker.engine import Engine
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
+from shared.channels import server_credentials
 from shared.logs import setup
 from shared.settings import WorkerSettings
 
@@ -27,7 +28,7 @@ def run(settings: WorkerSettings) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    server = WorkerServer(settings.listen)
+    server = WorkerServer(settings.listen, server_credentials(settings))
     registration: Registration | None = None
     try:
         engine = load(settings)

@@ -11,6 +11,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -36,14 +37,14 @@ class Registration:
         self._alive = settings.keys.alive("worker", settings.worker_id)
         self._fields = fields
         self._last_step_id = last_step_id
-        password = settings.redis_password.get_secret_value() if settings.redis_password else None
         self._url = settings.redis_url
+        options: dict[str, Any] = settings.redis_options()
         self._redis = redis.Redis.from_url(
             settings.redis_url,
             socket_timeout=2.0,
             socket_connect_timeout=2.0,
             retry=Retry(NoBackoff(), 0),
-            **({"password": password} if password else {}),
+            **options,
         )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="registration", daemon=True)

@@ -41,7 +41,7 @@ OPTIONS = [
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """`bind` first (a port in use shows at once), then `serve` with a loaded engine, `stop` at the end."""
 
-    def __init__(self, listen: str) -> None:
+    def __init__(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> None:
         self._engine: Engine | None = None
         self._lock = threading.Lock()
         self._current: RunState | None = None
@@ -53,7 +53,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._server = grpc.server(ThreadPoolExecutor(HANDLERS, "grpc"), options=OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.address = self._bind(listen)
+        self.address = self._bind(listen, credentials)
         self._server.start()
 
     @property
@@ -103,10 +103,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         if run.replaced_by is not None:
             context.abort(grpc.StatusCode.ABORTED, f"replaced by a Run of epoch {run.replaced_by}")
 
-    def _bind(self, listen: str) -> str:
+    def _bind(self, listen: str, credentials: grpc.ServerCredentials | None) -> str:
         """Returns host:port as it can be dialled."""
         try:
-            port = self._server.add_insecure_port(listen)
+            bind = self._server.add_insecure_port
+            port = self._server.add_secure_port(listen, credentials) if credentials else bind(listen)
         except RuntimeError as error:
             raise ConfigurationError(
                 f"cannot listen on {listen} (--listen): the port is in use or the address is not this machine's"
