@@ -176,11 +176,10 @@ class _Desk:
         plan, outcome = done.plan, done.outcome
         begin = time.perf_counter_ns()
         self._in_flight.sent(plan)
-        self._stats.step(plan.decode_tokens, plan.prefill_tokens)
+        self._stats.step(plan.decode_tokens, plan.prefill_tokens, done.plan_ns)
         self._in_flight.answered(plan.id)
-        self._stats.result(done.result.step_ns, 0, plan.prefill_tokens)
+        self._stats.result(done.result.step_ns, 0, plan.prefill_tokens, plan.decode_tokens)
         self._stats.outcome(outcome, begin)
-        self._stats.scheduled(done.plan_ns)
         counted = time.perf_counter_ns()
         outcomes = [(0, done.known)] if done.known is not None else []
         args = arguments([*outcomes, (plan.id, outcome)], EPOCH, self._keys.prefix, {})

@@ -53,6 +53,9 @@ class Keys:
     def out(self, request_id: str, choice: int) -> str:
         return f"{self.prefix}out:{request_id}:{choice}"
 
+    def logprobs(self, request_id: str, choice: int) -> str:
+        return f"{self.prefix}logprobs:{request_id}:{choice}"
+
     def tokens(self, gateway: str) -> str:
         return f"{self.prefix}tokens:{gateway}"
 
@@ -65,6 +68,10 @@ class Keys:
     @property
     def epoch(self) -> str:
         return f"{self.prefix}epoch"
+
+    def shard_epoch(self, shard: str) -> str:
+        """The last epoch that the shard was given; unlike the lease it outlives a pause."""
+        return f"{self.epoch}:{shard}"
 
     @property
     def queue(self) -> str:
@@ -90,6 +97,9 @@ class Keys:
 
     def stats_history(self, shard: str) -> str:
         return f"{self.prefix}stats:{shard}:history"
+
+    def iterations(self, shard: str) -> str:
+        return f"{self.prefix}stats:{shard}:iterations"
 
     @property
     def events(self) -> str:

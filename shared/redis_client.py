@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -104,23 +105,31 @@ async def persist(
         return result
 
 
+def _nobody(_name: str, _seconds: float) -> None:
+    """Who observes the calls of scripts where nobody asked to."""
+
+
 class Script:
     """One Lua file. Calling it runs it by EVALSHA."""
 
-    def __init__(self, client: Redis, name: str) -> None:
+    def __init__(self, client: Redis, name: str, observe: Callable[[str, float], None] = _nobody) -> None:
         self.name = name
+        self._observe = observe
         self._client = client
         self._source = (Path(__file__).parent / "lua" / f"{name}.lua").read_bytes()
         self._sha = hashlib.sha1(self._source).hexdigest()  # noqa: S324 - Redis names scripts so
 
     async def __call__(self, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """Runs the script. Raises LeaseLostError when the script refused an old epoch."""
+        begin = time.perf_counter()
         try:
             try:
-                return await self._run(keys, args)
+                answer = await self._run(keys, args)
             except NoScriptError:
                 await self._client.script_load(cast(Any, self._source))
-                return await self._run(keys, args)
+                answer = await self._run(keys, args)
+            self._observe(self.name, time.perf_counter() - begin)
+            return answer
         except ResponseError as error:
             if "FENCED" in str(error):
                 raise LeaseLostError(str(error)) from error
@@ -133,12 +142,14 @@ class Script:
 class Scripts:
     """Every script of Orcinus over one client; `shared/lua/NAME.lua` says what each takes and returns."""
 
-    def __init__(self, client: Redis) -> None:
-        self.enqueue = Script(client, "enqueue")
-        self.claim = Script(client, "claim")
-        self.publish = Script(client, "publish")
-        self.release = Script(client, "release")
-        self.control = Script(client, "control")
-        self.lease = Script(client, "lease")
-        self.take_worker = Script(client, "take_worker")
-        self.fenced = Script(client, "fenced")
+    def __init__(self, client: Redis, observe: Callable[[str, float], None] = _nobody) -> None:
+        """`observe` is called with the name and the seconds of each call that was answered."""
+        self.enqueue = Script(client, "enqueue", observe)
+        self.claim = Script(client, "claim", observe)
+        self.publish = Script(client, "publish", observe)
+        self.release = Script(client, "release", observe)
+        self.control = Script(client, "control", observe)
+        self.lease = Script(client, "lease", observe)
+        self.take_worker = Script(client, "take_worker", observe)
+        self.fenced = Script(client, "fenced", observe)
+        self.give = Script(client, "give", observe)

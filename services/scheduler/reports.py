@@ -57,15 +57,21 @@ class Reports:
         finally:
             await end(*self._tasks)
 
-    async def stats(self, fields: Mapping[str, float | int | str]) -> None:
-        """Rewrites `stats:{shard}` and appends the same fields to its history. Raises LeaseLostError."""
+    async def stats(self, fields: Mapping[str, float | int | str], iterations: Mapping[str, int | bytes]) -> None:
+        """Rewrites `stats:{shard}` and `stats:{shard}:iterations`, and appends the former to its history.
+
+        Raises LeaseLostError.
+        """
         key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
+        last = self._keys.iterations(self._shard)
         row = [word for item in fields.items() for word in item]
         await self._lease.write(
             ["HSET", key, *row],
             ["PEXPIRE", key, KEPT_TTL_MS],
             ["XADD", history, "MAXLEN", "~", HISTORY_ROWS, "*", *row],
             ["PEXPIRE", history, LIVE_TTL_MS],
+            ["HSET", last, *(word for item in iterations.items() for word in item)],
+            ["PEXPIRE", last, KEPT_TTL_MS],
         )
 
     async def gateways_alive(self, names: Iterable[str]) -> set[str]:

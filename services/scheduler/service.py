@@ -21,6 +21,7 @@ from services.scheduler.in_flight import InFlight
 from services.scheduler.intake import Claimed, Clock, Entry, Intake, room_by_class
 from services.scheduler.lease import Lease
 from services.scheduler.leaving import Leaving
+from services.scheduler.metrics import Metrics
 from services.scheduler.parking import Parking
 from services.scheduler.policies import PolicySwitch, make_core
 from services.scheduler.publisher import Publisher
@@ -53,13 +54,14 @@ AVOID_S = 5.0
 class Service:
     """One shard's scheduler."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, metrics: Metrics | None = None) -> None:
         self._settings = settings
         self._keys = settings.keys
         self._redis = connect(settings)
         self._intake_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._control_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
-        self._scripts = Scripts(self._redis)
+        self._stats = Stats(time.monotonic_ns(), metrics)
+        self._scripts = Scripts(self._redis, self._stats.call)
         self._lease = Lease(self._scripts, self._keys, settings.shard, settings.lease_ms)
         self._reports = Reports(self._redis, self._lease, self._keys, settings.shard, process_id("scheduler"))
         self._leaving = Leaving(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
@@ -80,7 +82,6 @@ class Service:
             self._lease,
             self._publisher,
         )
-        self._stats = Stats(time.monotonic_ns())
         self._wake = asyncio.Event()  # something to plan, or room to publish
         self._room = asyncio.Event()  # a request ended, or a worker joined
         self._stop = asyncio.Event()
@@ -311,8 +312,7 @@ class Service:
                 if plan is None:
                     break
                 self._in_flight.sent(plan)
-                self._stats.step(plan.decode_tokens, plan.prefill_tokens)
-                self._stats.scheduled(time.monotonic_ns() - begin)
+                self._stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
                 try:
                     await link.send(step_to_wire(plan, self._lease.epoch))
                 except (grpc.aio.AioRpcError, ProtocolError) as error:
@@ -332,9 +332,8 @@ class Service:
             self._reports.answered += 1
             self._patience = 1
             self._wake.set()
-            self._stats.result(message.timings.total_ns, message.timings.idle_ns, plan.prefill_tokens)
-            self._stats.outcome(outcome, begin)
-            self._stats.scheduled(time.monotonic_ns() - begin)
+            took, spent_ns = message.timings, time.monotonic_ns() - begin
+            self._stats.result(took.total_ns, took.idle_ns, plan.prefill_tokens, plan.decode_tokens, replica, spent_ns)
             if self._parking.suspecting:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
                 self._parking.progressed({request.id for request, count in rows if count}, begin)
@@ -366,6 +365,7 @@ class Service:
         self._put(self._core.cancel(request_id, time.monotonic_ns(), finish, text))
 
     def _put(self, outcome: Outcome | None, step: int = 0) -> None:
+        self._stats.outcome(outcome, time.monotonic_ns())
         self._publisher.put(outcome, step)
 
     # Reports
@@ -376,7 +376,7 @@ class Service:
             await asyncio.sleep(beat)
             try:
                 await self._clock.sync(self._redis)
-                await self._reports.stats(self._snapshot())
+                await self._reports.stats(self._snapshot(), self._stats.iterations.fields())
                 alive = await self._reports.gateways_alive(self._parking.gateways)
                 self._parking.look(alive, time.monotonic_ns())
                 self._wake.set()

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.types import Outcome
+from services.scheduler.core.types import FinishedRequest, Outcome
+from services.scheduler.iterations import Iterations
+from services.scheduler.lives import Life, Lives
+from services.scheduler.metrics import Metrics
 from shared.keys import CLASSES
 
 VERSION = 1
@@ -93,7 +96,10 @@ class Crowd:
 class Stats:
     """Collects what iterations show."""
 
-    def __init__(self, started_ns: int) -> None:
+    def __init__(self, started_ns: int, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
+        self._lives = Lives(self._ended)
+        self.iterations = Iterations()
         self._ttft_ms = Window()
         self._tbt_ms = Window()
         self._violations = [0] * len(CLASSES)
@@ -105,14 +111,19 @@ class Stats:
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
 
-    def outcome(self, outcome: Outcome, now_ns: int) -> None:
-        """Waits and SLO violations of one outcome's rows."""
+    def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
+        """Waits and SLO violations of one outcome's rows; starts and ends of requests."""
+        if outcome is None:
+            return
+        self._lives.seen(outcome, now_ns)
         if not outcome.waits_ns.size:
             return
         has = outcome.waits_ns >= 0
         starts = has & (outcome.first == 0)
-        self._ttft_ms.add(outcome.waits_ns[starts] / 1e6, now_ns)
-        self._tbt_ms.add(outcome.waits_ns[has & ~starts] / 1e6, now_ns)
+        first_ns, between_ns = outcome.waits_ns[starts], outcome.waits_ns[has & ~starts]
+        self._ttft_ms.add(first_ns / 1e6, now_ns)
+        self._tbt_ms.add(between_ns / 1e6, now_ns)
+        self._metrics.waits(first_ns, between_ns)
         produced = int(outcome.counts.sum())
         self._tokens += produced
         self._crowd.started(int(np.count_nonzero(starts)), now_ns)
@@ -122,12 +133,19 @@ class Stats:
             if request.ttft_slo_ns and outcome.waits_ns[row] > request.ttft_slo_ns:
                 self._violations[request.priority] += 1
 
-    def step(self, decode: int, prefill: int) -> None:
-        """One iteration was sent."""
+    def step(self, decode: int, prefill: int, spent_ns: int = 0) -> None:
+        """One iteration was sent; to plan it took `spent_ns` of the scheduler's time."""
         self._step_tokens, self._step_decode, self._step_prefill = decode + prefill, decode, prefill
+        self.scheduled(spent_ns)
 
-    def result(self, step_ns: int, idle_ns: int, prefill: int) -> None:
-        """One iteration was answered; it ran `prefill` tokens of prompts."""
+    def result(
+        self, step_ns: int, idle_ns: int, prefill: int, decode: int = 0, replica: int = 0, spent_ns: int = 0
+    ) -> None:
+        """One iteration was answered; it ran `prefill` tokens of prompts and `decode` others. To apply it took
+        `spent_ns` of the scheduler's time."""
+        self.scheduled(spent_ns)
+        self.iterations.add(idle_ns, step_ns, decode, prefill, replica)
+        self._metrics.step(step_ns, decode, prefill)
         if prefill:
             self._prefill += prefill
             self._prefill_ns += step_ns
@@ -138,6 +156,11 @@ class Stats:
     def scheduled(self, spent_ns: int) -> None:
         """Time of the scheduler's own in plan or apply."""
         self._schedule_ns += spent_ns
+        self._metrics.planned(spent_ns)
+
+    def call(self, script: str, seconds: float) -> None:
+        """A script in Redis answered."""
+        self._metrics.call(script, seconds)
 
     def snapshot(
         self,
@@ -184,7 +207,11 @@ class Stats:
         self._since_ns = now_ns
         self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
+        self._metrics.report(fields)
         return fields
+
+    def _ended(self, finished: FinishedRequest, life: Life) -> None:
+        self._metrics.ended(finished.request.arrived_ns, life)
 
     def _predicted(self, core: dict[str, Any], predicted_ns: Sequence[int], now_ns: int) -> dict[str, float | int]:
         """When a request that comes now gets its first token, by class. Prompts may wait for time (the core's

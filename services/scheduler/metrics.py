@@ -1,0 +1,184 @@
+"""The scheduler's Prometheus metrics: counters and gauges are fields of its last report, histograms are fed columns.
+
+Nothing here is done for one token: an iteration costs a few calls, a request a few more at its start and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.scheduler.lives import Life
+from shared.keys import CLASSES
+from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
+
+CALLS = ("claim", "publish", "fenced", "lease", "release", "take_worker")
+DECODE, PREFILL = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A family whose values are fields of `stats:{shard}`: `fields` maps each to the value of `label`."""
+
+    name: str
+    text: str
+    fields: Mapping[str, str]
+    label: str = ""
+    counter: bool = False
+    scale: float = 1.0
+
+    def family(self, stats: Mapping[str, Any]) -> Metric:
+        kind = CounterMetricFamily if self.counter else GaugeMetricFamily
+        family = kind(self.name, self.text, labels=[self.label] if self.label else [])
+        for name, value in self.fields.items():
+            family.add_metric([value] if self.label else [], self.scale * float(stats.get(name, 0)))
+        return family
+
+
+def _by_class(name: str) -> dict[str, str]:
+    return {f"{name}_{each}": each for each in CLASSES}
+
+
+P = "orcinus_scheduler_"
+REPORTED = (
+    Reported(P + "running_sequences", "Sequences in slots", {"running": ""}),
+    Reported(P + "waiting_sequences", "Sequences that wait for a slot", _by_class("waiting"), "class"),
+    Reported(P + "swapped_sequences", "Of the waiting, those whose KV lies in the host tier", {"swapped": ""}),
+    Reported(P + "parked_sequences", "Set aside: of a gateway that is gone, or under suspicion", {"parked": ""}),
+    Reported(P + "queued_tokens", "Tokens that wait to be computed", {"queued_tokens": ""}),
+    Reported(P + "steps_in_flight", "Steps sent and not answered", {"in_flight": ""}),
+    Reported(P + "workers", "Workers connected", {"workers": ""}),
+    Reported(
+        P + "kv_blocks", "KV blocks on the device, by what they hold",
+        {"blocks_free": "free", "blocks_cached": "cached", "blocks_draining": "draining", "blocks_used": "used"},
+        "state",
+    ),
+    Reported(
+        P + "host_kv_blocks", "KV blocks of the host tier, by what they hold",
+        {"host_blocks_free": "free", "host_blocks_used": "used"}, "state",
+    ),
+    Reported(P + "kv_usage_ratio", "Share of the device's KV blocks that sequences hold", {"kv_usage": ""}),
+    Reported(
+        P + "predicted_time_to_first_token_seconds", "Of a request that comes now",
+        _by_class("predicted_ttft_ms"), "class", scale=1e-3,
+    ),
+    Reported(P + "prefill_tokens_per_second", "Prompt tokens a second of steps that ran some", {"prefill_tok_s": ""}),
+    Reported(P + "report_timestamp_seconds", "When these figures were taken", {"time_ms": ""}, scale=1e-3),
+    Reported(P + "steps", "Steps planned", {"iteration": ""}, counter=True),
+    Reported(P + "output_tokens", "Tokens produced", {"tokens_total": ""}, counter=True),
+    Reported(P + "preemptions", "Sequences that gave up their slot", {"preemptions": ""}, counter=True),
+    Reported(P + "recomputed_tokens", "Tokens computed again after that", {"recomputed_tokens": ""}, counter=True),
+    Reported(P + "swapped_blocks", "Blocks copied between the tiers", {"swapped_blocks": ""}, counter=True),
+    Reported(P + "prefix_hit_tokens", "Tokens found in the prefix cache", {"prefix_hit_tokens": ""}, counter=True),
+    Reported(
+        P + "ended_requests", "Requests that ended",
+        {"finished": "finished", "cancelled": "cancelled", "failed": "failed"}, "outcome", counter=True,
+    ),
+    Reported(
+        P + "slo_violations", "Requests whose first token came after their ttft_slo_ms",
+        _by_class("slo_violations"), "class", counter=True,
+    ),
+)  # fmt: skip
+
+ALIASES = (
+    Alias("vllm:num_preemptions", P + "preemptions", {}),
+    Alias("vllm:prefix_cache_hits", P + "prefix_hit_tokens", {}),
+    Alias("vllm:iteration_tokens_total", P + "step_tokens", {}),
+    Alias("vllm:request_queue_time_seconds", P + "queue_seconds", {}),
+    Alias("vllm:request_prefill_time_seconds", P + "prefill_seconds", {}),
+    Alias("vllm:request_decode_time_seconds", P + "decode_seconds", {}),
+    Alias("vllm:request_inference_time_seconds", P + "inference_seconds", {}),
+)
+"""What only the scheduler knows; the gateway has the rest, so that no figure is counted twice."""
+
+
+class _Reports(Collector):
+    """The families of the last report."""
+
+    def __init__(self) -> None:
+        self.stats: Mapping[str, Any] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        for each in REPORTED:
+            yield each.family(stats)
+
+
+class Metrics:
+    """One registry; `serve` of shared/metrics.py shows it."""
+
+    def __init__(self, model: str = "", aliases: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._reports = _Reports()
+        self._ttft = ColumnHistogram(P + "time_to_first_token_seconds", "From enqueue to the first token", SECONDS)
+        self._gap = ColumnHistogram(P + "time_between_tokens_seconds", "Between tokens of a sequence", GAPS_S)
+        self._step = ColumnHistogram(P + "step_seconds", "Duration of a step in the worker", GAPS_S)
+        self._step_tokens = ColumnHistogram(
+            P + "step_tokens",
+            "Tokens of a step, of decodes and of prompts",
+            (0, *TOKENS),
+            "phase",
+            ("decode", "prefill"),
+        )
+        self._plan = ColumnHistogram(P + "plan_seconds", "The scheduler's own time for a step: plan or apply", CALLS_S)
+        self._queue = ColumnHistogram(P + "queue_seconds", "From enqueue to the first slot", SECONDS)
+        self._prefill = ColumnHistogram(P + "prefill_seconds", "From the first slot to the first token", SECONDS)
+        self._decode = ColumnHistogram(P + "decode_seconds", "From the first token to the last", SECONDS)
+        self._inference = ColumnHistogram(P + "inference_seconds", "From the first slot to the last token", SECONDS)
+        self._calls = ColumnHistogram(P + "redis_call_seconds", "Calls of scripts in Redis", CALLS_S, "script", CALLS)
+        self._histograms = ColumnHistograms(
+            self._ttft, self._gap, self._step, self._step_tokens, self._plan, self._queue, self._prefill, self._decode,
+            self._inference, self._calls,
+        )  # fmt: skip
+        self.registry.register(self._reports)
+        self.registry.register(self._histograms)
+        if aliases:
+            self.registry.register(Aliases((self._reports, self._histograms), ALIASES, model))
+
+    def report(self, stats: Mapping[str, Any]) -> None:
+        """The fields of `stats:{shard}`, once a second; what was observed meanwhile is counted."""
+        held = {
+            f"{tier}blocks_used": int(stats.get(f"{tier}blocks_total", 0))
+            - sum(int(stats.get(f"{tier}blocks_{state}", 0)) for state in ("free", "cached", "draining"))
+            for tier in ("", "host_")
+        }
+        usage = held["blocks_used"] / max(1, int(stats.get("blocks_total", 0)))
+        self._reports.stats = {**stats, **held, "kv_usage": usage}
+        self._histograms.settle()
+
+    def call(self, script: str, seconds: float) -> None:
+        """A script answered."""
+        if script in CALLS:
+            self._calls.observe(seconds, CALLS.index(script))
+
+    def step(self, step_ns: int, decode: int, prefill: int) -> None:
+        """A step was answered."""
+        self._step.observe(step_ns / 1e9)
+        self._step_tokens.observe(decode, DECODE)
+        self._step_tokens.observe(prefill, PREFILL)
+
+    def planned(self, spent_ns: int) -> None:
+        """The core planned or applied a step."""
+        self._plan.observe(spent_ns / 1e9)
+
+    def waits(self, first_ns: npt.NDArray[np.int64], between_ns: npt.NDArray[np.int64]) -> None:
+        """[n] of first tokens, since arrival; [m] of others, since the token before."""
+        if first_ns.size:
+            self._ttft.observe(first_ns / 1e9)
+        if between_ns.size:
+            self._gap.observe(between_ns / 1e9)
+
+    def ended(self, arrived_ns: int, life: Life) -> None:
+        """A request that got tokens has ended."""
+        self._queue.observe(max(0, life.started_ns - arrived_ns) / 1e9)
+        self._prefill.observe((life.first_token_ns - life.started_ns) / 1e9)
+        self._decode.observe((life.ended_ns - life.first_token_ns) / 1e9)
+        self._inference.observe((life.ended_ns - life.started_ns) / 1e9)
