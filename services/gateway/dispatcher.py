@@ -158,14 +158,21 @@ class Dispatcher:
             (request_id, "cancel"), lambda: self._control(request_id, "cancel", control, gateway=self.gateway_id)
         )
 
-    def stop_choice(self, request_id: str, choice: int, at_token: int) -> None:
-        """A stop string was found: tokens 0 .. at_token - 1 stay."""
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
+        """A stop string was found: tokens 0 .. at_token - 1 stay. written: called once Redis has it."""
         stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
         control = queue_pb2.Control(stop=stop)
-        self._command(
-            (request_id, f"stop {choice}"),
-            lambda: self._control(request_id, "stop", control, choice, at_token, gateway=self.gateway_id),
-        )
+
+        async def send() -> None:
+            if (
+                await self._control(request_id, "stop", control, choice, at_token, gateway=self.gateway_id)
+                != "elsewhere"
+            ):
+                written()
+            elif sink := self._sinks.get(request_id):
+                sink.fail(taken_over(), cut=True)
+
+        self._command((request_id, f"stop {choice}"), send)
 
     async def cancel_for(self, request_id: str, tenant: str) -> str:
         """Cancels for a client: sent | flagged | finished | unknown | forbidden. Raises ApiError(503)."""

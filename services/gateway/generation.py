@@ -7,10 +7,12 @@ gateway produces the same. Used by the streaming and the whole answers alike.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from services.gateway.endings import Endings
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.position import NOTHING, Position
@@ -101,7 +103,7 @@ class ChoiceText:
 class Commands(Protocol):
     """What a generation tells the dispatcher."""
 
-    def stop_choice(self, request_id: str, choice: int, at_token: int) -> None: ...
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None: ...
 
     def close(self, sink: Sink, cancel_reason: str = "") -> None: ...
 
@@ -127,6 +129,7 @@ class Generation:
         self._started = started
         self._last: float | None = None
         self._closed = False
+        self._endings = Endings(sink.wake)
         self._ended: ApiError | None = None  # told by the next call of `next`
         self.failure: ApiError | None = None
         self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
@@ -135,7 +138,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return all(choice.finish_reason is not None for choice in self.choices) and not self._endings
 
     @property
     def usage(self) -> Usage:
@@ -170,22 +173,24 @@ class Generation:
                 break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
+            ended = choice.finish_reason
+            beyond = self._had[row.choice] - choice.count  # see Position
             if stopped:
                 self.sink.end_choice(row.choice)
                 if row.finish != Finish.STOP:  # also behind an end of its own: the record is to say what was told
-                    self._commands.stop_choice(self.spec.id, row.choice, choice.count)
+                    written = self._endings.hold(row.choice) if beyond < 2 else _nothing
+                    self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
+                    ended = None
             if choice.finish_reason is not None:
-                beyond = self._had[row.choice] - choice.count  # see Position
                 if beyond >= 2:
                     continue
                 text = "" if beyond == 1 else text
-            held = deltas.get(row.choice)
-            if held is None:
-                deltas[row.choice] = Delta(row.choice, text, tokens, choice.finish_reason)
-            else:
-                held.text += text
-                held.token_ids = held.token_ids + tokens
-                held.finish_reason = choice.finish_reason
+            held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
+            held.text += text
+            held.token_ids = held.token_ids + tokens
+            held.finish_reason = ended
+        for number in self._endings.take():
+            deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = "stop"
         self._observe(deltas)
         return list(deltas.values())
 
@@ -216,6 +221,7 @@ class Generation:
         else:
             self._metrics.cancelled.inc()
             self._commands.close(self.sink, "the client left")
+        self._endings.close()
 
     @property
     def _goes_on(self) -> bool:
@@ -237,6 +243,10 @@ class Generation:
         else:
             self._metrics.gap.observe(now - self._last)
         self._last = now
+
+
+def _nothing() -> None:
+    """Nobody waits to hear that a stop is written: this client was told the end before."""
 
 
 def _failure(row: Row) -> ApiError:

@@ -101,6 +101,10 @@ class Sink:
         """A stop string ended the choice: later rows of it are dropped."""
         self.finished[choice] = True
 
+    def wake(self) -> None:
+        """Lets `take` return, be it with nothing: what its caller waits for may have come another way."""
+        self._wake.set()
+
     def fail(self, error: ApiError, cut: bool = False) -> None:
         """Ends the request for the client. With `cut` its writer is stopped even where it waits for the socket."""
         if self.failure is None:
@@ -111,7 +115,7 @@ class Sink:
             self.cut.set()
 
     async def take(self, timeout_s: float | None = None) -> list[Row]:
-        """Rows since the last call; empty after `timeout_s`. Raises ApiError once the request failed."""
+        """Rows since the last call; empty after `timeout_s` or `wake`. Raises ApiError once the request failed."""
         if not self._rows and self.failure is None:
             if timeout_s is None:
                 await self._wake.wait()

@@ -127,6 +127,29 @@ def test_a_stop_string_across_tokens_cuts_the_text_and_stops_the_sequence(
     assert (stop.choice, stop.at_token) == (0, needed)
 
 
+def test_the_end_by_a_stop_string_waits_for_a_redis_that_takes_no_write(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    stream = Stream(gateway, stop=["k br"])
+    claimed = scheduler.claim()
+    line = scheduler.batch([Line(claimed.id, 0, tokenizer.encode("a quick brown fox").ids)])
+    pipe = scheduler.client.pipeline(transaction=True)  # the row arrives, and from then on nothing is written
+    pipe.xadd(gateway.keys.tokens(claimed.request.gateway), {"b": line.SerializeToString()})
+    pipe.config_set("maxmemory", 1)
+    pipe.execute()
+    try:
+        until("the text is told", lambda: stream.text() == "a quic")
+        comments = stream.comments
+        until("the stream is kept alive", lambda: stream.comments > comments + 1)
+        assert (stream.reason, stream.done) == (None, False)
+    finally:
+        scheduler.client.config_set("maxmemory", "64mb")
+    stream.join()
+    assert (stream.text(), stream.reason, stream.done) == ("a quic", "stop", True)
+    assert scheduler.client.hexists(gateway.keys.req(claimed.id), "stop:0")
+    gateway.wait_ready()
+
+
 def test_each_choice_ends_by_itself(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
+from services.gateway import endings
 from services.gateway.errors import ApiError, handed_over, taken_over
 from services.gateway.generation import ChoiceText, Generation
 from services.gateway.metrics import Metrics
+from services.gateway.position import Position
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.streams import EventWriter
 from services.gateway.tokenizer import ModelText
@@ -113,9 +116,15 @@ class Recorded:
     def __init__(self) -> None:
         self.stops: list[tuple[int, int]] = []
         self.closed: list[str] = []
+        self.away = False
+        self.unwritten: list[Callable[[], None]] = []
 
-    def stop_choice(self, request_id: str, choice: int, at_token: int) -> None:
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
         self.stops.append((choice, at_token))
+        if self.away:
+            self.unwritten.append(written)
+        else:
+            written()
 
     def close(self, request_id: str, cancel_reason: str = "") -> None:
         self.closed.append(cancel_reason)
@@ -169,6 +178,60 @@ def test_rows_of_a_choice_after_its_stop_string_are_late() -> None:
     sink.offer(Row(1, [60], finish=2), 0)
     asyncio.run(running.next())
     assert running.done
+
+
+def found_while_redis_is_away() -> tuple[Generation, Recorded]:
+    running, sink, commands = generation(stop=["fox"])
+    commands.away = True
+    sink.offer(Row(0, model().encode("a fox"), finish=2), 0)
+    return running, commands
+
+
+def test_the_end_by_a_stop_string_is_told_once_redis_has_it_and_its_text_before() -> None:
+    async def scenario() -> None:
+        running, commands = found_while_redis_is_away()
+        (delta,) = await running.next()
+        assert (delta.text, delta.finish_reason, running.done) == ("a ", None, False)
+        assert await running.next(0.001) == []
+        commands.unwritten[0]()
+        (end,) = await running.next()
+        assert (end.text, end.token_ids, end.finish_reason, running.done) == ("", [], "stop", True)
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_redis_does_not_take_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "WAIT_S", 0.001)
+
+    async def scenario() -> None:
+        running, _ = found_while_redis_is_away()
+        told = [*await running.next(), *await running.next()]
+        assert [delta.finish_reason for delta in told] == [None, "stop"]
+        running.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_before_the_end_was_told_cancels() -> None:
+    async def scenario() -> None:
+        running, commands = found_while_redis_is_away()
+        await running.next()
+        running.close()
+        commands.unwritten[0]()
+        assert commands.closed == ["the client left"]
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_the_client_has_is_not_told_again_when_its_stop_is_written() -> None:
+    request = spec(stop=["fox"])
+    tokens = model().encode("a fox")
+    sink, commands = Sink(request.id, 1), Recorded()
+    had = Position([len(tokens) + 1])
+    running = Generation(request, model(), sink, commands, Metrics(), 0.0, had)
+    sink.offer(Row(0, tokens), 0)
+    assert asyncio.run(running.next()) == []
+    assert (commands.stops, running.done) == ([(0, len(tokens))], True)
 
 
 def test_an_error_row_ends_everything_as_an_error() -> None:
