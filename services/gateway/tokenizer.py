@@ -17,10 +17,9 @@ from tokenizers import Tokenizer
 from services.gateway.chat import ChatTemplate, Message
 from services.gateway.detokenize import TokenText
 from services.gateway.errors import invalid
+from shared.end_of_text import end_ids
 from shared.errors import ModelError
-
-MOST_EOS_IDS = 8
-"""A worker bans and a scheduler checks at most 16 stop ids a sequence; the other 8 are the request's own."""
+from shared.grammars import Grammars
 
 
 class ModelText:
@@ -34,17 +33,17 @@ class ModelText:
         config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
         self.tokenizer = _read_tokenizer(directory)
         tokenizer_config = _read_json(directory, "tokenizer_config.json")
-        generation_config = _read_json(directory, "generation_config.json")
         config = {**config, **(config.get("text_config") or {})}
 
         self.max_model_len = _context(directory, config)
         self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
         self.text = TokenText(self.tokenizer)
+        self.grammars = Grammars(directory, self.vocab_size)
         names = {
             name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if (text := _token_text(tokenizer_config.get(name))) is not None
         }  # fmt: skip
-        self.eos_ids = self._eos_ids(directory, config, generation_config, names.get("eos_token"))
+        self.eos_ids = end_ids(directory)
         self._chat = self._template(directory, tokenizer_config, names)
         self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
@@ -68,17 +67,6 @@ class ModelText:
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's strings of some ids."""
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
-
-    def _eos_ids(
-        self, directory: Path, config: dict[str, Any], generation: dict[str, Any], eos_token: str | None
-    ) -> list[int]:
-        found = generation.get("eos_token_id", config.get("eos_token_id"))
-        if found is None and eos_token is not None:
-            found = self.tokenizer.token_to_id(eos_token)
-        ids = [] if found is None else [found] if isinstance(found, int) else list(found)
-        if len(ids) > MOST_EOS_IDS:
-            raise ModelError(f"{directory} names {len(ids)} end-of-text ids; at most {MOST_EOS_IDS} are supported")
-        return [int(id_) for id_ in ids]
 
     def _template(self, directory: Path, config: dict[str, Any], names: dict[str, str]) -> ChatTemplate | None:
         path = directory / "chat_template.jinja"
