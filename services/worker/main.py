@@ -11,10 +11,12 @@ import time
 import psutil
 
 from services.worker.engine import Engine
+from services.worker.metrics import Metrics
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.channels import server_credentials
 from shared.logs import setup
+from shared.metrics import serve as serve_metrics
 from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
@@ -31,9 +33,12 @@ def run(settings: WorkerSettings) -> int:
     server = WorkerServer(settings.listen, server_credentials(settings))
     registration: Registration | None = None
     try:
+        metrics = Metrics()
+        metrics.answering(lambda: server.last_step_id)
+        serve_metrics(metrics.registry, settings.metrics_host, settings.worker_metrics_port, "--worker-metrics-port")
         engine = load(settings)
         if not stop.is_set():
-            server.serve(engine)
+            server.serve(engine, metrics.step)
             address = settings.advertise or server.address
             log.info("ready: %s listens on %s", settings.worker_id, address)
             registration = Registration(settings, record(engine, address), lambda: server.last_step_id)

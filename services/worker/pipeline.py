@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from kernels.cuda.loader import CudaError
 from protos import worker_pb2
 from services.worker.engine import FLIGHTS, Engine
 from services.worker.flight import Flight
+from services.worker.slots import Chunks
 from services.worker.watchdog import StepWatchdog, Watched, end_process, limit_s
 from shared.columns import unpack
 from shared.errors import ProtocolError
@@ -25,6 +27,7 @@ log = logging.getLogger("orcinus.worker")
 
 QUEUED_STEPS = 64
 NEVER = 1 << 64
+Observer = Callable[[worker_pb2.Result, Chunks], None]
 
 DEVICE_LOST = (torch.AcceleratorError, CudaError)
 """After one of these every later call fails as well: only a new process has a device that works."""
@@ -92,8 +95,11 @@ class Pipeline:
         self._places = threading.Semaphore(FLIGHTS)
         self._watchdog = StepWatchdog()
         self._threads: list[threading.Thread] = []
+        self._observe: Observer | None = None
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Engine, observe: Observer | None = None) -> None:
+        """`observe` is called with each result and its step's chunks."""
+        self._observe = observe
         self._watchdog.start()
         loops = {"engine": self._submit_all, "engine-results": self._finish_all}
         for name, loop in loops.items():
@@ -183,6 +189,8 @@ class Pipeline:
                     raise ProtocolError(f"{run.broken}; begin a new Run")
                 run.results.put(result)
                 self.last_step_id = given.id
+                if self._observe is not None:
+                    self._observe(result, given.flight.chunks)
         except Exception as raised:
             self._look_at(raised)
             run.fail(given.id, raised)
