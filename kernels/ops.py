@@ -189,6 +189,7 @@ class SamplingRows:
     seed: UInt64  # [R]
     position: Int64  # [R] index, in its sequence, of the token to be drawn
     want_logprob: Bool  # [R]
+    likely: Int32 | None = None  # [R] how many most likely tokens are wanted beside it; None where no row wants any
     bias: Sparse | None = None
     banned: Sparse | None = None
     mask_rows: Int64 | None = None  # [m] rows with an allow-bitmask
@@ -213,6 +214,15 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Likely:
+    """ids [R, K] int32, logprobs [R, K] float32 of each row's most likely tokens, under the model's own distribution.
+    K is the most that a row wants; equal ones come in any order; rows that want none mean nothing."""
+
+    ids: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens [R] int64; status [R] (STATUS_*), tokens of rows that are not fine mean nothing; logprobs [R] float32.
 
@@ -223,6 +233,7 @@ class Sampled:
     tokens: Tensor
     status: Tensor
     logprobs: Tensor | None
+    likely: Likely | None = None  # where some row wants one
 
 
 PreparedT = TypeVar("PreparedT", bound=Prepared)

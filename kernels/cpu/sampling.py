@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.commands import SampleArgs
 from kernels.cpu.program import Immediate, address
+from kernels.likely import likely_of
 from kernels.ops import Int64, Sampled, SamplingRows, Sparse
 
 Array = npt.NDArray[Any]
@@ -26,6 +27,7 @@ def sample(runner: Immediate, logits: Tensor, rows: SamplingRows) -> Sampled:
     greedy = rows.is_plain_greedy
     wanted = not greedy and bool(rows.want_logprob.any())
     logprobs = torch.empty(count) if wanted else None
+    likely = likely_of(logits, rows)
     columns: dict[str, Array] = {}
     if not greedy:
         columns = _columns(rows, count, vocab)
@@ -39,7 +41,7 @@ def sample(runner: Immediate, logits: Tensor, rows: SamplingRows) -> Sampled:
         **{name: address(column) for name, column in columns.items()},
     )
     runner.now(count, args)
-    return Sampled(tokens, status, logprobs)
+    return Sampled(tokens, status, logprobs, likely)
 
 
 def _columns(rows: SamplingRows, count: int, vocab: int) -> dict[str, Array]:

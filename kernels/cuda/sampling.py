@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kernels.cuda import sampling_calls
 from kernels.cuda.device import Device, Event
-from kernels.ops import Done, Float32, Int32, Int64, Pending, Sampled, SamplingRows, Sparse
+from kernels.likely import write_likely
+from kernels.ops import Done, Float32, Int32, Int64, Likely, Pending, Sampled, SamplingRows, Sparse
 
 Array = npt.NDArray[Any]
 
@@ -23,7 +24,7 @@ ALIGNMENT = 16  # bytes
 ENTRY_BYTES = 64
 """Of each row, for which memory is taken at first: some biases, or bans, or a mask of a small vocabulary."""
 
-RESULTS = 3  # a row's token, status, log-probability
+RESULTS = 3  # a row's token, status, log-probability; behind those of all rows the most likely ids and theirs
 
 
 class Sampler:
@@ -49,18 +50,21 @@ class Sampler:
             raise ValueError(f"the sampler wants contiguous float32 logits of {self._vocab} ids")
         if len(slots) != count or logits.shape[0] < count:
             raise ValueError(f"{count} rows with {len(slots)} slots and {logits.shape[0]} rows of logits")
-        wanted = bool(rows.want_logprob.any())
+        wanted = _Wanted(count, bool(rows.want_logprob.any()), 0 if rows.likely is None else int(rows.likely.max()))
         if not count:
-            return Done(_sampled(np.zeros((RESULTS, 0), np.int32), wanted))
+            return Done(_sampled(np.zeros(0, np.int32), wanted))
         layout = _layout(rows, slots, self._vocab)
-        pinned = self._pinned(layout.copied, count)
+        pinned = self._pinned(layout.copied, wanted.numbers)
         layout.write(pinned.packed.numpy())
         main = self._device.main
         if layout.whole > self._packed.numel():
             self._packed = self._device.empty((_rounded_up(layout.whole),), torch.uint8)
-        if RESULTS * count > self._results.numel():
-            self._results = self._device.empty((RESULTS * count,), torch.int32)
-        packed, results = self._packed, self._results[: RESULTS * count]
+        if wanted.numbers > self._results.numel():
+            self._results = self._device.empty((wanted.numbers,), torch.int32)
+        packed, results = self._packed, self._results[: wanted.numbers]
+        if (asked := rows.likely) is not None:
+            found = _likely(results, wanted)
+            main.run(lambda: write_likely(logits, asked, found))
         main.copy(packed[: layout.copied], pinned.packed[: layout.copied])
         call = sampling_calls.sample(
             count,
@@ -74,22 +78,35 @@ class Sampler:
         )
         touched = (logits, packed, results) if last_tokens is None else (logits, packed, results, last_tokens)
         main.launch(call, *touched)
-        main.copy(pinned.results[: RESULTS * count], results)
-        return _Drawing(main.record(), pinned, count, wanted, self._free)
+        main.copy(pinned.results[: wanted.numbers], results)
+        return _Drawing(main.record(), pinned, wanted, self._free)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """sample_later for rows that are nobody's last, waited for. The history names no slot."""
         nobody = np.full(len(rows.temperature), -1, np.int32)
         return self.sample_later(logits, rows, nobody, None).wait()
 
-    def _pinned(self, packed_bytes: int, rows: int) -> _Pinned:
+    def _pinned(self, packed_bytes: int, numbers: int) -> _Pinned:
         """Memory that nobody uses any more, or else new memory; one that is too small is let go."""
         while self._free:
             pinned = self._free.pop()
-            if pinned.packed.numel() >= packed_bytes and pinned.results.numel() >= RESULTS * rows:
+            if pinned.packed.numel() >= packed_bytes and pinned.results.numel() >= numbers:
                 return pinned
         packed = self._device.pinned((_rounded_up(packed_bytes),), torch.uint8)
-        return _Pinned(packed, self._device.pinned((_rounded_up(RESULTS * rows),), torch.int32))
+        return _Pinned(packed, self._device.pinned((_rounded_up(numbers),), torch.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the results of so many rows hold."""
+
+    rows: int
+    logprobs: bool
+    likely: int  # of each row
+
+    @property
+    def numbers(self) -> int:
+        return (RESULTS + 2 * self.likely) * self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +118,8 @@ class _Pinned:
 
 
 class _Drawing(Pending[Sampled]):
-    def __init__(self, event: Event, pinned: _Pinned, rows: int, wanted: bool, free: list[_Pinned]) -> None:
-        self._event, self._pinned, self._rows, self._wanted, self._free = event, pinned, rows, wanted, free
+    def __init__(self, event: Event, pinned: _Pinned, wanted: _Wanted, free: list[_Pinned]) -> None:
+        self._event, self._pinned, self._wanted, self._free = event, pinned, wanted, free
         self._result: Sampled | None = None
 
     def ready(self) -> bool:
@@ -111,16 +128,25 @@ class _Drawing(Pending[Sampled]):
     def wait(self) -> Sampled:
         if self._result is None:
             self._event.wait()
-            numbers: Int32 = self._pinned.results[: RESULTS * self._rows].numpy()
-            self._result = _sampled(numbers.reshape(RESULTS, self._rows), self._wanted)
+            numbers: Int32 = self._pinned.results[: self._wanted.numbers].numpy()
+            self._result = _sampled(numbers, self._wanted)
             self._free.append(self._pinned)
         return self._result
 
 
-def _sampled(results: Int32, wanted: bool) -> Sampled:
-    """results [3, R]: tokens, status, the bits of log-probabilities; copied."""
-    tokens, status = (torch.from_numpy(column.astype(np.int64)) for column in results[:2])
-    return Sampled(tokens, status, torch.from_numpy(results[2].view(np.float32).copy()) if wanted else None)
+def _sampled(results: Int32, wanted: _Wanted) -> Sampled:
+    """results: of all rows tokens, status, the bits of log-probabilities, and what _likely names; copied."""
+    columns = results[: RESULTS * wanted.rows].reshape(RESULTS, wanted.rows)
+    tokens, status = (torch.from_numpy(column.astype(np.int64)) for column in columns[:2])
+    logprobs = torch.from_numpy(columns[2].view(np.float32).copy()) if wanted.logprobs else None
+    likely = _likely(torch.from_numpy(results.copy()), wanted) if wanted.likely else None
+    return Sampled(tokens, status, logprobs, likely)
+
+
+def _likely(results: Tensor, wanted: _Wanted) -> Likely:
+    """The part of the results that holds the most likely ids and their log-probabilities; no copy."""
+    ids, logprobs = results[RESULTS * wanted.rows :].view(2, wanted.rows, wanted.likely)
+    return Likely(ids, logprobs.view(torch.float32))
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.likely import likely_of
 from kernels.ops import (
     STATUS_NOT_FINITE,
     STATUS_NOTHING_ALLOWED,
@@ -28,6 +29,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if rows.is_plain_greedy:
         return Sampled(logits.argmax(-1), status, None)
     logits = torch.nan_to_num_(logits) if status.any() else logits
+    likely = likely_of(logits, rows)
     scores = _edit(logits, rows)
     best = scores.argmax(-1)
     empty = scores.gather(1, best[:, None])[:, 0] == -torch.inf
@@ -37,7 +39,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if random.size:
         chosen = torch.from_numpy(random)
         tokens = best.index_copy(0, chosen, _draw(scores.index_select(0, chosen), rows, random))
-    return Sampled(tokens, status, _logprobs(logits, tokens, rows))
+    return Sampled(tokens, status, _logprobs(logits, tokens, rows), likely)
 
 
 def _finite_status(logits: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, Ne
 from services.scheduler.lease import Lease
 from shared.columns import unpack
 from shared.keys import CLASSES, GROUP, Keys
+from shared.logprobs import wrong_number as wrong_logprobs
 from shared.redis_client import BLOCK_MS, Scripts, Value
 
 log = logging.getLogger("orcinus.scheduler")
@@ -90,6 +91,8 @@ def decode(
         raise ValueError(f"class {priority} is none of {', '.join(CLASSES)}")
     if stop_ids.size > MAX_STOP_IDS:
         raise ValueError(f"{stop_ids.size} stop token ids; at most {MAX_STOP_IDS}")
+    if wrong := wrong_logprobs(wire.sampling.logprobs):
+        raise ValueError(wrong)
     return NewRequest(
         id=wire.id,
         prompts=arrays,

@@ -18,7 +18,8 @@ from protos import queue_pb2
 from services.scheduler.core.types import FinishedRequest, Outcome
 from services.scheduler.intake import Entry
 from services.scheduler.lease import Lease
-from shared.columns import pack, pack_float
+from services.scheduler.logprobs import columns, records
+from shared.columns import pack
 from shared.keys import GROUP, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, Value, persist
 
@@ -48,6 +49,7 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
     result = []
     for begin, end in itertools.pairwise(cuts):
         span = slice(int(ends[begin]), int(ends[end]))
+        asked = {} if outcome.logprobs is None else columns(outcome.logprobs[span], outcome.counts[begin:end])
         batch = queue_pb2.TokenBatch(
             epoch=epoch,
             step=step,
@@ -57,8 +59,8 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
             counts=pack(outcome.counts[begin:end]),
             tokens=pack(outcome.tokens[span]),
             finish=np.ascontiguousarray(outcome.finish[begin:end], dtype=np.uint8).tobytes(),
-            logprobs=pack_float(outcome.logprobs[span]) if outcome.logprobs is not None else b"",
             errors={row - begin: text for row, text in outcome.errors.items() if begin <= row < end},
+            **asked,
         )
         result.append((names[begin], batch.SerializeToString()))
     return result
@@ -79,6 +81,7 @@ def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, wher
     checkpoints: list[Value] = []
     started: list[Value] = []
     ended: list[Value] = []
+    logprobs: list[Value] = []
     counts = [0, 0, 0, 0]
     for step, outcome in outcomes:
         for gateway, payload in batches(outcome, epoch, step):
@@ -91,6 +94,8 @@ def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, wher
         for (request_id, choice), end in finishes.items():
             checkpoints += [request_id, choice, 0, b"", *end]
             counts[1] += 1
+        if outcome.logprobs is not None:
+            logprobs += records(outcome)
         started += outcome.started
         counts[2] += len(outcome.started)
         for finished in outcome.ended:
@@ -99,7 +104,12 @@ def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, wher
                 ended += _end(finished, entry)
                 counts[3] += 1
     head: list[Value] = [epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
-    return [*head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended]
+    # fmt: off
+    return [
+        *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
+        len(logprobs) // 4, *logprobs,
+    ]
+    # fmt: on
 
 
 def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:

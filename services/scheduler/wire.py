@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import Enter, Limits, StepPlan, StepResult
-from shared.columns import pack, unpack, unpack_float
+from shared.columns import pack, unpack
+from shared.logprobs import split_records
 
 
 def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
@@ -78,12 +79,15 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
 
 def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
     """The core's view of a Result. Raises ValueError when a column has a wrong length."""
+    slots, logprobs = unpack(result.slots), None
+    if result.logprobs:
+        logprobs = split_records(result.logprobs, unpack(result.logprob_sizes), slots.size)
     return StepResult(
         id=result.id,
         replica=replica,
-        slots=unpack(result.slots),
+        slots=slots,
         tokens=unpack(result.tokens),
-        logprobs=unpack_float(result.logprobs) if result.logprobs else None,
+        logprobs=logprobs,
         swap_out_acks=unpack(result.swap_out_acks),
         swap_in_acks=unpack(result.swap_in_acks),
         errors=[(error.slot, error.code, error.message) for error in result.errors],

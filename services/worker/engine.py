@@ -34,7 +34,7 @@ from services.worker.models.weights import check_matrices
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import WarmUp
-from shared.columns import pack, pack_float
+from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.ids import identity
 
@@ -277,14 +277,15 @@ class Engine:
         """
         sampled = None if flight.sampled is None else flight.sampled.wait()
         with self._lock:
-            slots, tokens, logprobs = self._flights.settle(flight, sampled)
+            slots, tokens, records = self._flights.settle(flight, sampled)
         copied = flight.copies.acknowledge(flight.id, wait=not more())
         result = worker_pb2.Result(
             epoch=flight.epoch,
             id=flight.id,
             slots=pack(slots),
             tokens=pack(tokens),
-            logprobs=b"" if logprobs is None else pack_float(logprobs),
+            logprobs=b"".join(records),
+            logprob_sizes=pack([len(record) for record in records]),
             timings=flight.marks.timings(self._ops, flight.queued_ns, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
@@ -332,6 +333,7 @@ class Engine:
                 if not table.sampling.has_mask(slot):
                     self._flights.fail(flight, slot, *NO_MASK)
             flight.places = places = table.known[slots]
+            flight.logprobs = table.sampling.logprobs[slots]
             rows = table.sampling.rows(slots, places, table.prompt[slots], table.tokens)
             table.expect(slots, places)
         flight.sampled = self._ops.sample_later(logits, rows, slots)

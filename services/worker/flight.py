@@ -15,7 +15,6 @@ from kernels.ops import (
     STATUS_NOT_FINITE,
     STATUS_NOTHING_ALLOWED,
     AnyOps,
-    Float32,
     Int32,
     Int64,
     Pending,
@@ -24,6 +23,7 @@ from kernels.ops import (
 from protos import worker_pb2
 from services.worker.copies import Copies
 from services.worker.slots import Chunks, SlotTable
+from shared.logprobs import pack_record
 
 NOBODY: Int32 = np.zeros(0, np.int32)
 
@@ -71,6 +71,7 @@ class Flight:
     errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
     places: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
+    logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [R] as in the sequences' sampling
     sampled: Pending[Sampled] | None = None
 
     def generation(self, slot: int) -> int | None:
@@ -98,23 +99,26 @@ class Flights:
     def begin(self, flight: Flight) -> None:
         self._out.append(flight)
 
-    def settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, Float32 | None]:
-        """Slots, tokens and log-probabilities of the Result; the host knows the tokens from here on."""
+    def settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
+        """Slots, tokens and records of log-probabilities of the Result; the host knows the tokens from here on.
+
+        The records are one per slot, empty where the sequence did not ask; none at all where nobody did.
+        """
         if flight in self._out:  # else a new Run has begun
             self._out.remove(flight)
         slots = flight.sampling
         if sampled is None:
-            return slots, slots, None
+            return slots, slots, []
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
         status = sampled.status.cpu().numpy()
-        logprobs = None if sampled.logprobs is None else sampled.logprobs.cpu().numpy()
         for row in (status != STATUS_FINE).nonzero()[0].tolist():
             self.fail(flight, int(slots[row]), *WHY[int(status[row])])
         self._record(flight, tokens)
         if not flight.failed:
-            return slots, tokens, logprobs
+            return slots, tokens, _records(sampled, flight.logprobs)
         fine = ~np.isin(slots, list(flight.failed))
-        return slots[fine], tokens[fine], None if logprobs is None else logprobs[fine]
+        records = _records(sampled, np.where(fine, flight.logprobs, 0))
+        return slots[fine], tokens[fine], [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
 
     def fail(self, flight: Flight, slot: int, code: str, message: str) -> None:
         """The sequence that the slot held in this flight gives no token, here and in the flights behind."""
@@ -136,3 +140,16 @@ class Flights:
             return
         same = table.generation[slots] == flight.generations[flight.chunks.samples]
         table.record(slots[same], places[same], tokens[same])
+
+
+def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:
+    """One per row, empty where `wanted` [R] is 0; none at all where nobody asked. A loop over those that ask."""
+    if sampled.logprobs is None or not wanted.any():
+        return []
+    records, own = [b""] * len(wanted), sampled.logprobs.cpu().numpy()
+    likely, none = sampled.likely, np.zeros((len(wanted), 0))
+    ids, best = (none, none) if likely is None else (likely.ids.cpu().numpy(), likely.logprobs.cpu().numpy())
+    for row in np.flatnonzero(wanted).tolist():
+        most = int(wanted[row]) - 1
+        records[row] = pack_record(own[row], ids[row, :most], best[row, :most])
+    return records

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from kernels.ops import Bool, Int32, Int64, SamplingRows, Sparse
 from protos import worker_pb2
 from shared.columns import unpack, unpack_float
+from shared.logprobs import MOST
+from shared.logprobs import wrong_number as wrong_logprobs
 
 GREEDY_BELOW = 1e-5  # a temperature this small overflows float32 logits; its limit is the argmax
 
@@ -46,7 +48,7 @@ class SamplingTable:
         self.frequency = np.zeros(max_seqs, np.float32)
         self.repetition = np.ones(max_seqs, np.float32)
         self.penalised = np.zeros(max_seqs, np.bool_)
-        self.want_logprob = np.zeros(max_seqs, np.bool_)
+        self.logprobs = np.zeros(max_seqs, np.int32)  # as in the message
         self.needs_mask = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
@@ -73,7 +75,7 @@ class SamplingTable:
         self.penalised[slot] = bool(
             message.presence_penalty or message.frequency_penalty or message.repetition_penalty not in (0.0, 1.0)
         )
-        self.want_logprob[slot] = message.logprobs > 0
+        self.logprobs[slot] = min(message.logprobs, MOST + 1)
         self.needs_mask[slot] = bool(message.mask_key)
         self._has_ids[slot] = bool(message.bias_ids or message.banned_ids or message.stop_ids)
         try:
@@ -102,6 +104,7 @@ class SamplingTable:
         masked = [(row, self._masks.pop(int(slots[row]))) for row in self._with_masks(slots)]
         penalised = self.penalised[slots].nonzero()[0]
         bias, banned = self._sparse(slots, known - prompt)
+        logprobs = self.logprobs[slots]
         return SamplingRows(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -109,7 +112,8 @@ class SamplingTable:
             min_p=self.min_p[slots],
             seed=self.seed[slots],
             position=known.astype(np.int64),
-            want_logprob=self.want_logprob[slots],
+            want_logprob=logprobs > 0,
+            likely=np.maximum(logprobs - 1, 0) if (logprobs > 1).any() else None,
             bias=bias,
             banned=banned,
             mask_rows=np.array([row for row, _ in masked], np.int64) if masked else None,
@@ -172,7 +176,7 @@ def _wrong_number(message: worker_pb2.Sampling) -> str:
         return "temperature and repetition_penalty cannot be negative"
     if not 0 <= message.top_p <= 1 or not 0 <= message.min_p <= 1:
         return f"top_p {message.top_p} and min_p {message.min_p} must lie in 0..1"
-    return ""
+    return wrong_logprobs(message.logprobs)
 
 
 def _history(rows: Int64, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> Sparse:

@@ -1,10 +1,11 @@
 -- Fenced: everything one iteration makes known, in one script.
 -- KEYS: lease, queue
--- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, ms that token streams keep, then four
+-- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, ms that token streams keep, then five
 --       sections, each a count and its rows:
 --       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0, tokens at the end),
 --       started (id),
---       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error)
+--       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error),
+--       logprobs (id, choice, byte offset, records)
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local prefix, group, live, kept = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local time = redis.call('TIME')
@@ -82,6 +83,7 @@ for _ = 1, tonumber(arg()) do
     reasons[choice + 1], counts[choice + 1] = ending(key, choice, reason(), tonumber(length))
     output = output + counts[choice + 1]
     trim(prefix .. 'out:' .. id .. ':' .. choice, counts[choice + 1], kept)
+    redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. choice, kept)
   end
   redis.call('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
@@ -97,6 +99,17 @@ for _ = 1, tonumber(arg()) do
     redis.call('HSET', key, 'state', 'finished', 'finish', table.concat(reasons, ','), 'prompt_tokens', prompt,
       'output_tokens', output, 'lengths', table.concat(counts, ','), 'error', failure, 'ended_ms', now)
     redis.call('PEXPIRE', key, kept)
+  end
+end
+
+-- Of tokens that are told above. More than `out` keeps does no harm: whoever reads them goes by the tokens.
+for _ = 1, tonumber(arg()) do
+  local id, choice, offset, records = arg(), arg(), arg(), arg()
+  local state = redis.call('HGET', prefix .. 'req:' .. id, 'state')
+  if state then
+    local key = prefix .. 'logprobs:' .. id .. ':' .. choice
+    redis.call('SETRANGE', key, offset, records)
+    redis.call('PEXPIRE', key, state == 'finished' and kept or live)
   end
 end
 return now

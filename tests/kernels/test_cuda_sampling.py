@@ -310,6 +310,21 @@ def test_steps_that_are_under_way_together_draw_what_they_draw_one_by_one(seed: 
     assert [drawn.wait().tokens.tolist() for drawn in under_way] == expected, "a result may be asked for again"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_most_likely_tokens_of_steps_that_are_under_way_are_each_steps_own(seed: int) -> None:
+    vocab = 61
+    sampler, expected, under_way = Sampler(EmulatedDevice(seed, flags=FLAGS), vocab, 1), [], []
+    for step, most in enumerate([2, 0, 5, 1, 3]):
+        logits = normal(2, vocab, step)
+        given = {"likely": np.array([0, most], np.int32)} if most else {}
+        how = rows(2, want_logprob=most > 0, bias=some(np.random.default_rng(step), 2, vocab, 50), **given)
+        expected.append(np.argsort(-logits[1])[:most].tolist())
+        nobody = np.full(2, -1, np.int32)
+        under_way.append(sampler.sample_later(torch.tensor(logits), how, nobody, None))
+    found = [drawn.wait().likely for drawn in reversed(under_way)][::-1]
+    assert [[] if likely is None else likely.ids[1].tolist() for likely in found] == expected
+
+
 def with_history(how: SamplingRows, last: Array) -> SamplingRows:
     """With one more token in each row's output."""
     assert how.history is not None and how.history.values is not None

@@ -166,6 +166,27 @@ def test_log_probability_is_the_models_own_and_only_where_asked(ops: AnyOps) -> 
     assert ops.sample(torch.tensor(logits), rows(3)).logprobs is None
 
 
+def test_most_likely_tokens_are_the_models_own_before_any_edit(ops: AnyOps) -> None:
+    count, vocab = 20, 300  # more rows than are looked at together
+    logits = np.random.default_rng(3).normal(0, 2, (count, vocab)).astype(np.float32)
+    wanted = np.where(np.arange(count) % 5 == 3, 0, np.arange(count) + 1).astype(np.int32)
+    bias = sparse([(row, 7, 50.0) for row in range(count)])
+    found = ops.sample(torch.tensor(logits), rows(count, want_logprob=True, likely=wanted, temperature=0.7, bias=bias))
+    assert found.likely is not None and found.tokens.tolist() == [7] * count
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+    for row, most in enumerate(wanted.tolist()):
+        assert found.likely.ids[row, :most].tolist() == np.argsort(-exact[row])[:most].tolist()
+        assert found.likely.logprobs[row, :most].numpy() == pytest.approx(-np.sort(-exact[row])[:most], abs=1e-5)
+    assert ops.sample(torch.tensor(logits), rows(count)).likely is None
+
+
+def test_a_vocabulary_with_fewer_tokens_than_are_wanted_is_filled_up(ops: AnyOps) -> None:
+    found = ops.sample(torch.zeros(1, 3), rows(1, want_logprob=True, likely=np.array([5], np.int32))).likely
+    assert found is not None
+    assert sorted(found.ids[0].tolist()) == [-1, -1, 0, 1, 2]
+    assert found.logprobs[0].numpy() == pytest.approx([-np.log(3)] * 3 + [-np.inf] * 2, abs=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_reported_and_leaves_the_others_alone(

@@ -52,6 +52,7 @@ class Line:
     choice: int = 0
     finish: int = RUNNING
     error: str = ""
+    logprobs: Sequence[bytes] = ()  # a record for each token
 
 
 @dataclass
@@ -151,6 +152,11 @@ class ScriptedScheduler:
                 request_id, claimed.stream, claimed.entry, ",".join(map(str, finishes)), prompt,
                 ",".join(map(str, lengths)), "",
             ]  # fmt: skip
+        asked = [line for line in lines if line.logprobs]
+        arguments.append(len(asked))
+        for line in asked:
+            place = line.first * len(line.logprobs[0])
+            arguments += [line.request, line.choice, place, b"".join(line.logprobs)]
         self._run("publish", [self.keys.lease(self.shard), self.keys.queue], arguments)
 
     def batch(self, lines: Sequence[Line]) -> queue_pb2.TokenBatch:
@@ -164,6 +170,8 @@ class ScriptedScheduler:
             tokens=pack([token for line in lines for token in line.tokens]),
             finish=bytes(line.finish for line in lines),
             errors={row: line.error for row, line in enumerate(lines) if line.error},
+            logprobs=b"".join(record for line in lines for record in line.logprobs),
+            logprob_sizes=pack([sum(map(len, line.logprobs)) for line in lines]),
         )
 
     def serve(self, claimed: Claimed, tokens: Sequence[int], finish: int = LENGTH, piece: int = 1) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,10 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
     return names
 
 
-def publication(epoch: int, *sections: list[Any]) -> list[Any]:
-    widths = (2, 6, 1, 7)
+def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = ()) -> list[Any]:
+    widths = (2, 6, 1, 7, 4)
     flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
-    for width, rows in zip(widths, sections, strict=True):
+    for width, rows in zip(widths, (*sections, logprobs), strict=True):
         flat += [len(rows) // width, *rows]
     return flat
 
@@ -198,6 +198,25 @@ def test_a_stopped_choice_keeps_what_counts_while_the_others_go_on(within: Calla
         assert await client.get(KEYS.out("r", 0)) == tokens[:20]
         assert await client.get(KEYS.out("r", 1)) == tokens
         assert await client.hmget(KEYS.req("r"), ["finish:0", "finish:1"]) == [b"1", None]
+
+    within(body)
+
+
+def test_log_probabilities_lie_beside_the_tokens_and_live_as_long(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        await enqueue(scripts, "r")
+        epoch = await lease(scripts, "acquire")
+        (stream, entry), *_ = await claim(client, scripts, epoch)
+        await publish(scripts, publication(epoch, [], [], ["r"], [], logprobs=["r", 1, 8, b"12345678"]))
+        assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678"
+        assert await client.pttl(KEYS.logprobs("r", 1)) > KEPT_TTL_MS
+        end = ["r", stream, entry, "1,1", 10, "4,3", ""]
+        last = publication(epoch, [], [], [], end, logprobs=["r", 1, 16, b"abcdefgh", "gone", 0, 0, b"x"])
+        for _ in range(2):
+            await publish(scripts, last)
+            assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678abcdefgh"
+            assert 0 < await client.pttl(KEYS.logprobs("r", 1)) <= KEPT_TTL_MS
+        assert not await client.exists(KEYS.logprobs("gone", 0)), "a record that expired is not brought back"
 
     within(body)
 

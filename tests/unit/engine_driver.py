@@ -10,6 +10,7 @@ import numpy as np
 from protos import worker_pb2
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
+from shared.logprobs import TokenLogprobs, split_records, unpack_records
 from shared.settings import WorkerSettings
 
 
@@ -34,7 +35,7 @@ class Driver:
         self.size = info.block_size
         self.share = info.gpu_blocks // info.max_seqs
         self.outputs: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.computed: dict[int, int] = {}
         self.known: dict[int, int] = {}
         self.next_id = 1
@@ -81,10 +82,11 @@ class Driver:
         for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
             self.outputs[slot].append(token)
             self.known[slot] += 1
+        slots = unpack(result.slots)
         if result.logprobs:
-            values = np.frombuffer(result.logprobs, "<f4").tolist()
-            for slot, value in zip(unpack(result.slots).tolist(), values, strict=True):
-                self.logprobs[slot].append(value)
+            parts = split_records(result.logprobs, unpack(result.logprob_sizes), len(slots))
+            for slot, record in zip(slots.tolist(), parts.tolist(), strict=True):
+                self.logprobs[slot] += unpack_records(record, (len(record) // 4 + 1) // 2)
         return result
 
     def run(self, slot: int, count: int, chunk: int = 4096) -> list[int]:

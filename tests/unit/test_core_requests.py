@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.types import Finish, Limits, StepResult
+from services.scheduler.core.types import Finish, Int32, Limits, Records, StepResult
 from tests.unit.core_twin import MS, House, answer, request
 
 LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128)
@@ -244,16 +244,21 @@ def test_rows_follow_an_adopted_request_to_its_new_gateway() -> None:
     h.finish()
 
 
+def records_of(tokens: Int32) -> Records:
+    """Something of each token's own."""
+    return np.array([b"%d" % token for token in tokens.tolist()], object)
+
+
 def test_rows_of_a_gateway_stand_together_with_their_logprobs() -> None:
     h = house()
     for i in range(6):
         h.add(request(f"r{i}", 3, 9, seed=i, gateway="xyx"[i % 3]))
     h.plan()
     result = h.workers[0].run()
-    result.logprobs = -result.tokens.astype(np.float32)
+    result.logprobs = records_of(result.tokens)
     outcome = h.core.apply(result, h.now)
     assert outcome.gateways in (["x"] * 4 + ["y"] * 2, ["y"] * 2 + ["x"] * 4)
-    assert outcome.logprobs is not None and (outcome.logprobs == -outcome.tokens).all()
+    assert outcome.logprobs is not None and (outcome.logprobs == records_of(outcome.tokens)).all()
     h.take(outcome)
     h.finish()
 
@@ -273,10 +278,10 @@ def test_logprobs_of_the_preempted_stay_with_their_tokens() -> None:
             continue
         late += bool(h.core.replicas[0].departed)
         result = h.workers[0].run()
-        result.logprobs = result.tokens.astype(np.float32) + 0.5
+        result.logprobs = records_of(result.tokens)
         outcome = h.core.apply(result, h.now)
         if outcome.tokens.size:
-            assert outcome.logprobs is not None and (outcome.logprobs == outcome.tokens + np.float32(0.5)).all()
+            assert outcome.logprobs is not None and (outcome.logprobs == records_of(outcome.tokens)).all()
         h.take(outcome)
     h.finish()
     assert late, "nobody was preempted with a step unanswered"

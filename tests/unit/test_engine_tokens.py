@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.ops import Batch
 from protos import worker_pb2
 from shared.columns import pack, unpack
+from shared.logprobs import TokenLogprobs
 from tests.models import MIN_GAP, Reference, make_llama
 from tests.unit.engine_driver import Driver, make_engine
 
@@ -260,11 +261,57 @@ def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Re
 def test_log_probabilities_are_the_references(grouped: Reference) -> None:
     driver = Driver(make_engine(grouped.path))
     prompt, output = grouped.prompts[1], grouped.outputs[1]
-    driver.enter(0, prompt, sampling=worker_pb2.Sampling(logprobs=1))
+    driver.enter(0, prompt, sampling=worker_pb2.Sampling(logprobs=6))
     driver.enter(1, grouped.prompts[0])
+    driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
     for _ in range(10):
-        driver.step({0: 64, 1: 64})
-    exact = grouped.logits(prompt + output).log_softmax(-1)
+        driver.step({0: 64, 1: 64, 2: 64})
+    exact = grouped.logits(prompt + output).double().log_softmax(-1)[len(prompt) - 1 :]
     for i in range(10):
-        assert driver.logprobs[0][i] == pytest.approx(float(exact[len(prompt) - 1 + i, output[i]]), abs=1e-3)
-    assert np.isnan(driver.logprobs[1]).all()
+        assert driver.logprobs[0][i].sampled == pytest.approx(float(exact[i, output[i]]), abs=1e-3)
+        assert_likely(driver.logprobs[0][i].best, exact[i], 5)
+    assert driver.logprobs[1] == []
+    assert driver.logprobs[2] == [TokenLogprobs(one.sampled, []) for one in driver.logprobs[0]]
+
+
+def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preemption(grouped: Reference) -> None:
+    """Temperature, penalties and bias change the choice and not the model's own distribution."""
+    sampling = worker_pb2.Sampling(
+        temperature=1.3, top_p=0.9, seed=9, repetition_penalty=1.2, logprobs=21,
+        bias_ids=pack([7]), bias_values=np.float32(4).tobytes(),
+    )  # fmt: skip
+    prompt = grouped.prompts[0]
+    driver = Driver(make_engine(grouped.path))
+    driver.enter(4, prompt, sampling=sampling)
+    driver.enter(7, grouped.prompts[2])
+    while len(driver.outputs[4]) < 6:
+        driver.step({7: 3, 4: 5})
+    before, first = list(driver.outputs[4]), list(driver.logprobs[4])
+    driver.free(4)
+    driver.enter(1, prompt + before, prompt=len(prompt), sampling=sampling)
+    while len(driver.outputs[1]) < 10:
+        driver.step({1: 11, 7: 64})
+    tokens, found = driver.outputs[1], first + driver.logprobs[1]
+    exact = grouped.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 :]
+    assert len(found) == len(tokens)
+    for i, token in enumerate(tokens):
+        assert found[i].sampled == pytest.approx(float(exact[i, token]), abs=1e-3)
+        assert_likely(found[i].best, exact[i], 20)
+
+
+def test_one_who_asks_for_too_many_log_probabilities_fails_alone(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path))
+    driver.enter(0, grouped.prompts[0], sampling=worker_pb2.Sampling(logprobs=22))
+    driver.enter(1, grouped.prompts[1])
+    result = driver.step({0: 64, 1: 64})
+    assert [(error.slot, error.code) for error in result.errors] == [(0, "invalid_sampling")]
+    assert "at most 20" in result.errors[0].message
+    assert driver.outputs[1] == grouped.outputs[1][:1]
+
+
+def assert_likely(found: list[tuple[int, float]], exact: Tensor, most: int) -> None:
+    """found: the `most` likely ids of exact [V], best first."""
+    best = exact.topk(most).values
+    assert len({token for token, _ in found}) == most
+    assert [value for _, value in found] == pytest.approx(best.tolist(), abs=1e-3)
+    assert [float(exact[token]) for token, _ in found] == pytest.approx(best.tolist(), abs=1e-3)

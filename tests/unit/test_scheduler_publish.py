@@ -70,11 +70,21 @@ def test_arguments_carry_checkpoints_finishes_starts_and_ends() -> None:
     assert sorted(map(tuple, rows[1:])) == [("b", 1, 0, b"", Finish.CANCELLED, 7), ("c", 0, 0, b"", Finish.ERROR, 1)]
     at += 1 + 3 * 6
     assert args[at : at + 2] == [1, "c"]
-    assert args[at + 2 :] == [1, "c", "stream", "5-0", "5", 5, "1", "it broke"]
+    assert args[at + 2 :] == [1, "c", "stream", "5-0", "5", 5, "1", "it broke", 0]
 
 
 def test_an_end_whose_entry_is_gone_is_not_written_again() -> None:
-    assert arguments([(9, outcome())], 4, "prefix:", {})[-1] == 0
+    assert arguments([(9, outcome())], 4, "prefix:", {})[-2:] == [0, 0]
+
+
+def test_log_probabilities_go_to_those_who_asked_and_to_their_places_in_the_record() -> None:
+    told = outcome()
+    told.logprobs = np.array([b"aaaaaaaaaaaa", b""], object)
+    (_, one), (_, two) = batches(told, epoch=4, step=9)
+    batch = queue_pb2.TokenBatch.FromString(one)
+    assert (batch.logprobs, unpack(batch.logprob_sizes).tolist()) == (b"aaaaaaaaaaaa", [12, 0])
+    assert not queue_pb2.TokenBatch.FromString(two).logprob_sizes
+    assert arguments([(9, told)], 4, "prefix:", {})[-5:] == [1, "a", 0, 36, b"aaaaaaaaaaaa"]
 
 
 def test_a_window_keeps_the_newest_samples_of_the_last_minute() -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.sequence import Record, Sequence
 from services.scheduler.core.table import Audience
-from services.scheduler.core.types import Finish, FinishedRequest, Float32, Int32, Outcome
+from services.scheduler.core.types import Finish, FinishedRequest, Int32, Outcome, Records
 
 
 class Names:
@@ -53,7 +53,7 @@ class Columns:
     tokens: Int32
     finish: npt.NDArray[np.uint8]
     waits_ns: npt.NDArray[np.int64]
-    logprobs: Float32 | None
+    logprobs: Records | None
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Row:
     choice: int
     first: int
     token: int | None
-    logprob: float | None
+    logprobs: bytes  # the token's record; empty where nobody asked
     finish: Finish
     error: str
     wait_ns: int = -1
@@ -84,12 +84,12 @@ class Collector:
 
     def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
         """`sequence` ended without a further token; its index is that of the token it would have got."""
-        self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, None, finish, error))
+        self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, b"", finish, error))
 
-    def late(self, sequence: Sequence, token: int, logprob: float | None, wait_ns: int) -> None:
+    def late(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
         """`sequence` has no slot and got `token` (in its outputs already) of a step sent before."""
         first = sequence.outputs.size - 1
-        self.rows.append(Row(sequence.record, sequence.choice, first, token, logprob, sequence.finish, "", wait_ns))
+        self.rows.append(Row(sequence.record, sequence.choice, first, token, logprobs, sequence.finish, "", wait_ns))
 
     def checkpoint(self, sequence: Sequence) -> None:
         """Everything of a sequence without a slot that no checkpoint has carried yet."""
@@ -123,11 +123,9 @@ class Collector:
         at = np.cumsum(counts) - counts  # where a row's token stands
         which = at[order][counts[order] > 0]
         tokens = np.concatenate([outcome.tokens, np.array([row.token for row in got], np.int32)])
-        if outcome.logprobs is not None or any(row.logprob is not None for row in got):
-            logprobs = outcome.logprobs if outcome.logprobs is not None else np.zeros(base, np.float32)
-            outcome.logprobs = np.concatenate([logprobs, np.array([row.logprob or 0.0 for row in got], np.float32)])[
-                which
-            ]
+        if outcome.logprobs is not None or any(row.logprobs for row in got):
+            logprobs = outcome.logprobs if outcome.logprobs is not None else np.full(base, b"", object)
+            outcome.logprobs = np.concatenate([logprobs, np.array([row.logprobs for row in got], object)])[which]
         outcome.choices = np.concatenate([outcome.choices, np.array([row.choice for row in rows], np.int32)])[order]
         outcome.first = np.concatenate([outcome.first, np.array([row.first for row in rows], np.int32)])[order]
         outcome.finish = np.concatenate([outcome.finish, np.array([row.finish for row in rows], np.uint8)])[order]

@@ -16,7 +16,7 @@ from services.scheduler.core.placer import Placer
 from services.scheduler.core.replica import InFlight, Replica
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Bool, Rows
-from services.scheduler.core.types import Finish, Float32, Int32, Outcome, StepResult
+from services.scheduler.core.types import Finish, Int32, Outcome, Records, StepResult
 
 if TYPE_CHECKING:
     from services.scheduler.core.core import Core
@@ -61,8 +61,8 @@ class Results:
             live = table.since[slots] <= step.id
             if not live.all():
                 for i in np.flatnonzero(~live).tolist():
-                    logprob = float(logprobs[i]) if logprobs is not None else None
-                    self._late(replica, step, int(slots[i]), int(tokens[i]), logprob, now_ns, out)
+                    record = logprobs[i] if logprobs is not None else b""
+                    self._late(replica, step, int(slots[i]), int(tokens[i]), record, now_ns, out)
                 slots, tokens = slots[live], tokens[live]
                 logprobs = logprobs[live] if logprobs is not None else None
             for slot in step.slots[~mine].tolist():
@@ -113,7 +113,7 @@ class Results:
         step: InFlight,
         slots: Int32,
         tokens: Int32,
-        logprobs: Float32 | None,
+        logprobs: Records | None,
         now_ns: int,
         out: Collector,
     ) -> Columns:
@@ -196,7 +196,7 @@ class Results:
         step: InFlight,
         slot: int,
         token: int,
-        logprob: float | None,
+        logprobs: bytes,
         now_ns: int,
         out: Collector,
     ) -> None:
@@ -215,7 +215,7 @@ class Results:
             self._core.withdraw(sequence)
             self._core.completed(sequence)
             sequence.finish = finish
-        out.late(sequence, token, logprob, wait_ns)
+        out.late(sequence, token, logprobs, wait_ns)
         if finish is not Finish.RUNNING:
             self._core.end(sequence, finish, "", out)
         else:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
+Records = npt.NDArray[np.object_]  # of bytes, which the core only passes on
 EMPTY: Int32 = np.zeros(0, np.int32)
 
 
@@ -100,7 +100,7 @@ class StepResult:
     replica: int
     slots: Int32
     tokens: Int32
-    logprobs: Float32 | None = None
+    logprobs: Records | None = None  # one per token, empty where nobody asked; None: nobody asked at all
     swap_out_acks: Int32 = field(default_factory=lambda: EMPTY)
     swap_in_acks: Int32 = field(default_factory=lambda: EMPTY)
     errors: list[tuple[int, str, str]] = field(default_factory=list)  # slot, code, message
@@ -132,7 +132,7 @@ class Outcome:
     first: Int32 = field(default_factory=lambda: EMPTY)
     counts: Int32 = field(default_factory=lambda: EMPTY)
     tokens: Int32 = field(default_factory=lambda: EMPTY)  # rows one after another
-    logprobs: Float32 | None = None  # as tokens
+    logprobs: Records | None = None  # as tokens; see StepResult
     # Per row: since the sequence's previous token (since arrival where first = 0); -1 in a row without a token.
     waits_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
