@@ -99,6 +99,9 @@ class GatewaySettings(CommonSettings):
     port: int = Field(8000, ge=1, le=65535)
     ops_host: str = Field("127.0.0.1", description="address of /metrics and /stats")
     ops_port: int = Field(0, ge=0, le=65535, description="0: PORT + 1")
+    grpc_port: int = Field(
+        0, ge=0, le=65535, description="port of the gRPC front (Open Inference Protocol), beside PORT; 0: none"
+    )
     api_key: SecretStr | None = Field(None, description="key that every client must present")
     api_key_file: Path | None = Field(None, description="file with one key a line")
     require_key: bool = Field(

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import faulthandler
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -20,13 +21,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
+from services.gateway.grpc_front import GrpcFront
 from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
 from shared import logs
 from shared.errors import ConfigurationError
 from shared.settings import GatewaySettings
 
+log = logging.getLogger("orcinus.gateway")
+
 BACKLOG = 2048
+GRACE_S = 5
+"""What answers get to be written when delivery has ended."""
 
 
 def run(settings: GatewaySettings) -> int:
@@ -34,7 +40,7 @@ def run(settings: GatewaySettings) -> int:
 
     Raises ConfigurationError for a model, a key or a port that will not do.
     """
-    log = logs.setup("gateway", settings.log_level, settings.log_json)
+    logs.setup("gateway", settings.log_level, settings.log_json)
     gateway = Gateway(settings, ModelText(settings.model))
     faulthandler.register(signal.SIGUSR1)  # what hangs can be asked where
     with contextlib.ExitStack() as sockets:
@@ -53,6 +59,7 @@ def run(settings: GatewaySettings) -> int:
 async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) -> str:
     """Until told to stop, or until a task died: then its error is returned."""
     servers = [_server(public_app(gateway)), _server(ops_app(gateway))]
+    grpc_front = await _grpc_front(gateway)
     stopping = asyncio.Event()
     hurried = asyncio.Event()
 
@@ -80,10 +87,21 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
         await gateway.drain(0)
     for server in servers:
         server.should_exit = True
-    await asyncio.gather(*serving)
+    await asyncio.gather(*serving, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
     await end(asked, hurry)
     await gateway.stop()
     return failure
+
+
+async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
+    """Listening, where a port is set. Raises ConfigurationError."""
+    settings = gateway.settings
+    if not settings.grpc_port:
+        return None
+    front = GrpcFront(gateway)
+    await front.start()
+    log.info("serving gRPC on %s:%d", settings.host, settings.grpc_port)
+    return front
 
 
 class Protocol(HttpToolsProtocol):
@@ -112,7 +130,7 @@ def _server(app: Any) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
     )
     return _Server(config)

@@ -107,12 +107,15 @@ def check_gpu(device: str, model: Path) -> list[Check]:
 def check_ports(gateway: GatewaySettings, run_dir: Path) -> list[Check]:
     ours = RunDir(run_dir).owner()
     checks = []
-    for name, host, port in (("port", gateway.host, gateway.port), ("ops port", gateway.ops_host, gateway.ops_port)):
+    ports = [("port", gateway.host, gateway.port), ("ops port", gateway.ops_host, gateway.ops_port)]
+    if gateway.grpc_port:
+        ports.append(("gRPC port", gateway.host, gateway.grpc_port))
+    for name, host, port in ports:
         problem = port_problem(host, port)
         if problem and ours:
             checks.append(Check(name, "warn", f"{host}:{port}: {problem} (Orcinus runs here: pid {ours})"))
         elif problem:
-            option = "PORT=" if name == "port" else "--ops-port"
+            option = "PORT=" if name == "port" else f"--{name.lower().replace(' ', '-')}"
             checks.append(Check(name, "fail", f"{host}:{port}: {problem}", f"choose another with {option}"))
         else:
             checks.append(Check(name, "ok", f"{host}:{port} is free"))

@@ -70,7 +70,10 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
 
 def check_ports(gateway: GatewaySettings) -> None:
     """Raises ConfigurationError naming a port that is taken and the setting that chooses another."""
-    for host, port, name in ((gateway.host, gateway.port, "port"), (gateway.ops_host, gateway.ops_port, "ops_port")):
+    ports = [(gateway.host, gateway.port, "port"), (gateway.ops_host, gateway.ops_port, "ops_port")]
+    if gateway.grpc_port:
+        ports.append((gateway.host, gateway.grpc_port, "grpc_port"))
+    for host, port, name in ports:
         if problem := port_problem(host, port):
             choose = f"PORT={_other_port(port)} with make run, or {flag(name)} or {env_name(name)}"
             raise ConfigurationError(f"port {port} on {host} cannot be used ({problem}); choose another: {choose}")
