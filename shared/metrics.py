@@ -109,14 +109,15 @@ class Aliases(Collector):
 
     def __init__(self, sources: Iterable[Collector], aliases: Iterable[Alias], model: str) -> None:
         self._sources = tuple(sources)
-        self._aliases = {alias.source: alias for alias in aliases}
+        self._aliases = tuple(aliases)
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
         for source in self._sources:
             for family in source.collect():
-                if alias := self._aliases.get(family.name):
-                    yield self._renamed(family, alias)
+                for alias in self._aliases:
+                    if alias.source == family.name:
+                        yield self._renamed(family, alias)
 
     def _renamed(self, family: Metric, alias: Alias) -> Metric:
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}

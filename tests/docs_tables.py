@@ -13,11 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from services.gateway import metrics as gateway_metrics
+from services.scheduler import metrics as scheduler_metrics
 from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES
+from services.worker import metrics as worker_metrics
+from shared.metrics import Alias
 from shared.settings import ROOT, CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 CLASSES: dict[str, type[BaseSettings]] = {
@@ -90,6 +95,21 @@ def table(settings: type[BaseSettings]) -> str:
     return "\n".join(rows)
 
 
+def metrics(registry: CollectorRegistry) -> str:
+    rows = ["| metric | type | meaning |", "|---|---|---|"]
+    for family in sorted(registry.collect(), key=lambda each: each.name):
+        if not family.name.startswith("process_"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            rows.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    return "\n".join(rows)
+
+
+def aliases(*groups: tuple[Alias, ...]) -> str:
+    rows = ["| name | ours |", "|---|---|"]
+    rows += [f"| `{alias.name}` | `{alias.source}` |" for group in groups for alias in group]
+    return "\n".join(rows)
+
+
 def presets() -> str:
     rows = [
         "| preset | order | memory | tokens | batch | relief | prefix cache |",
@@ -133,6 +153,12 @@ VARIANTS = {
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/configuration.md": {name: functools.partial(table, settings) for name, settings in CLASSES.items()},
+    "docs/metrics.md": {
+        "gateway": lambda: metrics(gateway_metrics.Metrics().registry),
+        "scheduler": lambda: metrics(scheduler_metrics.Metrics().registry),
+        "worker": lambda: metrics(worker_metrics.Metrics().registry),
+        "aliases": functools.partial(aliases, gateway_metrics.ALIASES, scheduler_metrics.ALIASES),
+    },
     "docs/policies.md": {"presets": presets, **{part: functools.partial(choices, part) for part in PARTS}},
 }
 

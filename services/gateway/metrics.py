@@ -1,43 +1,187 @@
-"""The gateway's Prometheus metrics. One registry per gateway, so that tests may have several in one process."""
+"""The gateway's Prometheus metrics: what clients got, and the stack as this gateway last saw it in Redis.
+
+One registry per gateway, so that tests may have several in one process. Names have units; a request's figures are
+observed at its end and with each delivery, none per token.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-_SECONDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 600,
-)  # fmt: skip
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shared.keys import CLASSES
+from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases
+
+if TYPE_CHECKING:
+    from services.gateway.cluster import Cluster
+    from services.gateway.validate import GenerationSpec
+
+C = TypeVar("C", bound=Collector)
+P = "orcinus_gateway_"
+S = "orcinus_stack_"
+
+ALIASES = (
+    Alias("vllm:num_requests_running", S + "running_sequences", {}),
+    Alias("vllm:num_requests_waiting", S + "waiting_sequences", {}),
+    Alias("vllm:kv_cache_usage_perc", S + "kv_usage_ratio", {}),
+    Alias("vllm:gpu_cache_usage_perc", S + "kv_usage_ratio", {}),
+    Alias("vllm:cache_config_info", S + "kv_cache_info", {"block_size": "block_size", "blocks": "num_gpu_blocks"}),
+    Alias("vllm:prompt_tokens", P + "prompt_tokens", {}),
+    Alias("vllm:generation_tokens", P + "output_tokens", {}),
+    Alias("vllm:request_success", P + "finished_choices", {"finish_reason": "finished_reason"}),
+    Alias("vllm:request_prompt_tokens", P + "request_prompt_tokens", {}),
+    Alias("vllm:request_generation_tokens", P + "request_output_tokens", {}),
+    Alias("vllm:request_params_n", P + "request_choices", {}),
+    Alias("vllm:request_params_max_tokens", P + "request_max_tokens", {}),
+    Alias("vllm:time_to_first_token_seconds", P + "time_to_first_token_seconds", {}),
+    Alias("vllm:inter_token_latency_seconds", P + "inter_token_seconds", {}),
+    Alias("vllm:time_per_output_token_seconds", P + "inter_token_seconds", {}),
+    Alias("vllm:e2e_request_latency_seconds", P + "request_duration_seconds", {}),
+)
+"""What the scheduler has is in services/scheduler/metrics.py, so that no figure is counted twice."""
 
 
 class Metrics:
-    """Named by what they count; units in the names."""
+    """Named by what they count."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.answers = Counter("orcinus_gateway_requests", "HTTP answers", ["endpoint", "code"], registry=self.registry)
-        self.ttft = Histogram(
-            "orcinus_gateway_time_to_first_token_seconds", "From the request's arrival to its first token",
-            ["endpoint"], buckets=_SECONDS, registry=self.registry,
-        )  # fmt: skip
-        self.gap = Histogram(
-            "orcinus_gateway_inter_token_seconds", "Between two deliveries of one request",
-            buckets=_GAPS, registry=self.registry,
-        )  # fmt: skip
-        self.duration = Histogram(
-            "orcinus_gateway_request_duration_seconds", "From the request's arrival to its last token",
-            ["endpoint"], buckets=_SECONDS, registry=self.registry,
-        )  # fmt: skip
-        self.prompt_tokens = Counter("orcinus_gateway_prompt_tokens", "Tokens of prompts", registry=self.registry)
-        self.output_tokens = Counter("orcinus_gateway_output_tokens", "Tokens delivered", registry=self.registry)
-        self.active = Gauge("orcinus_gateway_active_requests", "Requests that run now", registry=self.registry)
-        self.cancelled = Counter(
-            "orcinus_gateway_cancelled_requests", "Requests whose client left", registry=self.registry
+    def __init__(self, model: str = "", aliases: bool = False) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._own: list[Collector] = []
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return self._keep(Counter(P + name, text, labels, registry=registry))
+
+        def histogram(name: str, text: str, bounds: Sequence[float], *labels: str) -> Histogram:
+            return self._keep(Histogram(P + name, text, labels, buckets=bounds, registry=registry))
+
+        self.answers = counter(
+            "requests", "HTTP answers, by endpoint and code; 499: the client had left", "endpoint", "code"
         )
-        self.slow_clients = Counter("orcinus_gateway_slow_clients", "Clients cut for slowness", registry=self.registry)
-        self.duplicates = Counter("orcinus_gateway_duplicate_rows", "Rows received again", registry=self.registry)
-        self.refilled = Counter("orcinus_gateway_refilled_rows", "Gaps filled from records", registry=self.registry)
+        self.ttft = histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival at the gateway to its first token, by endpoint",
+            SECONDS,
+            "endpoint",
+        )
+        self.gap = histogram("inter_token_seconds", "Between two deliveries of one request", GAPS_S)
+        self.duration = histogram(
+            "request_duration_seconds", "From arrival to the last token, by endpoint", SECONDS, "endpoint"
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.output_tokens = counter("output_tokens", "Tokens delivered")
+        self.active = self._keep(Gauge(P + "active_requests", "Requests that run or wait now", registry=registry))
+        self.cancelled = counter(
+            "cancelled_requests", "Requests that ended before their last token: mostly, clients that left"
+        )
+        self.slow_clients = counter("slow_clients", "Clients cut because they did not read")
+        self.duplicates = counter("duplicate_rows", "Deliveries that were there already")
+        self.refilled = counter("refilled_rows", "Gaps filled from records")
+        self.resumed = counter("resumed_requests", "Requests that this gateway went on with")
+        self._finished = counter("finished_choices", "Choices that came to an end, by finish_reason", "finish_reason")
+        self._sizes = (
+            histogram("request_prompt_tokens", "Prompt tokens of a finished request", TOKENS),
+            histogram("request_output_tokens", "Output tokens of a finished request", TOKENS),
+            histogram("request_choices", "Choices of a finished request: prompts x n", (1, 2, 5, 10, 20, 50, 100)),
+            histogram("request_max_tokens", "max_tokens of a finished request", TOKENS),
+        )
+        self._call = histogram("redis_call_seconds", "Calls of scripts in Redis, by script", CALLS_S, "script")
+        self._calls: dict[str, Histogram] = {}
+        self._lag = histogram(
+            "delivery_lag_seconds", "From a token batch's entry in Redis (its clock) to its reading here", CALLS_S
+        )
+        self._stack = StackCollector()
+        registry.register(self._keep(self._stack))
+        if aliases:
+            registry.register(Aliases(self._own, ALIASES, model))
+
+    def _keep(self, collector: C) -> C:
+        self._own.append(collector)
+        return collector
+
+    def watch(self, cluster: Cluster) -> None:
+        """Whose snapshots the metrics of the stack are taken from."""
+        self._stack.cluster = cluster
+
+    def call(self, script: str, seconds: float) -> None:
+        """A script answered."""
+        if script not in self._calls:
+            self._calls[script] = self._call.labels(script)
+        self._calls[script].observe(seconds)
+
+    def read(self, entry_id: bytes) -> None:
+        """A token batch was read; the id of an entry says when Redis took it, in ms."""
+        self._lag.observe(max(0.0, time.time() - int(entry_id.partition(b"-")[0]) / 1000))
+
+    def finished(self, spec: GenerationSpec, reasons: list[str | None], output_tokens: int, seconds: float) -> None:
+        """A request was delivered to its end."""
+        self.duration.labels(spec.endpoint).observe(seconds)
+        for reason in reasons:
+            self._finished.labels(reason or "").inc()
+        values = (spec.prompt_tokens, output_tokens, spec.choices, spec.max_tokens)
+        for histogram, value in zip(self._sizes, values, strict=True):
+            histogram.observe(value)
 
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
         return generate_latest(self.registry)
+
+
+class StackCollector(Collector):
+    """Queue, KV blocks, workers and Redis, from the last look of this gateway, which is a second old at most."""
+
+    def __init__(self) -> None:
+        self.cluster: Cluster | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        cluster = self.cluster
+        snapshot = cluster.snapshot if cluster is not None else None
+
+        def total(name: str) -> float:
+            return snapshot.total(name) if snapshot else 0.0
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            return GaugeMetricFamily(S + name, text, value)
+
+        used = total("blocks_total") - total("blocks_free") - total("blocks_cached") - total("blocks_draining")
+        reason = cluster.reason_not_ready() if cluster is not None else "not started"
+        yield gauge("ready", "1 when new work would be served", float(not reason))
+        yield gauge("stalled_seconds", "Time in which work was there and no step was answered", _stalled(cluster))
+        yield gauge("schedulers", "Shards that a scheduler leads", len(snapshot.leases) if snapshot else 0)
+        yield gauge("workers", "Workers that are registered", len(snapshot.workers) if snapshot else 0)
+        yield gauge("running_sequences", "Sequences in slots, all shards", total("running"))
+        yield self._by_class("waiting_sequences", "Sequences that wait for a slot, all shards, by class", total)
+        yield gauge("kv_blocks", "KV blocks on the devices", total("blocks_total"))
+        yield gauge("kv_usage_ratio", "Share of them that sequences hold", used / max(1.0, total("blocks_total")))
+        yield self._info(total)
+        queue = snapshot.queue if snapshot else {}
+        yield gauge("queued_requests", "Requests that wait for their first step", float(queue.get("requests", 0)))
+        yield gauge("queued_tokens", "Their prompt tokens", float(queue.get("tokens", 0)))
+        yield gauge("redis_up", "1 when Redis answers", float(cluster is not None and not cluster.redis_error))
+        yield gauge("redis_memory_bytes", "Memory that Redis uses", snapshot.memory_used if snapshot else 0)
+        yield gauge("redis_memory_limit_bytes", "Its maxmemory; 0: none", snapshot.memory_most if snapshot else 0)
+
+    @staticmethod
+    def _by_class(name: str, text: str, total: Callable[[str], float]) -> Metric:
+        family = GaugeMetricFamily(S + name, text, labels=["class"])
+        for each in CLASSES:
+            family.add_metric([each], total(f"waiting_{each}"))
+        return family
+
+    def _info(self, total: Callable[[str], float]) -> Metric:
+        family = GaugeMetricFamily(
+            S + "kv_cache_info", "Always 1; block_size and blocks are labels", labels=["block_size", "blocks"]
+        )
+        snapshot = self.cluster.snapshot if self.cluster is not None else None
+        sizes = {stats.get("block_size", "0") for stats in snapshot.stats.values()} if snapshot else set()
+        family.add_metric([min(sizes, default="0"), f"{total('blocks_total'):.0f}"], 1)
+        return family
+
+
+def _stalled(cluster: Cluster | None) -> float:
+    return cluster.stalled_s() if cluster is not None else 0.0

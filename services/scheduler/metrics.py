@@ -49,24 +49,24 @@ def _by_class(name: str) -> dict[str, str]:
 P = "orcinus_scheduler_"
 REPORTED = (
     Reported(P + "running_sequences", "Sequences in slots", {"running": ""}),
-    Reported(P + "waiting_sequences", "Sequences that wait for a slot", _by_class("waiting"), "class"),
+    Reported(P + "waiting_sequences", "Sequences that wait for a slot, by class", _by_class("waiting"), "class"),
     Reported(P + "swapped_sequences", "Of the waiting, those whose KV lies in the host tier", {"swapped": ""}),
     Reported(P + "parked_sequences", "Set aside: of a gateway that is gone, or under suspicion", {"parked": ""}),
     Reported(P + "queued_tokens", "Tokens that wait to be computed", {"queued_tokens": ""}),
     Reported(P + "steps_in_flight", "Steps sent and not answered", {"in_flight": ""}),
     Reported(P + "workers", "Workers connected", {"workers": ""}),
     Reported(
-        P + "kv_blocks", "KV blocks on the device, by what they hold",
+        P + "kv_blocks", "KV blocks on the device, by state: free, cached, draining, used",
         {"blocks_free": "free", "blocks_cached": "cached", "blocks_draining": "draining", "blocks_used": "used"},
         "state",
     ),
     Reported(
-        P + "host_kv_blocks", "KV blocks of the host tier, by what they hold",
+        P + "host_kv_blocks", "KV blocks of the host tier, by state: free, used",
         {"host_blocks_free": "free", "host_blocks_used": "used"}, "state",
     ),
     Reported(P + "kv_usage_ratio", "Share of the device's KV blocks that sequences hold", {"kv_usage": ""}),
     Reported(
-        P + "predicted_time_to_first_token_seconds", "Of a request that comes now",
+        P + "predicted_time_to_first_token_seconds", "Of a request that comes now, by class",
         _by_class("predicted_ttft_ms"), "class", scale=1e-3,
     ),
     Reported(P + "prefill_tokens_per_second", "Prompt tokens a second of steps that ran some", {"prefill_tok_s": ""}),
@@ -78,11 +78,11 @@ REPORTED = (
     Reported(P + "swapped_blocks", "Blocks copied between the tiers", {"swapped_blocks": ""}, counter=True),
     Reported(P + "prefix_hit_tokens", "Tokens found in the prefix cache", {"prefix_hit_tokens": ""}, counter=True),
     Reported(
-        P + "ended_requests", "Requests that ended",
+        P + "ended_requests", "Requests that ended, by outcome: finished, cancelled, failed",
         {"finished": "finished", "cancelled": "cancelled", "failed": "failed"}, "outcome", counter=True,
     ),
     Reported(
-        P + "slo_violations", "Requests whose first token came after their ttft_slo_ms",
+        P + "slo_violations", "Requests whose first token came after their ttft_slo_ms, by class",
         _by_class("slo_violations"), "class", counter=True,
     ),
 )  # fmt: skip
@@ -123,7 +123,7 @@ class Metrics:
         self._step = ColumnHistogram(P + "step_seconds", "Duration of a step in the worker", GAPS_S)
         self._step_tokens = ColumnHistogram(
             P + "step_tokens",
-            "Tokens of a step, of decodes and of prompts",
+            "Tokens of a step, by phase: decode, prefill",
             (0, *TOKENS),
             "phase",
             ("decode", "prefill"),
@@ -133,7 +133,9 @@ class Metrics:
         self._prefill = ColumnHistogram(P + "prefill_seconds", "From the first slot to the first token", SECONDS)
         self._decode = ColumnHistogram(P + "decode_seconds", "From the first token to the last", SECONDS)
         self._inference = ColumnHistogram(P + "inference_seconds", "From the first slot to the last token", SECONDS)
-        self._calls = ColumnHistogram(P + "redis_call_seconds", "Calls of scripts in Redis", CALLS_S, "script", CALLS)
+        self._calls = ColumnHistogram(
+            P + "redis_call_seconds", "Calls of scripts in Redis, by script", CALLS_S, "script", CALLS
+        )
         self._histograms = ColumnHistograms(
             self._ttft, self._gap, self._step, self._step_tokens, self._plan, self._queue, self._prefill, self._decode,
             self._inference, self._calls,

@@ -22,17 +22,21 @@ class Metrics:
         ProcessCollector(registry=registry)
         seconds = Histogram(
             P + "step_phase_seconds",
-            "Of a step: queued (before the device took it), idle (the device, before it), forward, sample, swap",
+            "By phase: queued (before the device took it), idle (the device, before it), forward, sample, swap",
             ["phase"], buckets=GAPS_S, registry=registry,
         )  # fmt: skip
         self._seconds = [seconds.labels(phase) for phase in PHASES]
         self._busy = Counter(P + "busy_seconds", "Time in which the device computed", registry=registry)
-        tokens = Counter(P + "computed_tokens", "Tokens of decodes and of prompts", ["phase"], registry=registry)
+        tokens = Counter(
+            P + "computed_tokens", "Tokens computed, by phase: decode, prefill", ["phase"], registry=registry
+        )
         self._decode, self._prefill = tokens.labels("decode"), tokens.labels("prefill")
         self._sampled = Counter(P + "sampled_tokens", "Tokens drawn", registry=registry)
         self._errors = Counter(P + "failed_sequences", "Sequences that failed alone", registry=registry)
         self._sequences = Gauge(P + "step_sequences", "Sequences of the last step", registry=registry)
-        copied = Counter(P + "copied_blocks", "KV blocks copied between the tiers", ["to"], registry=registry)
+        copied = Counter(
+            P + "copied_blocks", "KV blocks copied between the tiers, by to: host, device", ["to"], registry=registry
+        )
         self._to_host, self._to_device = copied.labels("host"), copied.labels("device")
         self._last = Gauge(P + "last_step", "The last step answered", registry=registry)
 

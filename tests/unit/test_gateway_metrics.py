@@ -1,0 +1,99 @@
+"""The gateway's metrics: what was delivered, the stack as it was last seen, and both by the names of vLLM."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos import queue_pb2
+from services.gateway.cluster import Cluster, Snapshot
+from services.gateway.metrics import ALIASES, Metrics
+from services.gateway.validate import GenerationSpec, Limits
+from services.scheduler.metrics import ALIASES as SCHEDULER_ALIASES
+from shared.settings import DEMO_MODEL, GatewaySettings
+
+STATS = {
+    "shard-0": {"running": "5", "waiting_low": "3", "blocks_total": "100", "blocks_free": "20", "block_size": "16"},
+    "shard-1": {"running": "2", "waiting_high": "1", "blocks_total": "100", "blocks_cached": "40", "block_size": "16"},
+}
+
+
+def spec() -> GenerationSpec:
+    return GenerationSpec(
+        id="r", endpoint="completions", model="demo", created=0, prompts=[[1, 2, 3]], prompt_texts=[], n=2,
+        max_tokens=40, min_tokens=0, stop=[], stop_ids=[], sampling=queue_pb2.Sampling(), priority="normal",
+        stream=True, include_usage=False, echo=False, return_token_ids=False, include_stop=False, skip_special=True,
+    )  # fmt: skip
+
+
+def exposed(metrics: Metrics) -> dict[str, float]:
+    """`name{label=value,...}` -> value, as Prometheus's own parser reads the text."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    settings = GatewaySettings(model=DEMO_MODEL, redis_url="redis://127.0.0.1:1/0")
+    cluster = Cluster(settings, "gateway-1", Limits(max_model_len=100, max_choices=8))
+    cluster.redis_error = ""
+    cluster.snapshot = Snapshot(
+        at=time.monotonic(), leases=frozenset(STATS), workers={"w": {}}, stats=STATS, memory_used=3, memory_most=9,
+        queue={"requests": "4", "tokens": "44"},
+    )  # fmt: skip
+    found = Metrics("demo", aliases=True)
+    found.watch(cluster)
+    return found
+
+
+def test_the_stack_is_told_as_it_was_last_seen_over_all_shards(metrics: Metrics) -> None:
+    found = exposed(metrics)
+    assert found["orcinus_stack_running_sequences"] == 7
+    assert found["orcinus_stack_waiting_sequences{class=low}"] == 3
+    assert found["orcinus_stack_kv_usage_ratio"] == 0.7
+    assert (found["orcinus_stack_ready"], found["orcinus_stack_schedulers"], found["orcinus_stack_workers"]) == (
+        1,
+        2,
+        1,
+    )
+    assert (found["orcinus_stack_queued_requests"], found["orcinus_stack_queued_tokens"]) == (4, 44)
+    assert (found["orcinus_stack_redis_memory_bytes"], found["orcinus_stack_redis_memory_limit_bytes"]) == (3, 9)
+
+
+def test_the_figures_that_inference_gateways_route_by_are_there_by_vllms_names(metrics: Metrics) -> None:
+    metrics.finished(spec(), ["stop", "length"], 30, 2.0)
+    found = exposed(metrics)
+    of_model = "{engine=0,model_name=demo}"
+    assert found["vllm:num_requests_running" + of_model] == 7
+    assert found["vllm:num_requests_waiting" + of_model] == 4
+    assert found["vllm:kv_cache_usage_perc" + of_model] == 0.7
+    assert found["vllm:cache_config_info{block_size=16,engine=0,model_name=demo,num_gpu_blocks=200}"] == 1
+    assert found["vllm:request_success_total{engine=0,finished_reason=stop,model_name=demo}"] == 1
+    assert found["vllm:request_generation_tokens_sum" + of_model] == 30
+    assert found["vllm:request_params_max_tokens_sum" + of_model] == 40
+    assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=2.5,model_name=demo}"] == 1
+    assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=1.0,model_name=demo}"] == 0
+
+
+def test_no_figure_has_the_same_alias_at_gateway_and_scheduler() -> None:
+    gateway, scheduler = ({alias.name for alias in aliases} for aliases in (ALIASES, SCHEDULER_ALIASES))
+    assert not gateway & scheduler
+
+
+def test_a_gateway_that_has_seen_nothing_says_so_and_shows_no_alias_unasked() -> None:
+    found = exposed(Metrics())
+    assert (found["orcinus_stack_ready"], found["orcinus_stack_redis_up"], found["orcinus_stack_workers"]) == (0, 0, 0)
+    assert not [name for name in found if name.startswith("vllm")]
+
+
+def test_the_lag_of_a_batch_counts_from_its_entry_in_redis() -> None:
+    metrics = Metrics()
+    metrics.read(f"{int(time.time() * 1000) - 3000}-0".encode())
+    metrics.read(f"{int(time.time() * 1000) + 9000}-0".encode())  # a clock ahead of this one
+    assert exposed(metrics)["orcinus_gateway_delivery_lag_seconds_sum"] == pytest.approx(3, abs=1)
