@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Container, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class Claimed:
     request: NewRequest
     cancelled: bool
     error: str = ""
+    stops: dict[int, int] = field(default_factory=dict)
+    """Of choices that go on: tokens that stay, since the gateway found a stop string behind them."""
 
 
 CANCELLED, UNKNOWN = 1, 2
@@ -143,15 +145,18 @@ class Intake:
                 if "BUSYGROUP" not in str(error):
                     raise
 
-    async def read(self, room: list[int]) -> list[Claimed]:
-        """New requests of the classes that have room, up to that many each. Waits up to BLOCK_MS for the first."""
+    async def read(self, room: list[int], one: bool = False) -> list[Claimed]:
+        """New requests of the classes that have room, up to that many each. Waits up to BLOCK_MS for the first.
+
+        With `one`, one of each class at most: Redis serves those who wait for it in turn, so shards get the same share.
+        """
         open_ = [(self._keys.requests(name), left) for name, left in zip(CLASSES, room, strict=True) if left > 0]
         try:
             found = await self._reader.xreadgroup(
                 GROUP,
                 self._shard,
                 {stream: ">" for stream, _ in open_},
-                count=max(1, min(left for _, left in open_) // len(open_)),
+                count=1 if one else max(1, min(left for _, left in open_) // len(open_)),
                 block=BLOCK_MS,
             )
         except ResponseError as error:
@@ -159,49 +164,58 @@ class Intake:
                 raise
             await self.prepare()  # Redis came back empty
             return []
-        return await self._claim(found, fresh=True)
+        return await self._claim(await self._parse(found, self._lease), fresh=True)
 
     async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
         """Everything this shard has claimed and does not hold, oldest first, with the tokens of the records: after a
         restart, or after a claim whose answer was lost."""
         total = 0
+        async for found in self._pages(self._shard):
+            claimed = await self._claim(await self._parse(found, self._lease, held))
+            gateways: set[str] = set()
+            for item in claimed:
+                gateways |= await self._restore(item)
+            await self._read_tails([item.request for item in claimed], gateways)
+            add(claimed)
+            total += len(claimed)
+        return total
+
+    async def left_by(self, shard: str, lease: Lease) -> list[Entry]:
+        """Everything in another shard's pending list. `lease`: that shard's, which the caller has taken."""
+        return [entry async for found in self._pages(shard) for entry in await self._parse(found, lease)]
+
+    async def _pages(self, consumer: str) -> AsyncIterator[Any]:
+        """A shard's pending list, oldest first, as XREADGROUP answers."""
         for stream in self._streams:
             last = "0"
-            while True:
-                found = await self._redis.xreadgroup(GROUP, self._shard, {stream: last}, count=64)
-                entries = found[0][1] if found else []
-                if not entries:
-                    break
-                last = entries[-1][0].decode()
-                claimed = await self._claim(found, held=held)
-                gateways: set[str] = set()
-                for item in claimed:
-                    gateways |= await self._restore(item.request)
-                await self._read_tails([item.request for item in claimed], gateways)
-                add(claimed)
-                total += len(claimed)
-        return total
+            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)) and found[0][1]:
+                last = found[0][1][-1][0].decode()
+                yield found
 
     async def stranded(self, held: int) -> bool:
         """Does the shard's pending list hold more than the `held` requests? A claim whose answer was lost does that."""
         counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
         return sum(len(rows) for rows in counts) > held
 
-    async def _claim(self, found: Any, fresh: bool = False, held: Container[str] = ()) -> list[Claimed]:
+    async def _parse(self, found: Any, lease: Lease, held: Container[str] = ()) -> list[Entry]:
+        """The requests of an XREADGROUP answer that are not held; what is none is dropped under `lease`."""
         entries: list[Entry] = []
         for stream, rows in found:
             for entry_id, fields in rows:
                 if not fields:  # deleted while pending
-                    await self._lease.write(["XACK", stream.decode(), GROUP, entry_id])
+                    await lease.write(["XACK", stream.decode(), GROUP, entry_id])
                     continue
                 try:
                     wire = queue_pb2.Request.FromString(fields[b"r"])
                 except (DecodeError, KeyError):
                     log.error("entry %s of %s is no request and was dropped", entry_id, stream)
-                    await self._drop(stream.decode(), entry_id.decode())
+                    await _drop(lease, stream.decode(), entry_id.decode())
                     continue
                 if wire.id not in held:
                     entries.append(Entry(stream.decode(), entry_id.decode(), wire))
+        return entries
+
+    async def _claim(self, entries: list[Entry], fresh: bool = False) -> list[Claimed]:
         if not entries:
             return []
         args: list[Value] = [self._lease.epoch, self._shard]
@@ -213,13 +227,10 @@ class Intake:
         rows = zip(entries, verdicts[::3], verdicts[1::3], verdicts[2::3], strict=True)
         for entry, verdict, enqueued_ms, gateway in rows:
             if verdict >= UNKNOWN:
-                await self._drop(entry.stream, entry.id)
+                await _drop(self._lease, entry.stream, entry.id)
             else:
                 claimed.append(await self._open(entry, enqueued_ms, gateway.decode(), verdict == CANCELLED))
         return claimed
-
-    async def _drop(self, stream: str, entry_id: str) -> None:
-        await self._lease.write(["XACK", stream, GROUP, entry_id], ["XDEL", stream, entry_id])
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts
@@ -247,16 +258,22 @@ class Intake:
             rows = await self._redis.xrange(self._keys.tokens(gateway))
             extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
 
-    async def _restore(self, request: NewRequest) -> set[str]:
+    async def _restore(self, item: Claimed) -> set[str]:
         """Outputs and ended choices of a request that ran before; the gateways that may have been sent more of it."""
+        request = item.request
         choices = len(request.prompts) * request.n
         stored = await self._redis.mget([self._keys.out(request.id, choice) for choice in range(choices)])
-        fields = ["former", *(f"finish:{choice}" for choice in range(choices))]
-        former, *ended = await self._redis.hmget(self._keys.req(request.id), fields)
+        names = [f"{what}:{choice}" for what in ("finish", "stop") for choice in range(choices)]
+        former, *found = await self._redis.hmget(self._keys.req(request.id), ["former", *names])
         request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
         request.recorded = [output.size for output in request.outputs]
-        request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in ended]
+        request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in found[:choices]]
+        item.stops.update({choice: int(value) for choice, value in enumerate(found[choices:]) if value})
         return {request.gateway, *(former or b"").decode().split()}
+
+
+async def _drop(lease: Lease, stream: str, entry_id: str) -> None:
+    await lease.write(["XACK", stream, GROUP, entry_id], ["XDEL", stream, entry_id])
 
 
 def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) -> None:

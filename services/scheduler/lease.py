@@ -13,7 +13,7 @@ from typing import Any
 
 from shared.errors import LeaseLostError
 from shared.keys import Keys
-from shared.redis_client import Script, Scripts, Unavailable, Value, persist
+from shared.redis_client import LIVE_TTL_MS, Script, Scripts, Unavailable, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -24,7 +24,7 @@ class Lease:
     def __init__(self, scripts: Scripts, keys: Keys, shard: str, lease_ms: int) -> None:
         self._script = scripts.lease
         self._writes = scripts.fenced
-        self._keys = [keys.lease(shard), keys.epoch]
+        self._keys = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard)]
         self._shard = shard
         self._lease_ms = lease_ms
         self.epoch = 0
@@ -37,19 +37,22 @@ class Lease:
         """Waits for the shard and returns the new epoch. Raises CancelledError when stopping turns true."""
         waited = False
         while not stopping():
-            epoch = await persist("take the shard's lease", self._try, log, stopping)
-            if epoch:
-                self.epoch = epoch
-                log.info("shard %s taken, epoch %d", self._shard, epoch)
-                return epoch
+            if await persist("take the shard's lease", self.take, log, stopping):
+                log.info("shard %s taken, epoch %d", self._shard, self.epoch)
+                return self.epoch
             if not waited:
                 log.info("waiting for shard %s: another scheduler holds it", self._shard)
                 waited = True
             await asyncio.sleep(self._lease_ms / 8000)
         raise asyncio.CancelledError
 
-    async def _try(self) -> int:
-        return int(await self._script(self._keys, ["acquire", self._lease_ms]))
+    async def take(self) -> bool:
+        """The shard, if nobody has it now."""
+        self.epoch = int(await self._run("acquire"))
+        return self.epoch > 0
+
+    async def _run(self, verb: str, epoch: int = 0) -> Any:
+        return await self._script(self._keys, [verb, self._lease_ms, epoch, LIVE_TTL_MS])
 
     async def keep(self) -> None:
         """Renews four times per lease until the lease is another's. Redis out of reach is no loss by itself:
@@ -57,7 +60,7 @@ class Lease:
         while True:
             await asyncio.sleep(self._lease_ms / 4000)
             try:
-                if int(await self._script(self._keys, ["renew", self._lease_ms, self.epoch])) != 1:
+                if int(await self._run("renew", self.epoch)) != 1:
                     log.warning("shard %s is lost: epoch %d is no longer the holder's", self._shard, self.epoch)
                     return
             except Unavailable as error:
@@ -72,7 +75,7 @@ class Lease:
         try:
             return await script([self.key, *keys], args)
         except LeaseLostError:
-            if int(await self._script(self._keys, ["renew", self._lease_ms, self.epoch])) != 1:
+            if int(await self._run("renew", self.epoch)) != 1:
                 raise
             return await script([self.key, *keys], args)
 
@@ -90,6 +93,6 @@ class Lease:
         renew what was given up."""
         epoch, self.epoch = self.epoch, 0
         try:
-            await self._script(self._keys, ["release", self._lease_ms, epoch])
+            await self._run("release", epoch)
         except Unavailable as error:
             log.warning("the lease of shard %s was not released: %s", self._shard, error)

@@ -141,7 +141,6 @@ class Publisher:
         self._more = asyncio.Event()
         self._written = asyncio.Event()
         self._stopping = False
-        self._busy = False
         self.put_count = 0  # outcomes that had something to say
         self.written_count = 0  # and those of them that Redis has
 
@@ -166,27 +165,29 @@ class Publisher:
             while self._waiting:
                 taken = [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
                 args = arguments(taken, self._lease.epoch, self._keys.prefix, self._entries)
-                self._busy = True
                 await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
-                self._busy = False
                 self.written_count += len(taken)
                 for _, outcome in taken:
                     for finished in outcome.ended:
                         self._ended(finished.request.id)
                 room.set()
-            self._written.set()
+                self._written.set()
 
     async def _write(self, args: list[Value]) -> None:
         await self._lease.fenced(self._script, [self._keys.queue], args)
 
+    async def caught_up(self) -> None:
+        """Until Redis has all that was put before."""
+        put = self.put_count
+        while self.written_count < put:
+            self._written.clear()
+            await self._written.wait()
+
     async def flush(self, running: asyncio.Task[None]) -> None:
         """Waits until everything that was put is written, or `running` (the task of run) has given up on Redis."""
         self._stopping = True
-        if not self._waiting and not self._busy:
-            return
-        self._written.clear()
         self._more.set()
-        written = asyncio.create_task(self._written.wait())
+        written = asyncio.create_task(self.caught_up())
         await asyncio.wait({written, running}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
         if not written.done():
             written.cancel()

@@ -1,8 +1,8 @@
 """The scheduler's process: one event loop around the core.
 
-Tasks, all on one thread, so that the core is never entered twice: `_claim` brings requests in, `Commands` brings
-commands, `_serve` holds the link to the worker and iterates, the publisher writes, `_report` tells how it goes. Time
-enters the core here and nowhere else.
+Tasks, all on one thread, so that the core is never entered twice: `Claims` brings requests in, `Commands` brings
+commands, `Shards` looks at the others, `_serve` holds the link to the worker and iterates, the publisher writes,
+`_report` tells how it goes. Time enters the core here and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import time
 import grpc
 
 from protos import queue_pb2
+from services.scheduler.claims import Claims, Holdings
 from services.scheduler.commands import Commands
-from services.scheduler.core.types import Finish, Limits, Outcome
+from services.scheduler.core.types import Finish, Outcome
+from services.scheduler.handover import Handover
 from services.scheduler.in_flight import InFlight
-from services.scheduler.intake import Claimed, Clock, Entry, Intake, room_by_class
+from services.scheduler.intake import Claimed, Clock, Intake
 from services.scheduler.lease import Lease
 from services.scheduler.leaving import Leaving
 from services.scheduler.metrics import Metrics
@@ -26,6 +28,7 @@ from services.scheduler.parking import Parking
 from services.scheduler.policies import PolicySwitch, make_core
 from services.scheduler.publisher import Publisher
 from services.scheduler.reports import Reports
+from services.scheduler.shards import Shards
 from services.scheduler.stats import Stats
 from services.scheduler.tasks import end, first_of, within
 from services.scheduler.wire import result_from_wire, step_to_wire
@@ -40,13 +43,12 @@ from services.scheduler.worker_link import (
 )
 from shared.errors import LeaseLostError, ProtocolError
 from shared.ids import process_id
-from shared.keys import CLASSES, GROUP
-from shared.redis_client import BLOCK_MS, Scripts, Unavailable, Value, backoff_s, connect, persist, temporary
+from shared.keys import CLASSES
+from shared.redis_client import BLOCK_MS, Scripts, Unavailable, backoff_s, connect, persist, temporary
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
-STRANDED_S = 10.0
 AVOID_S = 5.0
 """A worker whose link was lost is taken again at once only if there is no other."""
 
@@ -71,25 +73,44 @@ class Service:
         )
         self._core = make_core(settings)
         self._policy = PolicySwitch(self._core, self._reports.event)
-        self._entries: dict[str, Entry] = {}
-        self._held = [0] * len(CLASSES)
-        self._publisher = Publisher(self._scripts, self._keys, self._lease, self._entries, self._forget)
+        self._held = Holdings()
+        entries = self._held.entries
+        self._publisher = Publisher(self._scripts, self._keys, self._lease, entries, self._forget)
         self._commands = Commands(
             self._control_reader,
             self._keys.control(settings.shard),
-            self._entries,
+            entries,
             self._command,
             self._lease,
             self._publisher,
         )
         self._wake = asyncio.Event()  # something to plan, or room to publish
-        self._room = asyncio.Event()  # a request ended, or a worker joined
         self._stop = asyncio.Event()
-        self._draining = False
-        self._limits: Limits | None = None
         self._link: WorkerLink | None = None
+        self._taken = ""  # the last worker
         self._in_flight = InFlight()
         self._parking = Parking(self._core, self._give_up, self._abandon)
+        self._shards = Shards(self._redis, self._keys, settings.shard, settings.lease_ms)
+        self._claims = Claims(
+            self._intake,
+            self._held,
+            self._shards,
+            Handover(
+                self._scripts,
+                self._keys,
+                settings.shard,
+                self._lease,
+                self._core,
+                self._publisher,
+                entries,
+                self._forget,
+            ),
+            self._commands,
+            self._take_all,
+            lambda: self._parking.suspecting,
+            lambda shard: Lease(self._scripts, self._keys, shard, settings.lease_ms),
+            settings.claim_window,
+        )
         self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._patience = 1  # doubled by each trip of the watchdog, until a step is answered
 
@@ -116,6 +137,7 @@ class Service:
                     asyncio.shield(publisher),  # a write under way is finished, also at the end
                     keep,
                     self._claim(),
+                    self._shards.run(self._claims.changed.set),
                     self._commands.run(),
                     self._serve(),
                     self._report(),
@@ -138,92 +160,40 @@ class Service:
     async def _prepare(self) -> None:
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
         await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
-        await persist("rebuild claimed requests", self._rebuild, log, self._stop.is_set)
+        await persist("rebuild claimed requests", self._claims.rebuild, log, self._stop.is_set)
 
     # Requests in
 
-    async def _rebuild(self) -> None:
-        count = await self._intake.pending(self._entries, self._take_all)
-        if count:
-            log.info("took up %d claimed requests", count)
-
     async def _claim(self) -> None:
-        attempt = 0
-        checked = time.monotonic()
-        while True:
-            room = self._room_by_class()
-            if self._draining:
-                # Here and not at the command: a read that was under way would claim again what is handed back.
-                await self._hand_back()
-                self._commands.claim_answered()  # one that failed; the next scheduler takes up what it claimed
-                await self._stop.wait()
-                return
-            if max(room) <= 0 or self._limits is None:
-                self._room.clear()
-                await self._room.wait()
-                continue
-            self._commands.claim_begins()
-            try:
-                # What a call that failed, or a scheduler that was not quite dead, may have claimed for this shard.
-                late = time.monotonic() - checked > STRANDED_S
-                if attempt or (late and await self._intake.stranded(len(self._entries))):
-                    await self._rebuild()
-                if late:
-                    checked = time.monotonic()
-                claimed = await self._intake.read(room)
-                attempt = 0
-            except Unavailable as error:
-                if not temporary(error):
-                    raise
-                if attempt == 0:
-                    log.warning("waiting for Redis to claim requests: %s", error)
-                await asyncio.sleep(backoff_s(attempt))
-                attempt += 1
-                continue
-            self._take_all(claimed)
-            self._commands.claim_answered()
-
-    def _room_by_class(self) -> list[int]:
-        window = self._settings.claim_window or 4 * (self._limits.slots if self._limits else 64)
-        return room_by_class(window, self._held)
+        await self._claims.run()
+        log.info("drained: nothing is left")
+        self._reports.event("drained", f"{self._settings.shard} is empty")
+        self._stop.set()
 
     def _take_all(self, claimed: list[Claimed]) -> None:
         now = time.monotonic_ns()
         for item in claimed:
             request = item.request
-            if request.id in self._entries:
+            if request.id in self._held.entries:
                 continue  # delivered twice: it is in the core already
-            self._entries[request.id] = item.entry
-            self._held[item.entry.class_number] += 1
+            self._held.add(request.id, item.entry)
             self._put(self._core.add(request, now))
             if item.error:
                 self._put(self._core.cancel(request.id, now, Finish.ERROR, item.error))
             elif item.cancelled:
                 self._put(self._core.cancel(request.id, now))
+            for choice, at in item.stops.items():
+                if request.outputs and request.outputs[choice].size >= at:  # else its end brings the stop about
+                    self._put(self._core.stop(request.id, choice, at, now))
             self._parking.arrived(request.id, request.gateway, now)
         if claimed:
             self._wake.set()
 
     def _forget(self, request_id: str) -> None:
-        if entry := self._entries.pop(request_id, None):
-            self._held[entry.class_number] -= 1
-        self._room.set()
+        self._held.drop(request_id)
+        self._claims.changed.set()
         self._parking.ended(request_id, time.monotonic_ns())
         self._wake.set()
-
-    async def _hand_back(self) -> None:
-        """Draining: what never started goes back to the queue, for any shard."""
-        args: list[Value] = [self._lease.epoch, GROUP]
-        for request_id, entry in list(self._entries.items()):
-            if self._core.release(request_id):
-                raw = entry.request.SerializeToString()
-                args += [self._keys.req(request_id), entry.stream, entry.id, raw]
-                self._forget(request_id)
-
-        count = await persist(
-            "hand requests back", lambda: self._lease.fenced(self._scripts.release, [], args), log, self._stop.is_set
-        )
-        log.info("draining: %d requests handed back, %d go on to their ends", count, self._core.unfinished)
 
     def _command(self, control: queue_pb2.Control) -> None:
         now = time.monotonic_ns()
@@ -236,8 +206,7 @@ class Service:
             self._core.adopt(control.adopt.id, control.adopt.gateway)
             self._parking.adopted(control.adopt.id, control.adopt.gateway, now)
         elif kind == "drain":
-            self._draining = True
-            self._room.set()
+            self._claims.drain()
         elif kind == "policy":
             self._policy.ask(control.policy.name)
         else:
@@ -251,10 +220,10 @@ class Service:
         while True:
             link = await self._connect()
             try:
-                self._limits = await link.open()
-                replica = self._core.join(self._limits)
+                limits = await link.open()
+                replica = self._core.join(limits)
                 self._link = link
-                self._room.set()
+                self._claims.joined(limits.slots)
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
                 log.warning("worker %s at %s does not answer: %s", link.worker.id, link.worker.address, brief(error))
                 self._failed[link.worker.identity] = time.monotonic()
@@ -271,6 +240,7 @@ class Service:
                 blame = of_a_step(error)
             finally:
                 self._link = None
+                self._claims.lost()
                 self._lose(replica, blame)
                 await link.close()
             self._failed[link.worker.identity] = time.monotonic()
@@ -283,8 +253,9 @@ class Service:
         while True:
             try:
                 self._failed = {name: at for name, at in self._failed.items() if time.monotonic() - at < AVOID_S}
+                shard, before = self._settings.shard, self._taken
                 found = await find_worker(
-                    self._redis, self._scripts, self._keys, self._settings.shard, self._lease, self._failed
+                    self._redis, self._scripts, self._keys, shard, self._lease, self._failed, before
                 )
             except Unavailable as error:
                 if not temporary(error):
@@ -292,7 +263,8 @@ class Service:
                 found = None
                 log.warning("waiting for Redis to find a worker: %s", error)
             if found:
-                return WorkerLink(found, self._lease.epoch, self._settings)
+                self._taken = found.id
+                return WorkerLink(found, self._settings)
             if not said:
                 log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
                 said = True
@@ -314,7 +286,7 @@ class Service:
                 self._in_flight.sent(plan)
                 self._stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
                 try:
-                    await link.send(step_to_wire(plan, self._lease.epoch))
+                    await link.send(step_to_wire(plan, link.epoch))
                 except (grpc.aio.AioRpcError, ProtocolError) as error:
                     # Results may have come before the end: _receive reads them, and then says why it ended. Else the
                     # watchdog does.
@@ -397,4 +369,5 @@ class Service:
         )
         if self._link:
             fields |= self._link.facts()
-        return fields | {"last_step": self._reports.last_step, "in_flight": len(self._in_flight)}
+        steps = {"last_step": self._reports.last_step, "in_flight": len(self._in_flight)}
+        return fields | steps | {"draining": int(self._claims.draining)}

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from redis.asyncio import Redis
@@ -63,12 +63,14 @@ class Registration:
     id: str
     address: str
     identity: str
+    epoch: int = 0  # of the Run that may begin there; 0: not taken
 
 
 async def find_worker(
-    redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, avoid: Container[str]
+    redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, avoid: Container[str], before: str = ""
 ) -> Registration | None:
-    """A ready worker that this shard could take, or None. The compare-and-set makes it ours.
+    """A ready worker that this shard could take, or None. The compare-and-set makes it ours, and gives the one that it
+    had `before` to whoever wants it.
 
     Workers whose identity is in `avoid` come last.
     """
@@ -79,17 +81,18 @@ async def find_worker(
         if record.get("ready") == "1" and record.get("address"):
             ready.append(Registration(name, record["address"], record.get("identity", "")))
     for worker in sorted(ready, key=lambda worker: worker.identity in avoid):
-        if await lease.fenced(scripts.take_worker, [keys.worker(worker.id)], [lease.epoch, shard, keys.prefix]):
-            return worker
+        names = [keys.worker(worker.id), keys.epoch, keys.worker(before or worker.id)]
+        if epoch := int(await lease.fenced(scripts.take_worker, names, [lease.epoch, shard, keys.prefix])):
+            return replace(worker, epoch=epoch)
     return None
 
 
 class WorkerLink:
     """A Run with one worker. `open` or raise; then `send` and iterate `results` until it ends."""
 
-    def __init__(self, worker: Registration, epoch: int, settings: SchedulerSettings) -> None:
+    def __init__(self, worker: Registration, settings: SchedulerSettings) -> None:
         self.worker = worker
-        self._epoch = epoch
+        self.epoch = worker.epoch
         self._shard = settings.shard
         self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
@@ -102,7 +105,7 @@ class WorkerLink:
         """Describes and says hello. Raises grpc.aio.AioRpcError when the worker is not there."""
         self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
         self._call = self._stub.Run()
-        await self._write(worker_pb2.Step(epoch=self._epoch, hello=worker_pb2.Hello(shard=self._shard)))
+        await self._write(worker_pb2.Step(epoch=self.epoch, hello=worker_pb2.Hello(shard=self._shard)))
         info = self.info
         log.info(
             "worker %s at %s: %d slots, %d blocks of %d tokens, %d on the host",
@@ -119,6 +122,7 @@ class WorkerLink:
         """What the statistics tell of the worker."""
         info = self.info
         return {
+            "block_size": info.block_size,
             "max_model_len": info.max_model_len,
             "max_input_tokens": info.max_input_tokens,
             "max_output_tokens": info.max_output_tokens,
@@ -145,10 +149,10 @@ class WorkerLink:
         if self._call is None:
             raise ProtocolError("results were read before hello")
         async for result in self._call:
-            if not self._sent or result.epoch != self._epoch or result.id != self._sent[0][0]:
+            if not self._sent or result.epoch != self.epoch or result.id != self._sent[0][0]:
                 raise ProtocolError(
                     f"worker {self.worker.id} answered step {result.id} of epoch {result.epoch}; "
-                    f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self._epoch}"
+                    f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self.epoch}"
                 )
             self._sent.popleft()
             self._moved_ns = time.monotonic_ns()

@@ -1,9 +1,12 @@
--- Fenced: a shard takes a worker that is free, its own, or of a shard without a lease.
--- KEYS: lease, worker   ARGV: epoch, shard, key prefix
--- Returns 1 or 0.
+-- Fenced: a shard takes a worker that is free, its own, or of a shard without a lease; and lets go of the one before.
+-- KEYS: lease, worker, epoch, the worker that the shard had (the same again: none)   ARGV: epoch, shard, key prefix
+-- Returns the epoch of the Run that may begin there, or 0. Each Run has a new one: workers go from shard to shard, and
+-- refuse an epoch that is smaller than one they have seen.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
-if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-local shard = redis.call('HGET', KEYS[2], 'shard')
+local record = redis.call('HMGET', KEYS[2], 'ready', 'shard')
+if record[1] ~= '1' then return 0 end
+local shard = record[2]
 if shard and shard ~= ARGV[2] and redis.call('EXISTS', ARGV[3] .. 'lease:' .. shard) == 1 then return 0 end
 redis.call('HSET', KEYS[2], 'shard', ARGV[2])
-return 1
+if KEYS[4] ~= KEYS[2] and redis.call('HGET', KEYS[4], 'shard') == ARGV[2] then redis.call('HDEL', KEYS[4], 'shard') end
+return redis.call('INCR', KEYS[3])

@@ -70,7 +70,8 @@ class ScriptedScheduler:
     def lead(self, **stats: Any) -> ScriptedScheduler:
         """Takes the lease and shows a worker and stats, so that gateways call the stack ready."""
         self.client.delete(self.keys.lease(self.shard))
-        self.epoch = self._run("lease", [self.keys.lease(self.shard), self.keys.epoch], ["acquire", LEASE_MS, 0])
+        keys = [self.keys.lease(self.shard), self.keys.epoch, self.keys.shard_epoch(self.shard)]
+        self.epoch = self._run("lease", keys, ["acquire", LEASE_MS, 0, LIVE_TTL_MS])
         for stream in self.keys.request_streams():
             with contextlib.suppress(redis.ResponseError):
                 self.client.xgroup_create(stream, GROUP, id="0", mkstream=True)
@@ -120,6 +121,10 @@ class ScriptedScheduler:
                 self._claimed[request.id] = claimed
                 return claimed
         return None
+
+    def claimed(self, request_id: str) -> Claimed:
+        """What was claimed under that id."""
+        return self._claimed[request_id]
 
     def publish(
         self,

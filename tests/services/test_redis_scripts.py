@@ -66,7 +66,8 @@ async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
 
 
 async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> int:
-    return int(await scripts.lease([KEYS.lease(SHARD), KEYS.epoch], [verb, ms, epoch]))
+    keys = [KEYS.lease(SHARD), KEYS.epoch, KEYS.shard_epoch(SHARD)]
+    return int(await scripts.lease(keys, [verb, ms, epoch, LIVE_TTL_MS]))
 
 
 async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, str]]:
@@ -140,7 +141,7 @@ def test_a_smaller_epoch_writes_nothing(within: Callable[[Body], None]) -> None:
         with pytest.raises(LeaseLostError):
             await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [old, SHARD])
         with pytest.raises(LeaseLostError):
-            await scripts.take_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, KEYS.prefix])
+            await scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix])
         with pytest.raises(LeaseLostError):
             await scripts.release([KEYS.lease(SHARD)], [old, GROUP])
         assert await lease(scripts, "renew", old) == 0
@@ -304,20 +305,36 @@ def test_unstarted_requests_go_back_to_the_queue(within: Callable[[Body], None])
     within(body)
 
 
-def test_a_worker_is_taken_by_one_living_shard(within: Callable[[Body], None]) -> None:
+def worker_keys(name: str, before: str = "") -> list[str]:
+    return [KEYS.worker(name), KEYS.epoch, KEYS.worker(before or name)]
+
+
+def test_a_worker_is_taken_by_one_living_shard_which_lets_go_of_the_one_before(
+    within: Callable[[Body], None],
+) -> None:
     async def body(client: Redis, scripts: Scripts) -> None:
         epoch = await lease(scripts, "acquire")
 
-        async def take(shard: str = SHARD) -> int:
-            return int(await scripts.take_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, shard, KEYS.prefix]))
+        async def take(name: str = "w", before: str = "", shard: str = SHARD) -> int:
+            keys = [KEYS.lease(SHARD), *worker_keys(name, before)]
+            return int(await scripts.take_worker(keys, [epoch, shard, KEYS.prefix]))
 
         assert await take() == 0  # no such worker
         await client.hset(KEYS.worker("w"), "address", "127.0.0.1:1")
-        assert await take() == 1
-        assert await take() == 1
-        assert await take("shard-1") == 0  # shard-0 lives
+        assert await take() == 0  # it is not ready, or drains
+        await client.hset(KEYS.worker("w"), "ready", "1")
+        first = await take()
+        assert first > epoch
+        assert await take() == first + 1  # of each Run an epoch of its own
+        assert await take(shard="shard-1") == 0  # shard-0 lives
         await client.hset(KEYS.worker("w"), "shard", "shard-9")
-        assert await take() == 1  # shard-9 has no lease
+        assert await take() > 0  # shard-9 has no lease
+        await client.hset(KEYS.worker("v"), "ready", "1")
+        assert await take("v", before="w") > 0
+        assert await client.hgetall(KEYS.worker("w")) == {b"address": b"127.0.0.1:1", b"ready": b"1"}
+        await client.hset(KEYS.worker("w"), "shard", "shard-1")
+        assert await take("v", before="w") > 0
+        assert await client.hget(KEYS.worker("w"), "shard") == b"shard-1"  # who has it meanwhile keeps it
 
     within(body)
 

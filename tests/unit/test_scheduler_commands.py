@@ -93,13 +93,12 @@ async def test_while_it_drains_a_scheduler_keeps_no_command_for_a_claim_that_fai
 ) -> None:
     service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0"))
 
-    async def nothing() -> None:
-        pass
+    async def nothing() -> int:
+        return 0
 
-    monkeypatch.setattr(service, "_hand_back", nothing)
+    monkeypatch.setattr(service._claims._handover, "hand_back", nothing)
     service._commands.claim_begins()  # and got no answer
-    service._draining = True
-    service._stop.set()
-    await asyncio.wait_for(service._claim(), 10)
+    service._claims.drain()
+    await asyncio.wait_for(service._claims.run(), 10)
     assert service._commands._take(stop("of-another").SerializeToString()) == "stop"
     assert not service._commands._early

@@ -113,6 +113,7 @@ class EndingLink:
     """Takes one step; the second cannot be sent any more, and only then the answer to the first is read."""
 
     worker = Registration("worker-0", "nowhere", "identity")
+    epoch = 1
     info = worker_pb2.WorkerInfo()
 
     def __init__(self) -> None:

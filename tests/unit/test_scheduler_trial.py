@@ -100,11 +100,11 @@ async def test_a_drain_hands_back_who_waits_for_a_trial_to_end_and_keeps_who_has
     worker.send()
     worker.dies()
     worker.service._take_all([claimed("c")])
-    await worker.service._hand_back()
+    await worker.service._claims._handover.hand_back()
     keys = worker.service._keys
     assert keys.req("c") in handed
     assert keys.req("a") not in handed
-    assert set(worker.service._entries) == {"a", "b"}
+    assert set(worker.service._held.entries) == {"a", "b"}
     worker.ends("a")
     assert worker.send() == {"b"}
     assert worker.parked() == 0

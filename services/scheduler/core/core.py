@@ -180,12 +180,14 @@ class Core:
             self.end(sequence, Finish.STOP, "", out)
         return out.build()
 
-    def release(self, request_id: str) -> bool:
-        """Forgets a request that never ran, without an Outcome: it goes back to the queue. False if it has begun."""
+    def release(self, request_id: str, begun: bool = False) -> bool:
+        """Forgets a request, without its end. False if it has begun; with `begun` it is then checkpointed instead."""
         record = self._records.get(request_id)
-        if record is None or record.started or any(s.outputs.size for s in record.sequences):
+        if record is None or (not begun and (record.started or any(s.outputs.size for s in record.sequences))):
             return False
         for sequence in record.sequences:
+            if sequence.state is State.RUNNING:
+                self._results.checkpoint(self.replicas[sequence.replica], sequence.slot, self._pending)
             self.withdraw(sequence)
         record.left = 0
         self._forget(record)
@@ -240,9 +242,8 @@ class Core:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
         if self._next_policy is not None:
             self._change_policy(now_ns)
-        step = None
-        if replica < len(self.replicas) and self.replicas[replica].alive:
-            step = self._passes.iterate(self.replicas[replica], now_ns, out)
+        alive = replica < len(self.replicas) and self.replicas[replica].alive
+        step = self._passes.iterate(self.replicas[replica], now_ns, out) if alive else None
         return step, out.build() if out else None
 
     def apply(self, result: StepResult, now_ns: int) -> Outcome:

@@ -1,0 +1,89 @@
+"""The other shards of the model: who leads a worker and can take requests, and who was left with some by a scheduler
+that is gone (PROTOCOL, section 2). One look a second; the claiming task acts on the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from shared.keys import GROUP, Keys
+from shared.redis_client import Unavailable
+
+log = logging.getLogger("orcinus.scheduler")
+
+LOOK_S = 1.0
+LEASES = 3
+"""A shard is an orphan after so many times the life of a lease without one: a standby or a restart comes sooner."""
+
+
+class Shards:
+    """What the last look showed. No look: this shard is alone."""
+
+    def __init__(self, redis: Redis, keys: Keys, shard: str, lease_ms: int) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._shard = shard
+        self._patience_s = LEASES * lease_ms / 1000
+        self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> since when
+        self.others: list[str] = []  # they have a lease and a worker, and do not drain
+        self.orphans: list[str] = []
+        self.pending = 0  # of this shard, in Redis's lists
+        self.looks = 0
+
+    async def run(self, looked: Callable[[], None]) -> None:
+        """Until cancelled. Calls `looked` after each look."""
+        while True:
+            try:
+                await self._look(time.monotonic())
+                looked()
+            except Unavailable as error:
+                log.warning("the other shards were not looked at: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, now_s: float) -> None:
+        pending = await self._pending()
+        names = sorted({*pending, *await self._of_workers()} - {self._shard})
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.exists(self._keys.lease(name))
+            pipe.hmget(self._keys.stats(name), ["workers", "draining"])
+        replies: list[Any] = await pipe.execute() if names else []
+        led = {name: stats for name, lease, stats in zip(names, replies[::2], replies[1::2], strict=True) if lease}
+        self.others = [name for name, (workers, drains) in led.items() if int(workers or 0) and not int(drains or 0)]
+        self._gone = {
+            name: self._gone.get(name, now_s) for name, count in pending.items() if count and name in {*names} - {*led}
+        }
+        self.orphans = [name for name, since in self._gone.items() if now_s - since >= self._patience_s]
+        self.pending = pending.get(self._shard, 0)
+        self.looks += 1
+
+    async def _pending(self) -> dict[str, int]:
+        """Requests in the pending list of each shard."""
+        pipe = self._redis.pipeline(transaction=False)
+        for stream in self._keys.request_streams():
+            pipe.xpending(stream, GROUP)
+        counts: dict[str, int] = {}
+        for reply in await pipe.execute(raise_on_error=False):
+            if isinstance(reply, ResponseError) and "NOGROUP" in str(reply):
+                continue  # Redis came back empty
+            if isinstance(reply, Exception):
+                raise reply
+            for row in reply["consumers"]:
+                name = row["name"].decode()
+                counts[name] = counts.get(name, 0) + row["pending"]
+        return counts
+
+    async def _of_workers(self) -> set[str]:
+        """Shards that have taken a worker."""
+        members = await self._redis.zrange(self._keys.workers, 0, -1)
+        pipe = self._redis.pipeline(transaction=False)
+        for member in members:
+            pipe.hget(self._keys.worker(member.decode()), "shard")
+        return {shard.decode() for shard in (await pipe.execute() if members else []) if shard}

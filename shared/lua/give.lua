@@ -1,0 +1,18 @@
+-- Fenced: puts requests of one shard into the pending list of another, which finds them there and goes on with them.
+-- KEYS: lease of the shard that has them   ARGV: epoch, group, that shard, the other, then (req key, stream, entry) each
+-- Returns how many are the other's now. A call that is repeated moves nothing that has gone further meanwhile.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
+local given = 0
+for i = 5, #ARGV, 3 do
+  local key, stream, entry = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local record = redis.call('HMGET', key, 'state', 'shard', 'entry')
+  if not record[1] or record[1] == 'finished' then
+    redis.call('XACK', stream, ARGV[2], entry)
+    redis.call('XDEL', stream, entry)
+  elseif record[2] == ARGV[3] and record[3] == entry then
+    redis.call('XCLAIM', stream, ARGV[2], ARGV[4], 0, entry, 'JUSTID')
+    redis.call('HSET', key, 'shard', ARGV[4])
+    given = given + 1
+  end
+end
+return given
