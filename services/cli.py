@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from services import cli_keys
 from services.cli_options import Values, build, env_name, settings_command, shown, source
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -31,6 +32,7 @@ bench = typer.Typer(
     rich_markup_mode=None, help="Measures; the options are those of each bench (--help).", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
+app.add_typer(cli_keys.app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

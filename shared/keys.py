@@ -89,6 +89,26 @@ class Keys:
     def alive(self, role: str, member: str) -> str:
         return f"{self.prefix}alive:{role}:{member}"
 
+    @property
+    def api_keys(self) -> str:
+        """Hash: what is known of each key that `orcinus keys` made, by its id."""
+        return f"{self.prefix}keys"
+
+    @property
+    def keys_version(self) -> str:
+        """Counter of changes to `keys`."""
+        return f"{self.prefix}keys:version"
+
+    @property
+    def keys_salt(self) -> str:
+        """The secret from which the salts of tenants are made."""
+        return f"{self.prefix}keys:salt"
+
+    @property
+    def keys_used(self) -> str:
+        """Hash: when each key was last used, in seconds, to the minute."""
+        return f"{self.prefix}keys:used"
+
     def bucket(self, key_id: str) -> str:
         return f"{self.prefix}bucket:{key_id}"
 

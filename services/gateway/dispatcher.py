@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from protos import queue_pb2
 from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, taken_over, unavailable
+from services.gateway.keys import Caller
 from services.gateway.metrics import Metrics
 from services.gateway.records import ends, missing
 from services.gateway.replies import entries_of, failed, record_of, refused
@@ -104,7 +105,7 @@ class Dispatcher:
 
     # What handlers call
 
-    async def enqueue(self, spec: GenerationSpec, sink: Sink, tenant: str, salt: bytes, delivery: bytes) -> bool:
+    async def enqueue(self, spec: GenerationSpec, sink: Sink, caller: Caller, delivery: bytes) -> bool:
         """Puts the request into its class's stream; False if one of its id was put there before.
 
         Raises ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
@@ -112,23 +113,24 @@ class Dispatcher:
         """
         if spec.id not in self._sinks:
             self._register(sink)
-        request, prompts = to_request(spec, self.gateway_id, tenant, salt)
+        request, prompts = to_request(spec, self.gateway_id, caller.tenant, caller.salt)
         settings, keys = self._settings, self._keys
         # fmt: off
         redis_keys = [
-            keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(tenant), keys.prompt(spec.id),
+            keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(caller.bucket),
+            keys.prompt(spec.id),
         ]
         arguments: list[Value] = [
             request.SerializeToString(), prompts, spec.prompt_tokens, settings.max_queued_tokens, spec.cost_tokens,
-            settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests, LIVE_TTL_MS,
-            tenant, self.gateway_id, spec.priority, delivery,
+            *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
         ]
         # fmt: on
         answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
         if refusal := refused(answer, settings.max_queued_tokens, self._cluster.retry_after_s):
             self._forget(sink)
             raise refusal
-        is_new = bool(answer[0] == b"ok")
+        if is_new := bool(answer[0] == b"ok"):
+            sink.left = (answer[2], answer[3])
         if is_new and self._sinks.get(spec.id) is not sink:  # the one before it was refused
             self._register(sink)
         return is_new

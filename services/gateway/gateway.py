@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import math
 import time
@@ -13,6 +11,7 @@ from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecas
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.errors import ApiError, handed_over, unavailable
 from services.gateway.generation import Generation
+from services.gateway.keys import Caller, Keyring
 from services.gateway.metrics import Metrics
 from services.gateway.position import Position
 from services.gateway.sink import Sink
@@ -25,8 +24,6 @@ from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
-ANONYMOUS = "anonymous"
-
 
 class Gateway:
     """Everything that lives as long as the process."""
@@ -37,30 +34,30 @@ class Gateway:
         self.model = model
         self.id = ids.process_id("gateway")
         self.metrics = Metrics()
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys()]
+        self.keyring = Keyring(settings)
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
         self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
         self.draining = False
         self.started_s = int(time.time())
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self.metrics.active.set_function(lambda: len(self.dispatcher.sinks))
 
     def start(self) -> None:
         self.dispatcher.start()
-        self._watching = asyncio.create_task(self.cluster.run())
+        self._watching = [asyncio.create_task(work()) for work in (self.cluster.run, self.keyring.run)]
 
     async def stop(self) -> None:
         await self.dispatcher.stop()
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            await end(watching)
+        watching, self._watching = self._watching, []
+        await end(*watching)
+        await self.keyring.close()
         await self.cluster.close()
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What has to run as long as the process; main.py ends the process when one of them ended."""
-        return [*self.dispatcher.tasks, *([self._watching] if self._watching is not None else [])]
+        return [*self.dispatcher.tasks, *self._watching]
 
     def dead_task(self) -> str:
         """The error of a task that ended though it should not have; empty when all run."""
@@ -81,30 +78,6 @@ class Gateway:
         while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
-    # Who
-
-    @property
-    def needs_key(self) -> bool:
-        return bool(self._keys)
-
-    def tenant(self, authorization: str | None) -> str | None:
-        """The tenant of a request: a digest of its key, `anonymous` where none is asked for, None when refused."""
-        if not self._keys:
-            return ANONYMOUS
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        known = False
-        for expected in self._keys:  # all of them, so that the time says nothing
-            known |= hmac.compare_digest(digest, expected)
-        return digest.hex()[:16] if known and scheme.lower() == "bearer" else None
-
-    def salt(self, authorization: str | None) -> bytes:
-        """Keeps tenants from probing each other's prefix cache; the same at every gateway."""
-        if not self._keys:
-            return b""
-        key = (authorization or "").partition(" ")[2].strip()
-        return hmac.digest(key.encode("utf-8", "surrogateescape"), b"orcinus prefix cache", "sha256")[:16]
-
     # Whether
 
     def reason_not_ready(self) -> str:
@@ -113,7 +86,7 @@ class Gateway:
             return "shutting down"
         if dead := self.dead_task():
             return f"a task of this gateway died: {dead}"
-        return self.cluster.reason_not_ready()
+        return self.cluster.reason_not_ready() or ("" if self.keyring.read else "the keys have not been read yet")
 
     def reason_stalled(self) -> str:
         """Empty while work, if there is any, moves."""
@@ -133,6 +106,8 @@ class Gateway:
             raise unavailable(f"Redis uses {share} of its memory; the rest is for running requests", "redis_memory", 5)
         if not cluster.snapshot.leases:
             raise unavailable("no scheduler is alive", "no_scheduler", 2)
+        if not self.keyring.read:
+            raise unavailable("the keys have not been read yet", "keys_unread", 2)
         forecast = cluster.forecast(spec.priority)
         if forecast is not None:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
@@ -142,14 +117,14 @@ class Gateway:
         if self.draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
 
-    async def begin(
-        self, spec: GenerationSpec, tenant: str, salt: bytes, started: float, last_event: str = ""
-    ) -> Generation:
+    async def begin(self, spec: GenerationSpec, caller: Caller, started: float, last_event: str = "") -> Generation:
         """Admits and enqueues a request; one that an Idempotency-Key names and that was enqueued before goes on.
 
         last_event: what its client has read of it, if it was enqueued before. Raises ApiError; the Generation must be
         closed.
         """
+        tenant = caller.tenant
+        spec.priority = caller.priority(spec.priority)
         if last_event and spec.survives_client:  # it had a part: to begin anew would tell that twice
             return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         try:
@@ -161,7 +136,7 @@ class Gateway:
         sink = Sink(spec.id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
         try:
-            is_new = await self.dispatcher.enqueue(spec, sink, tenant, salt, to_delivery(spec, self.model))
+            is_new = await self.dispatcher.enqueue(spec, sink, caller, to_delivery(spec, self.model))
         except ApiError:
             self.dispatcher.close(sink)
             raise

@@ -21,9 +21,9 @@ from services.gateway.api_types import CompletionBody
 from services.gateway.bodies import parse_body
 from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
-from services.gateway.keys import Caller
 from services.gateway.generation import Generation
 from services.gateway.grpc_tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
+from services.gateway.keys import Caller
 from services.gateway.routes_info import VERSION
 from services.gateway.streams import SLOW_FLUSH_S
 from services.gateway.tasks import end

@@ -81,20 +81,13 @@ class RequireKey:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        authorization = Headers(scope=scope).get("authorization")
-        tenant = self._gateway.tenant(authorization)
-        if tenant is None:
-            message = "you didn't provide an API key" if not authorization else "the API key is not valid"
-            error = ApiError(
-                401,
-                f"{message}; send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        try:
+            caller = self._gateway.keyring.identify(Headers(scope=scope).get("authorization"))
+        except ApiError as error:
             await send_error(error, send)
             return
-        scope["state"]["tenant"] = tenant
-        scope["state"]["salt"] = self._gateway.salt(authorization)
+        scope["state"]["caller"] = caller
+        scope["state"]["tenant"] = caller.tenant
         await self._app(scope, receive, send)
 
 

@@ -17,6 +17,7 @@ from services.gateway.bodies import parse_body
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Usage
+from services.gateway.keys import Caller
 from services.gateway.schema import body_of, errors, event_stream
 from services.gateway.streams import EventStream, EventWriter
 from services.gateway.validate import GenerationSpec, chat_spec, completion_spec
@@ -96,7 +97,7 @@ def _name(spec: GenerationSpec, key: str, request: Request, body: bytes) -> None
         raise invalid(
             "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
         )
-    spec.id = ids.named_request_id(spec.endpoint, request.state.tenant, request.state.salt, key)
+    spec.id = ids.named_request_id(spec.endpoint, request.state.tenant, request.state.caller.salt, key)
     spec.body_sha256 = hashlib.sha256(body).digest()
 
 
@@ -108,8 +109,9 @@ async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, start
     if (key := request.headers.get("idempotency-key")) is not None:
         _name(spec, key, request, await request.body())
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-    generation = await gateway.begin(spec, request.state.tenant, request.state.salt, started, last_event)
-    headers = {"x-orcinus-request": spec.id}
+    caller: Caller = request.state.caller
+    generation = await gateway.begin(spec, caller, started, last_event)
+    headers = {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.sink.left)}
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
     try:

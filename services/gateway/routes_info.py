@@ -134,7 +134,7 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     routes = APIRouter()
 
     def guard() -> None:
-        if on_public_port and not gateway.needs_key:
+        if on_public_port and not gateway.keyring.needed:
             raise ApiError(
                 404,
                 f"without a key this is only on the ops port, http://{gateway.settings.ops_host}:{gateway.settings.ops_port}",

@@ -51,6 +51,7 @@ class Sink:
     bound: int = 0
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
+    left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
     ahead: list[Ahead] = field(default_factory=list)
     refilling: bool = False

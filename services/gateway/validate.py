@@ -53,7 +53,7 @@ class GenerationSpec:
     stop: list[str]
     stop_ids: list[int]
     sampling: queue_pb2.Sampling
-    priority: str
+    priority: str  # '' until the caller's own is known
     stream: bool
     include_usage: bool
     echo: bool
@@ -307,7 +307,7 @@ def _spec(
         stop=body.stop or [],
         stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
         sampling=_sampling(body, model),
-        priority=body.priority or "normal",
+        priority=body.priority or "",
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         echo=echo,

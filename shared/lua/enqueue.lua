@@ -3,7 +3,8 @@
 -- ARGV: request, prompts ('' when inside the request), prompt tokens, most prompt tokens that may wait,
 --       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent (0: no limit),
 --       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on)
--- Returns {ok, entry id} | {duplicate, state} | {full, waiting tokens} | {rate, retry ms, what}
+-- Returns {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
+--       | {full, waiting tokens} | {rate, retry ms, what}
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return {'duplicate', state} end
 
@@ -13,6 +14,7 @@ if waiting > 0 and waiting + tokens > tonumber(ARGV[4]) then return {'full', wai
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local left_requests, left_tokens = -1, -1
 local cost, per_request, per_token, most = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 if per_request > 0 or per_token > 0 or most > 0 then
   local held = redis.call('HMGET', KEYS[4], 'requests', 'tokens', 'at', 'running')
@@ -34,6 +36,8 @@ if per_request > 0 or per_token > 0 or most > 0 then
   if per_token > 0 then redis.call('HSET', KEYS[4], 'tokens', budget - cost) else redis.call('HDEL', KEYS[4], 'tokens') end
   redis.call('PEXPIRE', KEYS[4], ARGV[9])
   redis.call('HSET', KEYS[1], 'bucket', KEYS[4], 'cost', cost)
+  if per_request > 0 then left_requests = math.floor(requests - 1) end
+  if per_token > 0 then left_tokens = math.max(0, math.floor(budget - cost)) end
 end
 
 if ARGV[2] ~= '' then redis.call('SET', KEYS[5], ARGV[2], 'PX', ARGV[9]) end
@@ -44,4 +48,4 @@ redis.call('PEXPIRE', KEYS[1], ARGV[9])
 redis.call('HINCRBY', KEYS[3], 'tokens', tokens)
 redis.call('HINCRBY', KEYS[3], 'requests', 1)
 redis.call('HINCRBY', KEYS[3], 'tokens:' .. ARGV[12], tokens)
-return {'ok', entry}
+return {'ok', entry, left_requests, left_tokens}

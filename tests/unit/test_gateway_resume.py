@@ -16,7 +16,8 @@ from services.gateway.api_types import CompletionBody
 from services.gateway.app import public_app
 from services.gateway.bodies import parse_body
 from services.gateway.errors import ApiError, handed_over
-from services.gateway.gateway import ANONYMOUS, Gateway
+from services.gateway.gateway import Gateway
+from services.gateway.keys import ANONYMOUS, Caller
 from services.gateway.tokenizer import ModelText
 from services.gateway.validate import GenerationSpec, completion_spec
 from shared import ids
@@ -70,7 +71,7 @@ async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
 
 async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> None:
     spec = await named(gateway)
-    (await gateway.begin(spec, ANONYMOUS, b"", 0.0)).close()
+    (await gateway.begin(spec, Caller(ANONYMOUS), 0.0)).close()
     gateway.draining = True
     with pytest.raises(ApiError) as refused:
         await gateway.resume(spec.id, ANONYMOUS, 0.0)
@@ -79,13 +80,13 @@ async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> Non
 
 
 async def test_another_body_under_the_same_key_leaves_the_first_connection_alone(gateway: Gateway) -> None:
-    first = await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)
+    first = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     with pytest.raises(ApiError) as refused:
-        await gateway.begin(await named(gateway, n=2), ANONYMOUS, b"", 0.0)
+        await gateway.begin(await named(gateway, n=2), Caller(ANONYMOUS), 0.0)
     assert refused.value.code == "idempotency_key_reused"
     assert first.sink.failure is None
     assert gateway.dispatcher.sinks == {first.spec.id: first.sink}
-    again = await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)
+    again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     assert gateway.dispatcher.sinks == {first.spec.id: again.sink}
     again.close()
     with pytest.raises(ApiError, match="another connection"):
@@ -107,7 +108,7 @@ async def test_one_whose_twin_was_refused_before_it_is_delivered(
     monkeypatch.setattr(gateway.dispatcher._scripts, "enqueue", full_at_first)
     specs = [await named(gateway), await named(gateway)]
     refused, second = await asyncio.gather(
-        *(gateway.begin(spec, ANONYMOUS, b"", 0.0) for spec in specs), return_exceptions=True
+        *(gateway.begin(spec, Caller(ANONYMOUS), 0.0) for spec in specs), return_exceptions=True
     )
     assert isinstance(refused, ApiError)
     assert not isinstance(second, BaseException)
@@ -128,34 +129,34 @@ async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_clie
     with monkeypatch.context() as patch:
         patch.setattr(gateway.dispatcher._scripts, "enqueue", unheard)
         with pytest.raises(ApiError, match="does not answer"):
-            await gateway.begin(spec, ANONYMOUS, b"", 0.0)
+            await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
     gateway.cluster.redis_error = ""
     assert "cancelled" not in await gateway.dispatcher.record(spec.id)
-    (await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)).close()
+    (await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
 
 
 async def test_an_answer_that_is_there_is_given_also_while_new_work_is_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)).close()
+    (await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
 
     def refuse(spec: GenerationSpec) -> None:
         raise ApiError(429, "it is late", code="deadline_unreachable")
 
     monkeypatch.setattr(gateway, "admit", refuse)
-    again = await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)
+    again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     assert gateway.dispatcher.sinks == {again.spec.id: again.sink}
     again.close()
     other = await named(gateway)
     other.id = "cmpl-new"
     with pytest.raises(ApiError, match="it is late"):
-        await gateway.begin(other, ANONYMOUS, b"", 0.0)
+        await gateway.begin(other, Caller(ANONYMOUS), 0.0)
 
 
 async def test_who_has_read_a_part_is_not_told_another_answer_when_the_request_is_forgotten(gateway: Gateway) -> None:
     spec = await named(gateway)
     with pytest.raises(ApiError) as refused:
-        await gateway.begin(spec, ANONYMOUS, b"", 0.0, f"{spec.id}:3")
+        await gateway.begin(spec, Caller(ANONYMOUS), 0.0, f"{spec.id}:3")
     assert refused.value.code == "request_not_found"
     assert not await gateway.dispatcher.record(spec.id)
 
@@ -181,7 +182,7 @@ async def test_tokens_of_a_request_that_is_handed_over_stay_in_the_stream(
     gateway: Gateway, scheduler: ScriptedScheduler, server: RedisServer
 ) -> None:
     scheduler.lead()
-    running = await gateway.begin(await named(gateway), ANONYMOUS, b"", 0.0)
+    running = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
     await running.next()
