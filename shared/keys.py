@@ -74,6 +74,19 @@ class Keys:
         return f"{self.epoch}:{shard}"
 
     @property
+    def background(self) -> str:
+        """Set: gateways that deliver, or have delivered, requests that run in the background."""
+        return f"{self.prefix}background"
+
+    def background_of(self, gateway: str) -> str:
+        """Set: ids of those requests."""
+        return f"{self.background}:{gateway}"
+
+    def adopting(self, request_id: str) -> str:
+        """Which gateway is taking over a request in the background."""
+        return f"{self.prefix}adopting:{request_id}"
+
+    @property
     def queue(self) -> str:
         """Hash: tokens and requests that wait for their first step, all classes together and each."""
         return f"{self.prefix}queue"

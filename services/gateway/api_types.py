@@ -109,6 +109,7 @@ class GenerationBody(Body):
     ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    background: bool | None = None
 
     # Known to OpenAI, not built yet: accepted only where they ask for nothing (validate.UNSUPPORTED)
     logprobs: Any = None

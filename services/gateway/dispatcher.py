@@ -118,11 +118,12 @@ class Dispatcher:
         # fmt: off
         redis_keys = [
             keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(caller.bucket),
-            keys.prompt(spec.id),
+            keys.prompt(spec.id), keys.background, keys.background_of(self.gateway_id),
         ]
         arguments: list[Value] = [
             request.SerializeToString(), prompts, spec.prompt_tokens, settings.max_queued_tokens, spec.cost_tokens,
             *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
+            spec.id if spec.background else "",
         ]
         # fmt: on
         answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
@@ -190,6 +191,14 @@ class Dispatcher:
         """The same as Redis has it: `delivery` is no text."""
         return await self._ask(lambda: record_of(self._redis, self._keys.req(request_id)))
 
+    async def read(self, sink: Sink) -> None:
+        """Puts what is recorded of a request into a mailbox that gets nothing else. Raises ApiError(503)."""
+        record, rows = await self._ask(lambda: missing(self._redis, self._keys, sink))
+        for first, row in rows:
+            sink.offer(row, first)
+        for row in ends(record, sink.choices):
+            sink.offer(row, sink.received[row.choice])
+
     # The working task
 
     async def _work(self) -> None:
@@ -252,7 +261,7 @@ class Dispatcher:
                 return await self._scripts.enqueue(keys, arguments)
             except Unreachable:
                 # It may be in the queue all the same; its client gets a 503, and asks for it again if it named it.
-                if not spec.survives_client:
+                if not spec.is_named:
                     self.cancel(spec.id, "its enqueueing got no answer")
                 raise
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
+from collections.abc import Iterable
 
+from services.gateway.background import Keeper
 from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecast
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.errors import ApiError, handed_over, unavailable
@@ -14,6 +17,7 @@ from services.gateway.generation import Generation
 from services.gateway.keys import Caller, Keyring
 from services.gateway.metrics import Metrics
 from services.gateway.position import Position
+from services.gateway.reaper import Reaper
 from services.gateway.sink import Sink
 from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
@@ -38,6 +42,8 @@ class Gateway:
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
         self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
+        self.keeper = Keeper()
+        self.reaper = Reaper(settings, self.id, self.keeper, self._take_up)
         self.draining = False
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
@@ -45,13 +51,16 @@ class Gateway:
 
     def start(self) -> None:
         self.dispatcher.start()
-        self._watching = [asyncio.create_task(work()) for work in (self.cluster.run, self.keyring.run)]
+        work = (self.cluster.run, self.keyring.run, self.reaper.run)
+        self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
+        await self.keeper.stop()
         await self.dispatcher.stop()
         watching, self._watching = self._watching, []
         await end(*watching)
         await self.keyring.close()
+        await self.reaper.close()
         await self.cluster.close()
 
     @property
@@ -69,14 +78,19 @@ class Gateway:
     async def drain(self, seconds: float) -> None:
         """Lets running requests end for a while, then ends their delivery: a stream goes on at another gateway."""
         self.draining = True
+        self._hand_over(self.keeper.kept)  # nobody reads them here: another gateway may do that as well
         end = time.monotonic() + seconds
         while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
-        for sink in list(self.dispatcher.sinks.values()):
-            sink.fail(handed_over(sink.request_id), cut=True)
+        self._hand_over(self.dispatcher.sinks)
         end = time.monotonic() + 5.0
         while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+    def _hand_over(self, requests: Iterable[str]) -> None:
+        for request_id in list(requests):
+            if sink := self.dispatcher.sinks.get(request_id):
+                sink.fail(handed_over(request_id), cut=True)
 
     # Whether
 
@@ -149,12 +163,29 @@ class Gateway:
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation
 
+    async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
+        """`begin` for a request that nobody waits for; spec.background is set. Raises ApiError."""
+        self.keeper.keep(await self.begin(spec, caller, started))
+
+    async def _take_up(self, request_id: str, gateway: str) -> None:
+        """Delivers a request in the background to nobody, if `gateway` was the last that did. Raises ApiError."""
+        record = await self.dispatcher.record(request_id)
+        if record.get("gateway") == gateway and request_id not in self.dispatcher.sinks:
+            self.keeper.keep(await self.resume(request_id, record.get("tenant", ""), time.monotonic(), kept=True))
+
     async def resume(
-        self, request_id: str, tenant: str, started: float, last_event: str = "", same_as: GenerationSpec | None = None
+        self,
+        request_id: str,
+        tenant: str,
+        started: float,
+        last_event: str = "",
+        same_as: GenerationSpec | None = None,
+        kept: bool = False,
     ) -> Generation:
         """Delivers a request that exists, wherever it was delivered before, from `last_event` on.
 
-        same_as: the request that its client sent again. Raises ApiError; the Generation must be closed.
+        same_as: the request that its client sent again. kept: to nobody, see background.py. Raises ApiError; the
+        Generation must be closed.
         """
         record = await self.dispatcher.raw_record(request_id)
         if b"delivery" not in record or record.get(b"tenant", b"").decode() != tenant:
@@ -165,9 +196,10 @@ class Gateway:
                 409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"
             )
         position = Position.parse(last_event, request_id, spec.choices) if last_event else None
-        spec.stream = same_as is None or same_as.stream
+        spec.stream = not kept and (same_as is None or same_as.stream)
         sink = Sink(request_id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
-        generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position)
+        left = functools.partial(self.keeper.left.add, request_id) if spec.background and not kept else None
+        generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position, left)
         self._refuse_while_draining()  # here: from now on `drain` knows the sink
         try:
             found = await self.dispatcher.adopt(sink, tenant)

@@ -120,8 +120,10 @@ class Generation:
         metrics: Metrics,
         started: float,
         position: Position | None = None,
+        left: Callable[[], None] | None = None,
     ) -> None:
-        """`started`: time.monotonic() at the request's arrival. position: what the client has already."""
+        """`started`: time.monotonic() at the request's arrival. position: what the client has already. left: called
+        when the client has gone and the request goes on without it."""
         self.spec = spec
         self.sink = sink
         self._commands = commands
@@ -129,6 +131,7 @@ class Generation:
         self._started = started
         self._last: float | None = None
         self._closed = False
+        self._left = left
         self._endings = Endings(sink.wake)
         self._ended: ApiError | None = None  # told by the next call of `next`
         self.failure: ApiError | None = None
@@ -216,6 +219,8 @@ class Generation:
             self._commands.close(self.sink)
         elif self._goes_on:
             self._commands.close(self.sink)
+            if self._left is not None and (self.failure or self.sink.failure) is None:
+                self._left()
         elif self.failure is not None:
             self._commands.close(self.sink, self.failure.message)
         else:

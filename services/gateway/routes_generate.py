@@ -108,6 +108,9 @@ async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, start
     spec.traceparent = request.headers.get("traceparent", "")[:256]
     if (key := request.headers.get("idempotency-key")) is not None:
         _name(spec, key, request, await request.body())
+    if spec.background:
+        await gateway.begin_background(spec, request.state.caller, started)
+        return _accepted(spec)
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
     caller: Caller = request.state.caller
     generation = await gateway.begin(spec, caller, started, last_event)
@@ -122,7 +125,28 @@ async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, start
     return response
 
 
+def _accepted(spec: GenerationSpec) -> Response:
+    """Of a request in the background; `GET /v1/requests/{id}` tells more."""
+    told = {
+        "id": spec.id,
+        "object": "request",
+        "status": "queued",
+        "background": True,
+        "created": spec.created,
+        "model": spec.model,
+        "priority": spec.priority,
+        "prompt_tokens": spec.prompt_tokens,
+    }
+    response = json_response(told, 202)
+    response.headers.update({"x-orcinus-request": spec.id, "location": f"/v1/requests/{spec.id}"})
+    return response
+
+
 def _echo_only(spec: GenerationSpec, fingerprint: str) -> Response:
+    if spec.background:
+        raise ApiError(
+            400, "max_tokens 0 leaves nothing to do in the background; got background true", param="background"
+        )
     if spec.stream:
         raise ApiError(400, "max_tokens 0 cannot be streamed; got stream true", param="stream")
     empty = [""] * spec.choices

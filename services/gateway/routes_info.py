@@ -12,6 +12,7 @@ from starlette.responses import Response
 from services.gateway.api_types import DetokenizeBody, TokenizeBody
 from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway, unknown_request
+from services.gateway.results import result, status
 from services.gateway.routes_generate import json_response, read_body
 from services.gateway.schema import body_of, errors
 from services.gateway.validate import THREAD_TOKENS, check_model, decode, encode_messages, encode_text
@@ -90,11 +91,12 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/requests/{request_id}", responses={200: _STATUS, **errors(404, 503)})
     async def request_status(request_id: str, request: Request) -> Response:
-        """What became of a request; kept for five minutes after its end."""
-        record = await gateway.dispatcher.record(request_id)
-        if not record or record.get("tenant") != request.state.tenant:
+        """What became of a request; kept for five minutes after its end, with its answer."""
+        record = await gateway.dispatcher.raw_record(request_id)
+        if record.get(b"tenant", b"").decode() != request.state.tenant:
             raise unknown_request(request_id)
-        return json_response(_status(request_id, record))
+        answer = await result(request_id, record, gateway.dispatcher, gateway.model)
+        return json_response(status(request_id, record) | ({"result": answer} if answer else {}))
 
     @routes.delete("/v1/requests/{request_id}", responses={200: _STATUS, **errors(404, 503)})
     async def cancel_request(request_id: str, request: Request) -> Response:
@@ -180,25 +182,3 @@ def _health(well: str, reason: str) -> Response:
     return (
         json_response({"status": f"not {well}", "reason": reason}, 503) if reason else json_response({"status": well})
     )
-
-
-def _status(request_id: str, record: dict[str, str]) -> dict[str, Any]:
-    names = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
-    status: dict[str, Any] = {
-        "id": request_id,
-        "object": "request",
-        "status": record.get("state"),
-        "priority": record.get("class"),
-        "prompt_tokens": int(record.get("tokens", 0)),
-        "enqueued_ms": int(record.get("enqueued_ms", 0)),
-        "started_ms": int(record["started_ms"]) if "started_ms" in record else None,
-        "ended_ms": int(record["ended_ms"]) if "ended_ms" in record else None,
-        "cancel_requested": "cancelled" in record,
-    }
-    if record.get("state") == "finished":
-        status["finish_reasons"] = [names.get(part) for part in record.get("finish", "").split(",") if part]
-        output = int(record.get("output_tokens", 0))
-        prompt = status["prompt_tokens"]
-        status["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        status["error"] = record.get("error") or None
-    return status

@@ -64,6 +64,7 @@ class GenerationSpec:
     tbt_slo_ms: int = 0
     deadline_ms: int = 0
     traceparent: str = ""
+    background: bool = False  # nobody waits for it
     body_sha256: bytes = b""  # of the HTTP body, where an Idempotency-Key names the request
     prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
 
@@ -73,6 +74,11 @@ class GenerationSpec:
     @property
     def survives_client(self) -> bool:
         """Its client said that it would come back for the answer: it runs on when the connection is gone."""
+        return self.is_named or self.background
+
+    @property
+    def is_named(self) -> bool:
+        """An Idempotency-Key names it: sent again it is the same request."""
         return bool(self.body_sha256)
 
     @property
@@ -284,6 +290,8 @@ def _spec(
     _check_choices(len(prompts), body.n or 1, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    if body.background and body.stream:
+        raise invalid("background", "background answers at once; read it with GET /v1/requests/{id}/stream")
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}")
@@ -317,6 +325,7 @@ def _spec(
         ttft_slo_ms=body.ttft_slo_ms or 0,
         tbt_slo_ms=body.tbt_slo_ms or 0,
         deadline_ms=body.deadline_ms or 0,
+        background=bool(body.background),
     )
 
 

@@ -19,16 +19,21 @@ class ClientLeft(Exception):  # noqa: N818 - an event, not an error
 
 async def collect(generation: Generation, request: Request, fingerprint: str) -> dict[str, Any]:
     """The body of the answer. Raises ApiError, or ClientLeft after cancelling the request."""
-    working = asyncio.create_task(_run(generation))
+    working = asyncio.create_task(whole(generation, fingerprint))
     leaving = asyncio.create_task(until_disconnect(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientLeft
-        texts, ids = working.result()
+        return working.result()
     finally:
         generation.close()
         await end(working, leaving)
+
+
+async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
+    """The body of the answer, once the request has ended. Raises ApiError."""
+    texts, ids = await _run(generation)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
     return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage)
 

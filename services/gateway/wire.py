@@ -35,6 +35,7 @@ def to_request(spec: GenerationSpec, gateway: str, tenant: str, salt: bytes) -> 
         cache_salt=salt,
         created_ms=time.time_ns() // 1_000_000,
         traceparent=spec.traceparent,
+        background=spec.background,
         **fields,
     )
     return request, prompts.SerializeToString() if apart else b""
@@ -60,6 +61,7 @@ def to_delivery(spec: GenerationSpec, model: ModelText) -> bytes:
         prompt_tails=[pack(model.text.tail(prompt, spec.skip_special)) for prompt in spec.prompts],
         prompt_texts=spec.prompt_texts if spec.echo else [],
         body_sha256=spec.body_sha256,
+        background=spec.background,
     ).SerializeToString()
 
 
@@ -88,4 +90,5 @@ def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSp
         skip_special=wire.skip_special_tokens,
         prompt_tokens=wire.prompt_tokens,
         body_sha256=wire.body_sha256,
+        background=wire.background,
     )

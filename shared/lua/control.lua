@@ -21,7 +21,17 @@ local function shorten(choice, length)
   end
 end
 
-local record = redis.call('HMGET', KEYS[1], 'state', 'shard', 'tenant', 'gateway', 'former')
+-- Whoever delivers a request in the background is whom the others look after.
+local function move(from, to)
+  local id, all = string.sub(KEYS[1], #ARGV[1] + #'req:' + 1), ARGV[1] .. 'background'
+  redis.call('SREM', all .. ':' .. from, id)
+  redis.call('SADD', all, to)
+  redis.call('SADD', all .. ':' .. to, id)
+  redis.call('PEXPIRE', all, 86400000)
+  redis.call('PEXPIRE', all .. ':' .. to, 86400000)
+end
+
+local record = redis.call('HMGET', KEYS[1], 'state', 'shard', 'tenant', 'gateway', 'former', 'background')
 if not record[1] then return 'unknown' end
 if ARGV[5] ~= '' and ARGV[5] ~= record[3] then return 'forbidden' end
 if record[1] == 'finished' then
@@ -37,6 +47,7 @@ if ARGV[2] == 'adopt' then
   local former = record[5] or ' '
   if not string.find(former, ' ' .. record[4] .. ' ', 1, true) then former = former .. record[4] .. ' ' end
   redis.call('HSET', KEYS[1], 'gateway', ARGV[4], 'former', former)
+  if record[6] then move(record[4], ARGV[4]) end
 end
 if not record[2] then return 'flagged' end
 local key = ARGV[1] .. 'control:' .. record[2]

@@ -1,8 +1,8 @@
 -- Puts one request into its class's stream, once, if the queue and the tenant's buckets have room.
--- KEYS: req, stream, queue, bucket, prompt
+-- KEYS: req, stream, queue, bucket, prompt, gateways with background requests, this gateway's
 -- ARGV: request, prompts ('' when inside the request), prompt tokens, most prompt tokens that may wait,
 --       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent (0: no limit),
---       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on)
+--       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on), id if in the background or ''
 -- Returns {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
 --       | {full, waiting tokens} | {rate, retry ms, what}
 local state = redis.call('HGET', KEYS[1], 'state')
@@ -44,6 +44,13 @@ if ARGV[2] ~= '' then redis.call('SET', KEYS[5], ARGV[2], 'PX', ARGV[9]) end
 local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[1])
 redis.call('HSET', KEYS[1], 'state', 'queued', 'tenant', ARGV[10], 'gateway', ARGV[11], 'class', ARGV[12],
   'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', KEYS[2], 'entry', entry, 'delivery', ARGV[13])
+if ARGV[14] ~= '' then
+  redis.call('HSET', KEYS[1], 'background', 1)
+  redis.call('SADD', KEYS[6], ARGV[11])
+  redis.call('SADD', KEYS[7], ARGV[14])
+  redis.call('PEXPIRE', KEYS[6], ARGV[9])
+  redis.call('PEXPIRE', KEYS[7], ARGV[9])
+end
 redis.call('PEXPIRE', KEYS[1], ARGV[9])
 redis.call('HINCRBY', KEYS[3], 'tokens', tokens)
 redis.call('HINCRBY', KEYS[3], 'requests', 1)

@@ -59,8 +59,10 @@ async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
     values = {
         "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
         "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
+        "background": "",
     } | changes  # fmt: skip
     keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
+    keys += [KEYS.background, KEYS.background_of("g")]
     reply: list[Any] = await scripts.enqueue(keys, list(values.values()))
     return reply
 
