@@ -68,10 +68,15 @@ def unpack_records(records: bytes, wanted: int) -> list[TokenLogprobs]:
 
 
 def split_records(records: bytes, sizes: Int32, rows: int) -> npt.NDArray[np.object_]:
-    """[rows] bytes: each row's part. Raises ValueError when the sizes are not those of so many rows and bytes."""
+    """[rows] bytes: each row's part, empty where nobody asked.
+
+    Raises ValueError when the sizes are not those of so many rows and bytes.
+    """
+    parts = np.full(rows, b"", object)
+    if not records:
+        return parts
     if len(sizes) != rows or (sizes < 0).any() or int(sizes.sum()) != len(records):
         raise ValueError(f"log-probabilities of {len(records)} bytes in {len(sizes)} rows; there are {rows} rows")
-    parts = np.full(rows, b"", object)
     end = np.cumsum(sizes)
     for row in np.flatnonzero(sizes).tolist():
         parts[row] = records[end[row] - sizes[row] : end[row]]

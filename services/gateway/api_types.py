@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 
+from shared.logprobs import MOST as MOST_LOGPROBS
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 8
@@ -76,6 +78,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(Body):
@@ -111,9 +114,6 @@ class GenerationBody(Body):
     deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
     background: bool | None = None
 
-    # Known to OpenAI, not built yet: accepted only where they ask for nothing (validate.UNSUPPORTED)
-    logprobs: Any = None
-
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
@@ -121,7 +121,10 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: Any = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=1 << 16)
+
+    # Known to OpenAI, not built yet: accepted only where they ask for nothing (bodies.UNSUPPORTED)
     suffix: Any = None
 
 
@@ -180,7 +183,10 @@ class ChatBody(GenerationBody):
     prompt_cache_retention: str | None = Field(None, max_length=32)
     safety_identifier: str | None = Field(None, max_length=1024)
 
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    # As in CompletionBody
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None

@@ -17,9 +17,6 @@ MAX_JSON_DEPTH = 32
 
 # Field -> the values that ask for nothing; any other value is refused until the feature is built.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

@@ -62,6 +62,12 @@ class TokenText:
         skipped = self.special if skip_special else frozenset()
         return next(([token] for token in prompt if self._pieces[token] and token not in skipped), last)
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, special or not; those that its text alone has where there is no table."""
+        if self._pieces is None:
+            return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+        return self._pieces[token] if token < len(self._pieces) else b""
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of whole sequences, as the tokenizer's own decoder gives it."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))

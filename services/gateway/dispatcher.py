@@ -23,14 +23,13 @@ from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, taken_over, unavailable
 from services.gateway.keys import Caller
 from services.gateway.metrics import Metrics
-from services.gateway.records import ends, missing
+from services.gateway.records import ends, missing, rows_of
 from services.gateway.replies import entries_of, failed, record_of, refused
 from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.tasks import end
 from services.gateway.validate import GenerationSpec
 from services.gateway.wire import to_request
-from shared.columns import unpack
 from shared.keys import Keys
 from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
 from shared.settings import GatewaySettings
@@ -329,17 +328,10 @@ class Dispatcher:
                 await asyncio.sleep(0)  # handlers take what came before the next entry is put in
 
     def _route(self, batch: queue_pb2.TokenBatch) -> None:
-        choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
-        counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
-        finish, offset = batch.finish, 0
-        for index, request_id in enumerate(batch.requests):
-            end = offset + counts[index]
+        for request_id, first, row in rows_of(batch):
             sink = self._sinks.get(request_id)
             if sink is not None:
-                error = batch.errors.get(index, "")
-                row = Row(choices[index], tokens[offset:end], finish[index], error)
-                self._settle(sink, row, first[index], sink.offer(row, first[index]))
-            offset = end
+                self._settle(sink, row, first, sink.offer(row, first))
 
     def _settle(self, sink: Sink, row: Row, first: int, outcome: Offer) -> None:
         if outcome is Offer.DUPLICATE:

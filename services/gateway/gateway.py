@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from services.gateway.background import Keeper
 from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecast
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.errors import ApiError, handed_over, unavailable
+from services.gateway.errors import ApiError, handed_over, invalid, unavailable
 from services.gateway.generation import Generation
 from services.gateway.keys import Caller, Keyring
 from services.gateway.metrics import Metrics
@@ -197,6 +197,10 @@ class Gateway:
             )
         position = Position.parse(last_event, request_id, spec.choices) if last_event else None
         spec.stream = not kept and (same_as is None or same_as.stream)
+        if spec.stream and spec.keep:
+            raise invalid(
+                "request_id", "the request has best_of: which choice is best shows at its end, not in a stream"
+            )
         sink = Sink(request_id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
         left = functools.partial(self.keeper.left.add, request_id) if spec.background and not kept else None
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position, left)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from services.gateway.endings import Endings
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, unavailable
+from services.gateway.logprobs import Logprobs
 from services.gateway.metrics import Metrics
 from services.gateway.position import NOTHING, Position
 from services.gateway.sink import Row, Sink
@@ -65,7 +66,12 @@ class Usage:
 class ChoiceText:
     """Tokens of one choice in, text out."""
 
-    __slots__ = ("_detokenizer", "_include", "_matcher", "_min_tokens", "_stop_ids", "count", "finish_reason")
+    # fmt: off
+    __slots__ = (
+        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_stop_ids", "_tells_offsets", "count",
+        "finish_reason", "offsets",
+    )
+    # fmt: on
 
     def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int]) -> None:
         self._detokenizer = model.text.start(prompt, spec.skip_special)
@@ -73,6 +79,9 @@ class ChoiceText:
         self._stop_ids = frozenset(spec.stop_ids)
         self._include = spec.include_stop
         self._min_tokens = spec.min_tokens
+        self._tells_offsets = spec.logprobs is not None and spec.endpoint == "completions"
+        self._length = 0  # of the text of all tokens so far, held back or not
+        self.offsets: list[int] = []  # where in that text each token begins; only if an answer tells it
         self.count = 0
         self.finish_reason: str | None = None
 
@@ -81,9 +90,13 @@ class ChoiceText:
         text = ""
         for used, token in enumerate(tokens, 1):
             self.count += 1
+            if self._tells_offsets:
+                self.offsets.append(self._length)
             if token in self._stop_ids and not self._include:
                 continue
-            text += self._match(self._detokenizer.feed(token))
+            piece = self._detokenizer.feed(token)
+            self._length += len(piece)
+            text += self._match(piece)
             if self._matcher.matched is not None:
                 self.finish_reason = "stop"
                 return text, tokens[:used], True
@@ -126,6 +139,7 @@ class Generation:
         when the client has gone and the request goes on without it."""
         self.spec = spec
         self.sink = sink
+        sink.record_bytes = spec.record_bytes
         self._commands = commands
         self._metrics = metrics
         self._started = started
@@ -136,6 +150,7 @@ class Generation:
         self._ended: ApiError | None = None  # told by the next call of `next`
         self.failure: ApiError | None = None
         self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
+        self.logprobs = Logprobs(spec, model.text, self.choices)
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
 
@@ -175,7 +190,9 @@ class Generation:
                     raise self._ended
                 break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
+            known = max(0, self._had[row.choice] - choice.count)
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
+            self._keep_logprobs(row, known, tokens)
             ended = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
             if stopped:
@@ -208,6 +225,12 @@ class Generation:
         if stopped or (all_known and reason is None):
             return "", [], stopped
         return choice.feed(tokens[known:], reason)
+
+    def _keep_logprobs(self, row: Row, known: int, tokens: list[int]) -> None:
+        """tokens: those of the row that count and that the client has not; `known` of it were before them."""
+        if size := self.spec.record_bytes:
+            records = row.logprobs[size * known : size * (known + len(tokens))]
+            self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
 
     def close(self) -> None:
         """Ends the request's delivery; what still runs is cancelled, unless its client promised to come back."""

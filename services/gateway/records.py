@@ -1,29 +1,50 @@
-"""What Redis has recorded of a request, as rows for its mailbox (sink.py): the tokens it lacks, then the ends."""
+"""What Redis has of requests, as rows for their mailboxes (sink.py): what an iteration produced, and what the records
+say of one, which are the tokens it lacks and the ends.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from redis.asyncio import Redis
 
+from protos import queue_pb2
 from services.gateway.replies import finishes
 from services.gateway.sink import Row, Sink
 from shared.columns import unpack
 from shared.keys import Keys
+from shared.logprobs import split_records
+
+
+def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
+    """Request, index of the first token, and row, of each row of a batch. Raises ValueError for one that is broken."""
+    choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
+    counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
+    logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts))
+    finish, offset = batch.finish, 0
+    for index, request_id in enumerate(batch.requests):
+        end = offset + counts[index]
+        error = batch.errors.get(index, "")
+        yield request_id, first[index], Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index])
+        offset = end
 
 
 async def missing(redis: Redis, keys: Keys, sink: Sink) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
     """`req:{id}` (empty when it is gone), and from `out` what the mailbox has not: (index of the first token, row)."""
     pipe: Any = redis.pipeline(transaction=True)
     pipe.hgetall(keys.req(sink.request_id))
-    before = list(sink.received)
+    before, size = list(sink.received), sink.record_bytes
     for choice, have in enumerate(before):
         pipe.getrange(keys.out(sink.request_id, choice), 4 * have, -1)
-    record, *outputs = await pipe.execute()
+        if size:
+            pipe.getrange(keys.logprobs(sink.request_id, choice), size * have, -1)
+    record, *found = await pipe.execute()
+    outputs, logprobs = (found[::2], found[1::2]) if size else (found, [b""] * len(found))
     rows = []
     for choice, output in enumerate(outputs):
         if tokens := unpack(output[: len(output) // 4 * 4]).tolist():
-            rows.append((before[choice], Row(choice, tokens)))
+            rows.append((before[choice], Row(choice, tokens, logprobs=logprobs[choice][: size * len(tokens)])))
     return record, rows
 
 

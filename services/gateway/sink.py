@@ -32,6 +32,7 @@ class Row:
     tokens: list[int]
     finish: int = 0
     error: str = ""
+    logprobs: bytes = b""  # a record of each token, if the request asked (shared/logprobs.py)
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Sink:
     request_id: str
     choices: int
     bound: int = 0
+    record_bytes: int = 0  # of each token's log-probabilities
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
     left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
@@ -78,14 +80,15 @@ class Sink:
         have = self.received[choice]
         if first > have and not row.error:
             return Offer.GAP
-        tokens = row.tokens[have - first :] if first < have else row.tokens
+        late = max(0, have - first)
+        tokens = row.tokens[late:] if late else row.tokens
         if not tokens and not row.finish:
             return Offer.DUPLICATE
         if self.bound and len(self._rows) >= self.bound:
             return Offer.OVERFLOW
         self.received[choice] = have + len(tokens)
         self.finished[choice] = row.finish != 0
-        self._rows.append(Row(choice, tokens, row.finish, row.error))
+        self._rows.append(Row(choice, tokens, row.finish, row.error, row.logprobs[late * self.record_bytes :]))
         self._wake.set()
         return Offer.TAKEN
 

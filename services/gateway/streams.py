@@ -74,11 +74,11 @@ class EventWriter:
             ids = delta.token_ids if self._spec.return_token_ids else []
             if delta.text or (ids and delta.finish_reason is None):
                 last[delta.choice] = count - 1 if delta.finish_reason is None else count
-                parts.append(self._event(delta.choice, delta.text, ids, None))
+                parts.append(self._event(delta.choice, delta.text, ids, None, self._logprobs(delta.choice)))
                 ids = []
             if delta.finish_reason is not None:
                 last[delta.choice] = count + 1
-                parts.append(self._event(delta.choice, "", ids, delta.finish_reason))
+                parts.append(self._event(delta.choice, "", ids, delta.finish_reason, self._logprobs(delta.choice)))
         return b"".join(parts)
 
     def end(self, usage: Usage) -> bytes:
@@ -88,18 +88,29 @@ class EventWriter:
         self._position.usage = True
         return self._stamp() + self._head + b'],"usage":' + orjson.dumps(usage.body()) + b"}\n\n" + DONE
 
-    def _event(self, choice: int, text: str, ids: list[int], reason: str | None) -> bytes:
-        if not self._chat:
-            return self._raw(choice, b'"text":' + orjson.dumps(text), ids, reason)
-        content = b'{"content":' + orjson.dumps(text) + b"}" if text or reason is None else b"{}"
-        return self._raw(choice, b'"delta":' + content, ids, reason)
+    def _logprobs(self, choice: int) -> bytes:
+        """Of all tokens since the choice's last event, also those whose text was held back then."""
+        if self._spec.logprobs is None:
+            return b"null"
+        return orjson.dumps(self._generation.logprobs.take(choice))
 
-    def _raw(self, choice: int, content: bytes, ids: list[int], reason: str | None) -> bytes:
+    def _event(self, choice: int, text: str, ids: list[int], reason: str | None, logprobs: bytes = b"null") -> bytes:
+        if not self._chat:
+            return self._raw(choice, b'"text":' + orjson.dumps(text), ids, reason, logprobs)
+        content = b'{"content":' + orjson.dumps(text) + b"}" if text or reason is None else b"{}"
+        return self._raw(choice, b'"delta":' + content, ids, reason, logprobs)
+
+    def _raw(self, choice: int, content: bytes, ids: list[int], reason: str | None, logprobs: bytes = b"null") -> bytes:
         tokens = b',"token_ids":' + orjson.dumps(ids) if self._spec.return_token_ids else b""
         finish = b"null" if reason is None else orjson.dumps(reason)
-        return b'%b%b{"index":%d,%b,"logprobs":null,"finish_reason":%b%b}%b' % (
-            self._stamp(), self._head, choice, content, finish, tokens, self._tail,
+        return b'%b%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
+            self._stamp(), self._head, choice, content, logprobs, finish, tokens, self._end_of_event(),
         )  # fmt: skip
+
+    def _end_of_event(self) -> bytes:
+        if self._spec.include_usage and self._spec.continuous_usage:
+            return b'],"usage":' + orjson.dumps(self._generation.usage.body()) + b"}\n\n"
+        return self._tail
 
     def _stamp(self) -> bytes:
         return self._id + str(self._position).encode() + b"\n"

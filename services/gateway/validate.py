@@ -14,10 +14,12 @@ from typing import Any
 
 from protos import queue_pb2
 from services.gateway.api_types import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
+from services.gateway.asked import choices_asked, logprobs_asked
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack, pack_float
+from shared.logprobs import record_bytes
 
 THREAD_CHARS = 32 * 1024
 """Longer texts, all of a request together, are tokenized beside the event loop."""
@@ -66,6 +68,9 @@ class GenerationSpec:
     traceparent: str = ""
     background: bool = False  # nobody waits for it
     body_sha256: bytes = b""  # of the HTTP body, where an Idempotency-Key names the request
+    logprobs: int | None = None  # most likely tokens that are told beside each sampled one; None: nothing is
+    keep: int = 0  # of each prompt's n choices the best so many are told; 0: all
+    continuous_usage: bool = False
     prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
 
     def __post_init__(self) -> None:
@@ -80,6 +85,11 @@ class GenerationSpec:
     def is_named(self) -> bool:
         """An Idempotency-Key names it: sent again it is the same request."""
         return bool(self.body_sha256)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of each token's log-probabilities; 0 where nobody needs them."""
+        return record_bytes(self.sampling.logprobs)
 
     @property
     def choices(self) -> int:
@@ -109,6 +119,10 @@ async def completion_spec(
     check_model(body.model, served)
     prompts, texts = await _prompts(body, model, limits)
     echo = bool(body.echo)
+    if echo and body.logprobs is not None:
+        raise invalid(
+            "echo", "echo with logprobs is not supported: the prompt's are not computed", "unsupported_parameter"
+        )
     if echo and not texts:
         texts = await decode(prompts, model, body.skip_special_tokens is not False)
     max_tokens = body.max_tokens
@@ -198,7 +212,7 @@ async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tu
         if size > THREAD_TOKENS:
             return await asyncio.to_thread(_token_prompts, prompt, model), []
         return _token_prompts(prompt, model), []
-    _check_choices(len(texts), body.n or 1, limits)
+    _check_choices(len(texts), choices_asked(body)[0], limits)
     special = body.add_special_tokens is not False
     encoded = await _encode(texts, model, limits, special)
     for index, tokens in enumerate(encoded):
@@ -287,7 +301,9 @@ def _spec(
     echo: bool,
     request_id: str | None,
 ) -> GenerationSpec:
-    _check_choices(len(prompts), body.n or 1, limits)
+    n, keep = choices_asked(body)
+    logprobs = logprobs_asked(body)
+    _check_choices(len(prompts), n, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
     if body.background and body.stream:
@@ -309,12 +325,12 @@ def _spec(
         created=int(time.time()),
         prompts=prompts,
         prompt_texts=prompt_texts,
-        n=body.n or 1,
+        n=n,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=body.stop or [],
         stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
-        sampling=_sampling(body, model),
+        sampling=_sampling(body, model, int(keep > 0) if logprobs is None else logprobs + 1),
         priority=body.priority or "",
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -326,10 +342,13 @@ def _spec(
         tbt_slo_ms=body.tbt_slo_ms or 0,
         deadline_ms=body.deadline_ms or 0,
         background=bool(body.background),
+        logprobs=logprobs,
+        keep=keep,
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
     )
 
 
-def _sampling(body: GenerationBody, model: ModelText) -> queue_pb2.Sampling:
+def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:
     bias: dict[int, float] = {}
     for name, value in (body.logit_bias or {}).items():
         if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= model.vocab_size:
@@ -346,6 +365,7 @@ def _sampling(body: GenerationBody, model: ModelText) -> queue_pb2.Sampling:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=body.repetition_penalty or 1.0,
+        logprobs=logprobs,
         bias_ids=pack(list(bias)) if bias else b"",
         bias_values=pack_float(list(bias.values())) if bias else b"",
     )

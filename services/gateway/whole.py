@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from services.gateway.generation import Generation, Usage
+from services.gateway.logprobs import Logprobs
 from services.gateway.streams import until_disconnect
 from services.gateway.tasks import end
 from services.gateway.validate import GenerationSpec
@@ -35,16 +36,23 @@ async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
     """The body of the answer, once the request has ended. Raises ApiError."""
     texts, ids = await _run(generation)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
-    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage)
+    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs)
 
 
 def answer(
-    spec: GenerationSpec, fingerprint: str, texts: list[str], ids: list[list[int]], reasons: list[str], usage: Usage
+    spec: GenerationSpec,
+    fingerprint: str,
+    texts: list[str],
+    ids: list[list[int]],
+    reasons: list[str],
+    usage: Usage,
+    logprobs: Logprobs | None = None,
 ) -> dict[str, Any]:
-    """OpenAI's completion or chat completion."""
+    """OpenAI's completion or chat completion; with best_of, of those choices that are told."""
     choices = []
-    for index, text in enumerate(texts):
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reasons[index]}
+    for told, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
+        text, own = texts[index], None if logprobs is None else logprobs.take(index)
+        choice: dict[str, Any] = {"index": told, "logprobs": own, "finish_reason": reasons[index]}
         if spec.endpoint == "chat":
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:

@@ -62,6 +62,9 @@ def to_delivery(spec: GenerationSpec, model: ModelText) -> bytes:
         prompt_texts=spec.prompt_texts if spec.echo else [],
         body_sha256=spec.body_sha256,
         background=spec.background,
+        logprobs=0 if spec.logprobs is None else spec.logprobs + 1,
+        keep=spec.keep,
+        continuous_usage=spec.continuous_usage,
     ).SerializeToString()
 
 
@@ -80,7 +83,7 @@ def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSp
         min_tokens=wire.min_tokens,
         stop=list(wire.stop),
         stop_ids=unpack(wire.stop_ids).tolist(),
-        sampling=queue_pb2.Sampling(),
+        sampling=queue_pb2.Sampling(logprobs=wire.logprobs or int(wire.keep > 0)),
         priority=priority,
         stream=wire.stream,
         include_usage=wire.include_usage,
@@ -91,4 +94,7 @@ def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSp
         prompt_tokens=wire.prompt_tokens,
         body_sha256=wire.body_sha256,
         background=wire.background,
+        logprobs=wire.logprobs - 1 if wire.logprobs else None,
+        keep=wire.keep,
+        continuous_usage=wire.continuous_usage,
     )

@@ -1,0 +1,118 @@
+"""Log-probabilities as OpenAI tells them, from the records that come with the tokens (shared/logprobs.py).
+
+They are the model's own: log softmax of its logits before temperature, penalties, bias and masks. One entry for each
+token that counts, also where its text is held back, left out (special tokens) or cut off (stop strings).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.gateway.detokenize import TokenText
+from services.gateway.validate import GenerationSpec
+from shared.logprobs import TokenLogprobs, unpack_records
+
+LEAST = -9999.0
+"""Stands for the log-probability of what cannot be, which JSON has no number for; as OpenAI does."""
+
+
+class Offsets(Protocol):
+    """One choice: where in its text each of its tokens begins."""
+
+    offsets: list[int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Tokens of one choice that no answer or event has told yet; `first`: the index of the first of them."""
+
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    records: bytearray = field(default_factory=bytearray)
+
+
+class Logprobs:
+    """Those of one request. Sums are kept for best_of, entries until they are told."""
+
+    def __init__(self, spec: GenerationSpec, text: TokenText, choices: Sequence[Offsets]) -> None:
+        self._spec = spec
+        self._text = text
+        self._choices = choices
+        self._held = [_Held() for _ in choices]
+        self._sums = [0.0] * len(choices)
+        self._counts = [0] * len(choices)
+
+    def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
+        """Tokens that a choice gained, from index `first` on, and the records of all of them."""
+        if not tokens:
+            return
+        if self._spec.keep:
+            found = unpack_records(records, self._spec.sampling.logprobs)
+            self._sums[choice] += math.fsum(one.sampled for one in found)
+            self._counts[choice] += len(tokens)
+        if self._spec.logprobs is not None:
+            held = self._held[choice]
+            held.first = held.first if held.tokens else first
+            held.tokens += tokens
+            held.records += records
+
+    def take(self, choice: int) -> dict[str, Any] | None:
+        """`logprobs` of a choice, of the tokens since the last call; None when there are none, or nobody asked."""
+        held, self._held[choice] = self._held[choice], _Held()
+        if not held.tokens:
+            return None
+        found = unpack_records(bytes(held.records), self._spec.sampling.logprobs)
+        if self._spec.endpoint == "chat":
+            return {"content": self._content(held.tokens, found), "refusal": None}
+        return self._columns(choice, held, found)
+
+    def kept(self) -> list[int]:
+        """The choices that are told: of each prompt the `keep` with the highest log-probability per token."""
+        spec, every = self._spec, range(len(self._choices))
+        if not spec.keep:
+            return list(every)
+        means = [total / max(1, count) for total, count in zip(self._sums, self._counts, strict=True)]
+        told: list[int] = []
+        for first in every[:: spec.n]:
+            told += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
+        return told
+
+    def _content(self, tokens: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:
+        return [
+            self._entry(token, one.sampled) | {"top_logprobs": [self._entry(*best) for best in one.best]}
+            for token, one in zip(tokens, found, strict=True)
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._text.piece(token)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(piece)}
+
+    def _columns(self, choice: int, held: _Held, found: list[TokenLogprobs]) -> dict[str, Any]:
+        names = [self._name(token) for token in held.tokens]
+        echoed = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
+        offsets = self._choices[choice].offsets[held.first : held.first + len(names)]
+        return {
+            "tokens": names,
+            "token_logprobs": [_number(one.sampled) for one in found],
+            "top_logprobs": [
+                {self._name(token): _number(value) for token, value in reversed(one.best)}
+                | {name: _number(one.sampled)}
+                for name, one in zip(names, found, strict=True)
+            ],
+            "text_offset": [echoed + offset for offset in offsets],
+        }
+
+    def _name(self, token: int) -> str:
+        """A token's text; of one that is no whole characters its bytes, so that two such are not the same."""
+        piece = self._text.piece(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LEAST)
