@@ -109,7 +109,7 @@ class Pending(ABC, Generic[ResultT]):
 
     @abstractmethod
     def wait(self) -> ResultT:
-        """The result, once it is there. May be called again."""
+        """The result, once it is there. May be called again, and by several threads."""
 
 
 class Done(Pending[ResultT]):

@@ -77,11 +77,12 @@ def run(
     max_seqs: int = 0,
     prefix_cache: bool | None = None,
     then: Sequence[str] = (),
+    known: Recorded | None = None,
 ) -> tuple[Recorded, Core]:
     """Runs all requests to their ends and checks the core's invariants after every step.
 
     Half of them are there from the beginning, each other one arrives with a step. The policies of `then` are switched
-    to one after another, each when the one before has taken over.
+    to one after another, each when the one before has taken over. known: what clients have of them already.
     """
     engine.reset()
     info = engine.info()
@@ -94,7 +95,7 @@ def run(
         prefix_cache=prefix_cache,
     )
     replica = core.join(limits_from_wire(info))
-    recorded = Recorded()
+    recorded = Recorded() if known is None else known
     later, policies, now, idle = deque(requests), deque(then), 1, 0
     waiting: deque[worker_pb2.Step] = deque()
     flights: deque[tuple[worker_pb2.Step, Flight]] = deque()

@@ -5,6 +5,7 @@ The CUDA backend calls this once per iteration, so nothing here waits and no Pyt
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,16 +122,18 @@ class _Drawing(Pending[Sampled]):
     def __init__(self, event: Event, pinned: _Pinned, wanted: _Wanted, free: list[_Pinned]) -> None:
         self._event, self._pinned, self._wanted, self._free = event, pinned, wanted, free
         self._result: Sampled | None = None
+        self._reading = threading.Lock()  # the memory is given back once
 
     def ready(self) -> bool:
         return self._result is not None or self._event.done()
 
     def wait(self) -> Sampled:
-        if self._result is None:
-            self._event.wait()
-            numbers: Int32 = self._pinned.results[: self._wanted.numbers].numpy()
-            self._result = _sampled(numbers, self._wanted)
-            self._free.append(self._pinned)
+        self._event.wait()
+        with self._reading:
+            if self._result is None:
+                numbers: Int32 = self._pinned.results[: self._wanted.numbers].numpy()
+                self._result = _sampled(numbers, self._wanted)
+                self._free.append(self._pinned)
         return self._result
 
 

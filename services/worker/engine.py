@@ -26,7 +26,8 @@ from protos import worker_pb2
 from services.worker.backend import choose, device_of
 from services.worker.cache import plan_pool, room_for, wanted_lengths
 from services.worker.copies import Copies
-from services.worker.flight import NO_MASK, Flight, Flights, Marks
+from services.worker.flight import GRAMMAR, NO_MASK, Flight, Flights, Marks
+from services.worker.grammar import SlotGrammars
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Progress, open_weights
@@ -36,6 +37,7 @@ from services.worker.step_log import StepLog
 from services.worker.warm_up import WarmUp
 from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
+from shared.grammars import Grammars
 from shared.ids import identity
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Engine:
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             int8 = settings.quantize == "int8"
             self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, int8)
+        self._grammars = SlotGrammars(Grammars(settings.model, config.vocab_size), config.vocab_size)
         self._lock = threading.Lock()  # around slots and flights, which both threads change
         self._warm_s, self._warm_tokens = 0.0, 0  # the largest step of the warm-up
         self._warm_decode_s = 0.0
@@ -190,6 +193,8 @@ class Engine:
     def _begin_run(self) -> None:
         self._copies = Copies(self._cache)
         self._flights = Flights(self._slots)
+        self._grammars.clear()
+        self._previous: Flight | None = None  # the last that was submitted
         self._last_end: Any = None
 
     def warm_up(self) -> None:
@@ -266,6 +271,7 @@ class Engine:
             if logits is not None:
                 self._sample(flight, logits)
             marks.ended = self._last_end = self._ops.mark()
+        self._previous = flight
         return flight
 
     def finish(self, flight: Flight, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
@@ -299,6 +305,7 @@ class Engine:
         """The step applied to the slots; its batch, None when it computes nothing."""
         table = self._slots
         chunks = table.apply(step, self._copies)
+        self._grammars.enter(step.enters)
         tokens = int(chunks.lengths.sum())
         if tokens > self.settings.max_step_tokens:
             raise ProtocolError(
@@ -328,7 +335,12 @@ class Engine:
         slots, table = flight.sampling, self._slots
         if not slots.size:
             return
+        masks, wrong = self._grammars.masks(flight, self._previous, table)
         with self._lock:
+            for slot, mask in masks.items():
+                table.sampling.set_mask(slot, mask)
+            for slot, why in wrong.items():
+                self._flights.fail(flight, slot, GRAMMAR, why)
             for slot in slots[table.sampling.needs_mask[slots]].tolist():
                 if not table.sampling.has_mask(slot):
                     self._flights.fail(flight, slot, *NO_MASK)

@@ -32,6 +32,8 @@ WHY = {
     STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
 }
 NO_MASK = ("no_mask", "no allow-bitmask came for this step")
+GRAMMAR = "grammar"
+"""The code of a sequence whose grammar cannot be followed; the message says why."""
 
 
 @dataclass(slots=True)

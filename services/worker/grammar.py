@@ -1,0 +1,131 @@
+"""The grammars of the sequences in the slots: which ids each next token may have.
+
+A matcher is made when its sequence enters, in a thread of its own, by replaying the outputs that came with it: a
+preemption or a failover needs nothing else. Just before a row is sampled its matcher is fed the tokens since; where the
+last of them is still the device's secret, that flight is waited for while the forward pass runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher
+
+from kernels.ops import STATUS_FINE, Int32
+from protos import worker_pb2
+from services.worker.flight import Flight
+from services.worker.slots import SlotTable
+from shared.columns import unpack
+from shared.errors import OrcinusError
+from shared.grammars import GrammarError, Grammars, reason
+
+COMPILE_S = 5.0
+"""A step waits at most so long for the grammars that entered with it; a sequence whose is late fails alone. The gateway
+has compiled each of them before, within bounds that are a fraction of a second."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """One sequence's grammar. fed: how many of its outputs the matcher has consumed."""
+
+    grammar: str
+    matcher: Future[LLMatcher]
+    fed: int
+
+
+class SlotGrammars:
+    """`enter` with the sequences of a step, then `masks` for those that sample. Used by the thread that submits."""
+
+    def __init__(self, grammars: Grammars, vocab: int) -> None:
+        self._grammars = grammars
+        self._mask_bytes = 4 * -(-vocab // 32)
+        self._bound: dict[int, _Bound] = {}
+        self._compiling = ThreadPoolExecutor(2, "grammars")
+
+    def clear(self) -> None:
+        """No slot is taken."""
+        self._bound.clear()
+
+    def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
+        """Sequences that take slots: those with a grammar begin to compile it."""
+        for enter in enters:
+            self._bound.pop(enter.slot, None)
+            if grammar := enter.sampling.grammar:
+                outputs = unpack(enter.tokens)[enter.prompt_tokens :]
+                made = self._compiling.submit(self._make, grammar, outputs)
+                self._bound[enter.slot] = _Bound(grammar, made, len(outputs))
+
+    def masks(
+        self, flight: Flight, previous: Flight | None, table: SlotTable
+    ) -> tuple[dict[int, bytes], dict[int, str]]:
+        """By slot the ids that its next token may have, one bit each as in worker.proto's Mask; or what is wrong.
+
+        previous: the flight before this one, which may still be out. A slot whose draw failed there has neither: it
+        fails with that flight. Waits for that flight and for grammars that entered just now.
+        """
+        found: dict[int, bytes] = {}
+        wrong: dict[int, str] = {}
+        until = time.monotonic() + COMPILE_S
+        for slot in flight.sampling.tolist() if self._bound else ():
+            if (bound := self._bound.get(slot)) is None:
+                continue
+            outputs = _outputs(slot, previous, table)
+            if outputs is None:
+                continue
+            try:
+                found[slot] = self._mask(bound, outputs, until)
+            except TimeoutError:
+                wrong[slot] = f"the grammar was not compiled within {COMPILE_S:.0f} s"
+            except OrcinusError as error:
+                wrong[slot] = f"the grammar cannot be followed: {error}"
+        return found, wrong
+
+    def _mask(self, bound: _Bound, outputs: Int32, until: float) -> bytes:
+        """After these outputs. Raises TimeoutError or OrcinusError."""
+        matcher = bound.matcher.result(max(0.0, until - time.monotonic()))
+        mask = _advance(matcher, outputs[bound.fed :])
+        if not mask:
+            # Copies of one grammar share the states of its lexer, and others may have used them up: once more, alone.
+            self._grammars.forget(bound.grammar)
+            matcher = self._grammars.fresh(bound.grammar)
+            bound.matcher = Future()
+            bound.matcher.set_result(matcher)
+            if not (mask := _advance(matcher, outputs)):
+                raise GrammarError(reason(matcher))
+        bound.fed = len(outputs)
+        return mask[: self._mask_bytes]
+
+    def _make(self, grammar: str, outputs: Int32) -> LLMatcher:
+        """Outputs that do not fit are found out by the mask."""
+        matcher = self._grammars.matcher(grammar)
+        matcher.consume_tokens(outputs.tolist())
+        return matcher
+
+
+def _advance(matcher: LLMatcher, tokens: Int32) -> bytes:
+    """The mask behind further tokens; empty when the matcher has failed.
+
+    A complete grammar takes none: what was planned ahead behind the end of text counts for nothing.
+    """
+    if not matcher.is_stopped():
+        matcher.consume_tokens(tokens.tolist())
+    mask = matcher.compute_bitmask()
+    return b"" if matcher.is_error() else mask
+
+
+def _outputs(slot: int, previous: Flight | None, table: SlotTable) -> Int32 | None:
+    """All outputs of a slot's sequence; None when the last of them could not be drawn."""
+    outputs: Int32 = table.tokens[slot, table.prompt[slot] : table.known[slot]]
+    if not outputs.size or outputs[-1] >= 0:
+        return outputs
+    if previous is None or previous.sampled is None:
+        return None
+    sampled = previous.sampled.wait()
+    row = int(np.flatnonzero(previous.sampling == slot)[0])
+    if int(sampled.status[row]) != STATUS_FINE:
+        return None
+    return np.append(outputs[:-1], np.int32(sampled.tokens[row]))
