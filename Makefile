@@ -70,6 +70,10 @@ test-faults: install-dev ## 200 faults at random under load, every answer checke
 schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation)
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES))
 
+clients: install-dev ## clients of others, each in an environment of its own, against a live stack (installs them under .clients/)
+	$(PY) -m tests.clients.install
+	$(PY) -m pytest tests/clients
+
 lint: install-dev ## format check, ruff, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -168,4 +172,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test schemathesis lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test schemathesis clients lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean

@@ -10,6 +10,7 @@ import json as json_module
 import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,14 @@ import typer
 from services import cli_keys
 from services.cli_options import Values, build, env_name, settings_command, shown, source
 from shared.errors import ConfigurationError
-from shared.settings import CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+from shared.settings import (
+    BatchSettings,
+    CommonSettings,
+    GatewaySettings,
+    LauncherSettings,
+    SchedulerSettings,
+    WorkerSettings,
+)
 
 app = typer.Typer(
     name="orcinus",
@@ -136,6 +144,27 @@ def policy(
     else:
         print(answer.text, file=sys.stdout if answer.changed else sys.stderr)
     raise typer.Exit(0 if answer.changed else 1)
+
+
+@settings_command(app, "batch", BatchSettings)
+def batch(
+    values: Values,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="requests: OpenAI's batch lines (JSONL)")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="answers, a line each; what is there is not asked again")
+    ],
+    json: Json = False,
+) -> None:
+    """Send the requests of a file to a running server; the same command goes on where a run was stopped."""
+    settings = build(BatchSettings, values)
+    from services.cli_batch import run
+
+    summary = run(source, target, settings, show=not json)
+    if json:
+        print(json_module.dumps(summary.as_dict()))
+    else:
+        print(summary.text(), file=sys.stdout if summary.well else sys.stderr)
+    raise typer.Exit(0 if summary.well else 1)
 
 
 @app.command()

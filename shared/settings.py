@@ -247,3 +247,18 @@ class LauncherSettings(BaseSettings):
     replicas: int = Field(1, ge=1, description="copies of the model")
     stop_s: float = Field(10.0, gt=0, description="time that each service gets to stop before it is killed")
     redis_memory_mb: int = Field(0, ge=0, description="bound of a Redis we start; 0: min(1024, 10 % of the memory)")
+
+
+class BatchSettings(BaseSettings):
+    """`orcinus batch`: a client of a running server."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
+
+    url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://", description="address of the server, without /v1")
+    api_key: SecretStr | None = Field(None, description="key of the server")
+    priority: Literal["realtime", "high", "normal", "low", "none"] = Field(
+        "low", description="class of lines that name none; none: the field is not sent, for servers that do not know it"
+    )
+    concurrency: int = Field(32, ge=1, le=1024, description="requests under way at the same time")
+    timeout_s: float = Field(3600.0, gt=0, description="time that one answer may take")
+    patience_s: float = Field(600.0, gt=0, description="ends the run when no line was answered for so long")

@@ -23,7 +23,15 @@ from services.scheduler import metrics as scheduler_metrics
 from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES
 from services.worker import metrics as worker_metrics
 from shared.metrics import Alias
-from shared.settings import ROOT, CommonSettings, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+from shared.settings import (
+    ROOT,
+    BatchSettings,
+    CommonSettings,
+    GatewaySettings,
+    LauncherSettings,
+    SchedulerSettings,
+    WorkerSettings,
+)
 
 CLASSES: dict[str, type[BaseSettings]] = {
     "common": CommonSettings,
@@ -31,6 +39,7 @@ CLASSES: dict[str, type[BaseSettings]] = {
     "scheduler": SchedulerSettings,
     "worker": WorkerSettings,
     "up": LauncherSettings,
+    "batch": BatchSettings,
 }
 
 PLAIN = {

@@ -1,0 +1,286 @@
+"""`orcinus batch IN OUT`: the lines of a file to a server, each answer a line of another; in OpenAI's batch form.
+
+OUT is the record of what was done: its lines are skipped, so a run that was stopped or killed goes on when the same
+command is given again. A line is written once, whole, when its answer is there. What is busy or gone for a while is
+waited for; only an answer that will not change is a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+import orjson
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shared.errors import ConfigurationError
+from shared.settings import BatchSettings
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+FIELDS = {"custom_id", "method", "url", "body"}
+AGAIN = (408, 429, 502, 503, 504)
+"""Statuses of a server that is busy or not whole: the line waits."""
+FAULT_TRIES = 3
+"""How often a line is sent whose answer is another status of 500 and above."""
+MOST_WAIT_S = 60.0
+FIRST_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Summary:
+    """What became of the lines. succeeded and failed: of this run; skipped: those that OUT had."""
+
+    lines: int = 0
+    skipped: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+
+    @property
+    def well(self) -> bool:
+        return not self.failed and not self.stopped
+
+    def text(self) -> str:
+        """For people."""
+        done = f"{self.succeeded} answered, {self.failed} failed, {self.skipped} were there, in {self.seconds:.1f} s"
+        return f"stopped: {self.stopped}; {done}; the same command goes on" if self.stopped else done
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Stopped(Exception):  # noqa: N818 - an event, not an error
+    """The run cannot go on now."""
+
+
+def run(source: Path, target: Path, settings: BatchSettings, show: bool) -> Summary:
+    """Sends what OUT does not have yet. show: a progress bar on stderr.
+
+    Raises ConfigurationError for a file or a line that will not do, before anything is sent.
+    """
+    places = _places(source)
+    with _locked(target) as out:
+        done = _done(out, target)
+        todo = [place for custom_id, place in places.items() if custom_id not in done]
+        summary = Summary(lines=len(places), skipped=len(places) - len(todo))
+        started = time.monotonic()
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), disable=not show
+        ) as bar:
+            task = bar.add_task(target.name, total=len(places), completed=summary.skipped)
+            batch = _Batch(source, target, out, settings, summary, lambda: bar.advance(task))
+            try:
+                asyncio.run(batch.run(todo))
+            except Stopped as stopped:
+                summary.stopped = str(stopped)
+            except KeyboardInterrupt:
+                summary.stopped = "interrupted"
+        summary.seconds = round(time.monotonic() - started, 3)
+    return summary
+
+
+class _Batch:
+    """One run: `concurrency` senders that share the lines still to do."""
+
+    def __init__(
+        self, source: Path, target: Path, out: BinaryIO, settings: BatchSettings, summary: Summary, advance: Any
+    ) -> None:
+        self._source = source
+        self._salt = str(target.resolve())
+        self._out = out
+        self._settings = settings
+        self._summary = summary
+        self._advance = advance
+        self._moved = time.monotonic()  # the last answer of any line
+        self._random = random.SystemRandom()
+
+    async def run(self, todo: list[int]) -> None:
+        """Raises Stopped when nothing has moved for `patience_s`."""
+        key = self._settings.api_key
+        headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        with self._source.open("rb") as lines:
+            waiting = (_line_at(lines, place) for place in todo)
+            async with httpx.AsyncClient(
+                base_url=self._settings.url, headers=headers, timeout=self._settings.timeout_s, limits=limits
+            ) as client:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for _ in range(min(self._settings.concurrency, len(todo))):
+                            group.create_task(self._send_all(client, waiting))
+                except ExceptionGroup as failed:
+                    raise failed.exceptions[0] from None
+
+    async def _send_all(self, client: httpx.AsyncClient, waiting: Iterator[Line]) -> None:
+        for line in waiting:
+            written = await self._answer(client, line)
+            self._out.write(orjson.dumps(written) + b"\n")
+            self._out.flush()
+            self._advance()
+
+    async def _answer(self, client: httpx.AsyncClient, line: Line) -> dict[str, Any]:
+        """The output line of one request, however often it has to be sent. Raises Stopped."""
+        body = dict(line.body)
+        if self._settings.priority != "none":
+            body.setdefault("priority", self._settings.priority)
+        content = orjson.dumps(body)
+        tries, faults, trouble = 0, 0, ""
+        while True:
+            headers = {"Content-Type": "application/json", "Idempotency-Key": self._name(line, content, faults)}
+            wait_s = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** min(tries, 10))
+            try:
+                answer = await client.post(line.url, content=content, headers=headers)
+            except httpx.TransportError as error:
+                trouble = f"{type(error).__name__} {error}".strip()
+            else:
+                faults += answer.status_code >= 500 and answer.status_code not in AGAIN
+                if answer.status_code not in AGAIN and (answer.status_code < 500 or faults == FAULT_TRIES):
+                    return self._told(line, answer)
+                trouble = f"status {answer.status_code}: {_message(answer)}"
+                wait_s = _asked_wait_s(answer) or wait_s
+            if time.monotonic() - self._moved > self._settings.patience_s:
+                raise Stopped(f"no line has been answered for {self._settings.patience_s:g} s; the last was {trouble}")
+            tries += 1
+            self._summary.retries += 1
+            await asyncio.sleep(wait_s * self._random.uniform(0.75, 1.25))
+
+    def _name(self, line: Line, content: bytes, faults: int) -> str:
+        """The same for the same line of this run and of the one that goes on with it: it is computed once. Behind an
+        answer that was a fault it is another one, as the fault was an answer."""
+        parts = (self._salt.encode(), line.custom_id.encode(), line.url.encode(), content, str(faults).encode())
+        return "batch-" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:40]
+
+    def _told(self, line: Line, answer: httpx.Response) -> dict[str, Any]:
+        self._moved = time.monotonic()
+        body = _json(answer)
+        if answer.is_success:
+            self._summary.succeeded += 1
+            self._count(body)
+        else:
+            self._summary.failed += 1
+        response = {
+            "status_code": answer.status_code, "request_id": answer.headers.get("x-request-id", ""), "body": body
+        }  # fmt: skip
+        return {
+            "id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id, "response": response,
+            "error": None,
+        }  # fmt: skip
+
+    def _count(self, body: Any) -> None:
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if usage:
+            self._summary.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
+            self._summary.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+
+
+def _places(source: Path) -> dict[str, int]:
+    """custom_id -> where its line begins. Raises ConfigurationError naming the first line that will not do."""
+    places: dict[str, int] = {}
+    try:
+        with source.open("rb") as lines:
+            number, place = 0, 0
+            for number, text in enumerate(lines, 1):
+                if text.strip():
+                    line = _parsed(text, f"{source}:{number}")
+                    if line.custom_id in places:
+                        raise ConfigurationError(f"{source}:{number}: custom_id {line.custom_id!r} is there twice")
+                    places[line.custom_id] = place
+                place += len(text)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
+    return places
+
+
+def _line_at(lines: BinaryIO, place: int) -> Line:
+    lines.seek(place)
+    return _parsed(lines.readline(), f"{lines.name} at {place}")
+
+
+def _parsed(text: bytes, where: str) -> Line:
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigurationError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict) or set(value) != FIELDS:
+        raise ConfigurationError(f"{where}: a line is an object of {', '.join(sorted(FIELDS))}")
+    custom_id, url, body = value["custom_id"], value["url"], value["body"]
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ConfigurationError(f"{where}: custom_id must be text; got {custom_id!r}")
+    if value["method"] != "POST" or url not in URLS:
+        raise ConfigurationError(f"{where}: only POST to {', '.join(URLS)}; got {value['method']!r} {url!r}")
+    if not isinstance(body, dict) or body.get("stream"):
+        raise ConfigurationError(f"{where}: body must be an object, without stream")
+    return Line(custom_id, url, body)
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[BinaryIO]:
+    """OUT, open for reading and appending, ours alone. Raises ConfigurationError."""
+    try:
+        out = target.open("a+b")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {target}: {error.strerror}") from error
+    with out:
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigurationError(f"another run writes {target}") from None
+        yield out
+
+
+def _done(out: BinaryIO, target: Path) -> set[str]:
+    """The custom_ids that OUT has; a last line that was cut by a kill is taken away."""
+    done, whole = set(), 0
+    out.seek(0)
+    for number, text in enumerate(out, 1):
+        if not text.endswith(b"\n"):
+            break
+        try:
+            done.add(orjson.loads(text)["custom_id"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise ConfigurationError(f"{target}:{number} is no line of a batch; name another file") from None
+        whole += len(text)
+    out.truncate(whole)
+    return done
+
+
+def _asked_wait_s(answer: httpx.Response) -> float:
+    """What Retry-After asks for; 0 where it says nothing of use."""
+    text = answer.headers.get("retry-after", "")
+    return min(MOST_WAIT_S, float(text)) if text.replace(".", "", 1).isdecimal() else 0.0
+
+
+def _json(answer: httpx.Response) -> Any:
+    try:
+        return orjson.loads(answer.content)
+    except orjson.JSONDecodeError:
+        return {"error": {"message": answer.text[:1000], "type": "invalid_answer", "param": None, "code": None}}
+
+
+def _message(answer: httpx.Response) -> str:
+    body = _json(answer)
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") if isinstance(error, dict) else error)[:300]
