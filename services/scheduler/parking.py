@@ -35,6 +35,7 @@ class Parking:
         self._abandon = abandon
         self._suspects = Suspects()
         self._suspected: set[str] = set()
+        self._broken: tuple[str, Set[str], Set[str]] | None = None  # what `lost` was told
         self._gateways: dict[str, str] = {}  # request -> who delivers it
         self._orphans: dict[str, float] = {}  # request -> since when nobody does
         self._heard: set[str] = set()
@@ -45,6 +46,18 @@ class Parking:
         return bool(self._suspects)
 
     # Suspicion
+
+    def lost(self, worker: str, in_step: Set[str], at_worker: Set[str]) -> None:
+        """The link to the worker of this identity broke, and nothing runs before `found`: only then it shows whether it
+        died. in_step and at_worker as in Suspects.died."""
+        self._broken = (worker, in_step, at_worker)
+
+    def found(self, worker: str, now_ns: int) -> None:
+        """There is a worker. One with the identity of the one that was lost has not died, so no step killed it."""
+        if self._broken is not None:
+            lost, in_step, at_worker = self._broken
+            self._broken = None
+            self.died(set() if worker == lost else in_step, at_worker, now_ns)
 
     def died(self, in_step: Set[str], at_worker: Set[str], now_ns: int) -> None:
         """The worker is lost; see Suspects.died."""

@@ -222,6 +222,7 @@ class Service:
             try:
                 limits = await link.open()
                 replica = self._core.join(limits)
+                self._parking.found(link.worker.identity, time.monotonic_ns())
                 self._link = link
                 self._claims.joined(limits.slots)
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
@@ -231,17 +232,17 @@ class Service:
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
                 continue
-            before, blame = self._reports.answered, False
+            before, reason = self._reports.answered, None
             try:
                 await first_of(self._receive(link, replica), self._pump(link, replica), self._watch(link))
             except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
                 log.warning("worker %s is lost: %s", link.worker.id, brief(error))
                 self._reports.event("worker_lost", brief(error), worker=link.worker.id)
-                blame = of_a_step(error)
+                reason = error
             finally:
                 self._link = None
                 self._claims.lost()
-                self._lose(replica, blame)
+                self._lose(replica, link.worker.identity, reason)
                 await link.close()
             self._failed[link.worker.identity] = time.monotonic()
             attempt = 0 if self._reports.answered > before else attempt + 1
@@ -321,11 +322,14 @@ class Service:
             self._patience *= 2
             raise
 
-    def _lose(self, replica: int, blame: bool) -> None:
-        """Back to waiting with all. With blame, the requests of the oldest unanswered step are suspected of it."""
-        in_step = self._in_flight.oldest() if blame else set()
+    def _lose(self, replica: int, worker: str, reason: Exception | None) -> None:
+        """Back to waiting with all. The requests of the oldest unanswered step are suspected, if a step may be why."""
+        in_step = self._in_flight.oldest() if reason is not None and of_a_step(reason) else set()
         self._core.lose(replica, time.monotonic_ns())
-        self._parking.died(in_step, self._in_flight.all(), time.monotonic_ns())
+        if isinstance(reason, grpc.aio.AioRpcError):
+            self._parking.lost(worker, in_step, self._in_flight.all())
+        else:
+            self._parking.died(in_step, self._in_flight.all(), time.monotonic_ns())
         self._in_flight = InFlight()
 
     def _give_up(self, request_id: str, text: str) -> None:

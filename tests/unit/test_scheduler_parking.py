@@ -200,3 +200,17 @@ def test_what_was_swapped_out_gives_up_its_blocks_in_the_host_tier_when_it_is_pa
         h.step_once()
     h.core.resume("yields", h.now)
     h.finish()  # with the tokens that it gets alone
+
+
+@pytest.mark.parametrize(("again", "suspected"), [("another", True), ("the same", False)])
+def test_a_broken_connection_to_a_worker_that_lives_makes_nobody_a_suspect(again: str, suspected: bool) -> None:
+    shard = Shard()
+    shard.arrive("a", "g1")
+    shard.steps(2)
+    for _ in range(3):  # the second death of one that is alone would be its end
+        shard.core.lose(0, shard.now_ns)
+        shard.parking.lost("the same", {"a"}, {"a"})
+        assert not shard.parking.suspecting or suspected
+        shard.join()
+        shard.parking.found(again, shard.now_ns)
+    assert bool(shard.given_up) == suspected
