@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigurationError("`orcinus chaos` needs aiohttp: run `make install-dev` first") from error
 
-from bench.chaos_faults import KINDS
-from bench.chaos_run import Result, Scenario, chaos
+from bench.chaos_faults import AT_ONCE
+from bench.chaos_kinds import KINDS
+from bench.chaos_run import SLOTS, Result, Scenario, chaos
 from bench.chaos_stack import NotReadyError
+from bench.machine import commit, machine, versions
 from shared.settings import DEMO_MODEL
 
 SHOWN = 20
@@ -40,12 +44,16 @@ def parser() -> argparse.ArgumentParser:
     add = build.add_argument
     add("--seconds", type=float, default=120.0, help="of load and faults (default: %(default)s)")
     add("--faults", type=int, default=1 << 30, help="stop after so many (default: as many as fit)")
+    add("--kinds", default=",".join(KINDS), help="of faults, separated by commas (default: all)")
+    add("--at-once", type=int, default=AT_ONCE, help="faults under way at a time (default: %(default)s)")
     add("--gap", type=float, default=3.0, help="seconds between two faults, on average (default: %(default)s)")
     add("--clients", type=int, default=12, help="requests at a time (default: %(default)s)")
+    add("--slots", type=int, default=SLOTS, help="sequences that run at a time (default: %(default)s)")
     add("--tokens", type=int, default=240, help="longest output (default: %(default)s)")
     add("--seed", type=int, help="of load and faults (default: drawn, and printed)")
     add("--model", type=Path, default=DEMO_MODEL, help="model directory (default: the demo model)")
     add("--directory", type=Path, help="for logs and data, kept (default: a temporary one, kept when something fails)")
+    add("--output", type=Path, help="writes the JSON object there, with machine, versions, commit and command")
     add("--json", action="store_true", help="one JSON object on stdout, nothing else")
     return build
 
@@ -70,19 +78,27 @@ def main(argv: list[str]) -> int:
         options = parser().parse_args(argv)
     except SystemExit as exit_:
         return int(exit_.code or 0)
-    if min(options.seconds, options.gap, options.clients, options.faults) <= 0 or options.tokens < 30:
-        print("orcinus chaos: seconds, gap, clients and faults must be above 0, tokens at least 30", file=sys.stderr)
+    positive = (options.seconds, options.gap, options.clients, options.faults, options.at_once)
+    if min(positive) <= 0 or options.tokens < 30 or options.slots < 4:
+        said = "seconds, gap, clients, faults and at-once must be above 0, tokens at least 30, slots 4"
+        print(f"orcinus chaos: {said}", file=sys.stderr)
+        return 2
+    kinds = options.kinds.split(",")
+    if unknown := set(kinds) - KINDS.keys():
+        print(f"orcinus chaos: no fault is called {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     directory = options.directory or Path(tempfile.mkdtemp(prefix="orcinus-chaos-"))
     scenario = Scenario(
-        options.model, seed, options.seconds, options.faults, options.gap, options.clients, options.tokens
-    )
-    print(f"seed {seed}, {len(KINDS)} kinds of faults, files in {directory}", file=sys.stderr)
-    return _run(directory, scenario, options.json, keep=options.directory is not None)
+        options.model, seed, options.seconds, options.faults, options.gap, options.clients, options.tokens, kinds,
+        options.at_once, options.slots,
+    )  # fmt: skip
+    print(f"seed {seed}, {len(kinds)} kinds of faults, files in {directory}", file=sys.stderr)
+    return _run(directory, scenario, options, argv)
 
 
-def _run(directory: Path, scenario: Scenario, as_json: bool, keep: bool) -> int:
+def _run(directory: Path, scenario: Scenario, options: argparse.Namespace, argv: list[str]) -> int:
+    where = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": machine(), "commit": commit()}
     result: Result | None = None
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -92,11 +108,14 @@ def _run(directory: Path, scenario: Scenario, as_json: bool, keep: bool) -> int:
     if result is None:
         return 1
     figures = {"seed": scenario.seed, **result.figures()}
-    if keep or result.violations:
+    if options.output:
+        facts = {"command": shlex.join(["orcinus", "chaos", *argv]), **where, "versions": versions("orcinus", "redis")}
+        options.output.write_bytes(orjson.dumps({**facts, **figures}, option=orjson.OPT_INDENT_2) + b"\n")
+    if options.directory or result.violations:
         write_histories(directory / "histories.json", result)
     else:
         shutil.rmtree(directory)
-    if as_json:
+    if options.json:
         print(orjson.dumps(figures).decode())
     else:
         report(figures)

@@ -6,12 +6,14 @@ record in Redis says the same; epochs never fall; at rest the stack holds what i
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bench.chaos_history import CUT, DONE, LEFT, REFUSED, Event, History, Outcome, Rest
+from bench.chaos_history import CUT, DONE, LEFT, REFUSED, SLOW, Event, History, Outcome, Rest
 
+VIOLATIONS = ("lost", "doubled", "diverged", "leaked", "fenced", "crashed")
 FINISHES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
 """Numbers of protos/queue.proto's Finish in a record."""
 
@@ -19,8 +21,20 @@ RETRIED = {"handed_over", "taken_over", "redis_unavailable", "redis_refused", "r
 RETRIED |= {"shutting_down", CUT, LEFT, REFUSED}
 """Ends of a connection behind which the client goes on at the next one."""
 
+ENDS: Mapping[str, set[str]] = {
+    "stay": {DONE},
+    "return": {DONE},
+    "leave": {DONE, LEFT, "cancelled"},
+    "cancel": {DONE, "cancelled"},
+    "slow": {DONE, SLOW, "cancelled"},
+}
+"""How the last connection of each plan may end. Who was cut for slowness and comes again hears that it is cancelled."""
+
 LASTING = ("requests:", "queue", "epoch", "events", "dead")
 """Keys that may stay for ever (docs/redis.md), behind the prefix."""
+
+MOST_SLIPPED, EVIDENCE = 64, 8
+"""Tokens that may be told again or left out at once, and those behind them that have to be right again."""
 
 MORE_FDS = 24
 """Connections of pools and keep-alive that a process at rest may hold beyond its first rest."""
@@ -31,7 +45,7 @@ MORE_RSS, MORE_RSS_MIB = 1.25, 64.0
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """kind: lost, doubled, diverged, leaked or fenced."""
+    """kind: one of VIOLATIONS."""
 
     kind: str
     where: str
@@ -40,13 +54,19 @@ class Violation:
 
 def check(histories: Iterable[History], undisturbed: Mapping[str, Outcome]) -> list[Violation]:
     """Everything that is wrong with what clients were told."""
-    found: list[Violation] = []
+    known = list(histories)
+    told = [violation for history in known for violation in check_told(history, undisturbed[history.template])]
+    return [*told, *check_names(known)]
+
+
+def check_names(histories: Iterable[History]) -> list[Violation]:
+    """No two requests have one id."""
     owners: dict[str, int] = {}
-    for history in histories:
-        found += _one(history, undisturbed[history.template])
-        if history.request and owners.setdefault(history.request, history.number) != history.number:
-            found.append(_say(history, "doubled", f"has the id of request {owners[history.request]}"))
-    return found
+    return [
+        _say(history, "doubled", f"has the id of request {owners[history.request]}")
+        for history in histories
+        if history.request and owners.setdefault(history.request, history.number) != history.number
+    ]
 
 
 def agrees(history: History) -> bool:
@@ -81,11 +101,23 @@ def check_epochs(witness: str, epochs: Sequence[int]) -> list[Violation]:
     return [Violation("fenced", witness, f"epoch {late} after epoch {led}") for led, late in falls]
 
 
+def check_exits(exits: Mapping[str, Sequence[int]], said: Mapping[str, int]) -> list[Violation]:
+    """Processes that ended by themselves and never said why. exits: their statuses, of all ends; said: how often each
+    wrote that it would."""
+    found = []
+    for name, statuses in exits.items():
+        own = [status for status in statuses if status not in (0, -signal.SIGKILL)]
+        if len(own) > said.get(name, 0):
+            found.append(Violation("crashed", name, f"ended with {own}, and said {said.get(name, 0)} times why"))
+    return found
+
+
 def _say(history: History, kind: str, text: str) -> Violation:
     return Violation(kind, f"request {history.number} ({history.template}, {history.plan}, {history.request})", text)
 
 
-def _one(history: History, expected: Outcome) -> list[Violation]:
+def check_told(history: History, expected: Outcome) -> list[Violation]:
+    """Everything that is wrong with what one client was told, and with the record of it."""
     if not history.accepted:
         fine = history.end == REFUSED
         return [] if fine else [_say(history, "lost", f"was never taken up and ended with {history.end or 'nothing'}")]
@@ -96,8 +128,7 @@ def _one(history: History, expected: Outcome) -> list[Violation]:
 def _ends(history: History) -> list[Violation]:
     found = []
     *earlier, last = history.connections
-    allowed = {"stay": {DONE}, "return": {DONE}, "leave": {DONE, LEFT, "cancelled"}, "cancel": {DONE, "cancelled"}}
-    if last.end not in allowed[history.plan]:
+    if last.end not in ENDS[history.plan]:
         text = f"ended with {last.end or 'nothing'} {last.text}".strip()
         found.append(_say(history, "lost", f"{text} after {len(earlier)} other connections"))
     for connection in earlier:
@@ -163,7 +194,7 @@ def _compare(history: History, told: _Told, expected: Outcome) -> list[Violation
         tokens, right = told.tokens[choice], expected.tokens[choice]
         if tokens != right[: len(tokens)]:
             at = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right))
-            found.append(_say(history, "diverged", f"token {at} of choice {choice} is another"))
+            found.append(_say(history, _slip(tokens, right, at), f"token {at} of choice {choice} is another"))
         elif not expected.texts[choice].startswith(told.texts[choice]):
             found.append(_say(history, "diverged", f"the text of choice {choice} is another"))
         elif whole and len(tokens) < len(right):
@@ -179,13 +210,23 @@ def _compare(history: History, told: _Told, expected: Outcome) -> list[Violation
     return found
 
 
+def _slip(tokens: list[int], right: list[int], at: int) -> str:
+    """What explains another token at this place: some that were there already, some left out, or neither."""
+    for kind, told, rest in (("doubled", tokens, right[at:]), ("lost", right, tokens[at:])):
+        for begin in range(at + 1, at + 1 + MOST_SLIPPED):
+            evidence = min(len(told) - begin, len(rest), EVIDENCE)
+            if evidence > 1 and told[begin : begin + evidence] == rest[:evidence]:
+                return kind
+    return "diverged"
+
+
 def _record(history: History, told: _Told) -> list[Violation]:
-    """The record in Redis ends as the client was told. Who cancels may get the whole answer all the same."""
+    """The record in Redis ends as the client was told. Who cancels or is slow may get the whole answer all the same."""
     record = history.record
     if record.get("state") != "finished":
         return [_say(history, "lost", f"its record is {record.get('state', 'gone')} after the end")]
     finishes = [FINISHES.get(number, number) for number in record.get("finish", "").split(",")]
-    allowed = {"cancelled", "stop", "length"} if history.plan in ("leave", "cancel") else {"stop", "length"}
+    allowed = {"stop", "length"} if history.plan in ("stay", "return") else {"cancelled", "stop", "length"}
     if set(finishes) - allowed:
         return [_say(history, "lost", f"its record ends as {finishes}")]
     if history.end == "cancelled" and "cancelled" not in finishes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,14 +17,21 @@ from typing import Any
 import aiohttp
 import orjson
 
-from bench.chaos_history import CUT, DONE, GAVE_UP, LEFT, REFUSED, Connection, Event, History
+from bench.chaos_clock import Deadline, slowdown
+from bench.chaos_history import CUT, DONE, GAVE_UP, LEFT, REFUSED, SLOW, Connection, Event, History
 
 SILENCE_S = 15.0
 """A stream in which not even a keep-alive came for so long is broken; gateways send one each second here."""
 PATIENCE_S = 120.0
 RETRY_S = (0.1, 0.4)
-FINAL = {"cancelled", "generation_failed", "record_lost", "request_not_found", "internal_error"}
+FINAL = {"cancelled", "generation_failed", "record_lost", "request_not_found", "internal_error", SLOW}
 """Error codes behind which coming again is of no use."""
+NOT_NOW = (429, 503)
+"""With these a gateway does not take a request up. They have to say when to come again."""
+SLOW_S, SLOW_PAUSE_S = 10.0, (0.05, 0.4)
+"""So long a slow client takes one event and pauses, before it reads what is left as fast as it can."""
+NARROW_BYTES = 2048
+"""What a slow client's socket and its reader hold; the rest has to wait at the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,21 @@ class Order:
     seed: int
 
 
+def session(narrow: bool = False) -> aiohttp.ClientSession:
+    """One connection a request, as gateways come and go. narrow: for slow clients, who hold no more than they read."""
+
+    def narrow_socket(address: Any) -> socket.socket:
+        made = socket.socket(*address[:3])
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
+        return made
+
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=3, sock_read=60),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=narrow_socket if narrow else None),
+        read_bufsize=NARROW_BYTES if narrow else 1 << 16,
+    )
+
+
 class Client:
     """One request from its sending to its end."""
 
@@ -48,15 +71,16 @@ class Client:
         self._read = 0  # events so far
         self._acted = False  # the plan was carried out
         self._cancelling: asyncio.Task[None] | None = None
+        self._hurries_s = time.monotonic() + (SLOW_S if order.history.plan == "slow" else 0.0)
 
     async def run(self) -> History:
         """Reads until an end that is final, or until patience is over."""
-        until = time.monotonic() + PATIENCE_S
+        patience = Deadline(PATIENCE_S)
         while True:
             connection = await self._connect()
             if self._over(connection):
                 break
-            if time.monotonic() > until:
+            if patience.passed():
                 connection.end = GAVE_UP
                 break
             await asyncio.sleep(self._rng.uniform(*RETRY_S))
@@ -71,8 +95,8 @@ class Client:
         if connection.end == LEFT:
             return history.plan == "leave"
         nameless = not history.request and not history.key
-        if nameless:
-            connection.end = REFUSED
+        if nameless and (connection.end == CUT or connection.status in NOT_NOW):
+            connection.end, connection.text = REFUSED, f"{connection.end}: {connection.text}"
         return nameless
 
     async def _connect(self) -> Connection:
@@ -101,9 +125,12 @@ class Client:
         return headers
 
     async def _take(self, answer: aiohttp.ClientResponse, connection: Connection) -> None:
+        connection.status = answer.status
         if answer.status != 200:
             error = orjson.loads(await answer.read())["error"]
             connection.end, connection.text = str(error["code"]), str(error["message"])
+            if answer.status in NOT_NOW and "Retry-After" not in answer.headers:
+                connection.end = f"{connection.end} without Retry-After"
             return
         self._history.request = answer.headers["x-orcinus-request"]
         if self._history.stream:
@@ -130,11 +157,13 @@ class Client:
             if self._leaves():
                 connection.end = LEFT
                 return
+            if time.monotonic() < self._hurries_s:
+                await asyncio.sleep(self._rng.uniform(*SLOW_PAUSE_S))
         connection.end, connection.text = CUT, "the stream ended without a word"
 
     def _leaves(self) -> bool:
         """Carries the plan out when it is time; is it to hang up?"""
-        if self._acted or self._read < self._order.events or self._history.plan == "stay":
+        if self._acted or self._read < self._order.events or self._history.plan in ("stay", "slow"):
             return False
         self._acted = True
         if self._history.plan != "cancel":
@@ -144,8 +173,8 @@ class Client:
 
     async def _cancel(self) -> None:
         """DELETE at any gateway until one says what became of it."""
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
+        patience = Deadline(PATIENCE_S)
+        while not patience.passed():
             url = f"{self._rng.choice(self._urls)}/v1/requests/{self._history.request}"
             try:
                 async with self._session.delete(url) as answer:
@@ -167,7 +196,7 @@ async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, bytes]
     """Id and data of each event. Raises TimeoutError after SILENCE_S without a byte."""
     event_id = ""
     while True:
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(SILENCE_S * slowdown()):
             line = await content.readline()
         if not line:
             return

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Plan = Literal["stay", "return", "leave", "cancel"]
-"""Of a client: reads to the end; hangs up and comes back; hangs up for good; asks for a cancel and reads on."""
+Plan = Literal["stay", "return", "leave", "cancel", "slow"]
+"""Of a client: reads to the end; hangs up and comes back; hangs up for good; asks for a cancel and reads on; reads so
+slowly that it may be cut for it."""
 
-DONE, CUT, LEFT, REFUSED, GAVE_UP = "done", "cut", "left", "refused", "gave_up"
+DONE, CUT, LEFT, REFUSED, GAVE_UP, SLOW = "done", "cut", "left", "refused", "gave_up", "slow_client"
 """Ends of a connection beside the codes of error events: told to the end, broken off, hung up by the client, not taken
-up (503, 429, or no answer to a request that has no name yet), and the client's patience was over."""
+up (503, 429, or no answer to a request that has no name yet), the client's patience was over, and the gateway's with a
+client that reads slowly."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class Connection:
     usage: dict[str, int] | None = None
     end: str = ""
     text: str = ""  # of an error: its message
+    status: int = 0  # of HTTP; 0: no answer
 
 
 @dataclass(slots=True)
@@ -67,6 +70,11 @@ class History:
     def events(self) -> list[Event]:
         """Of all connections. A whole answer counts only where it arrived."""
         return [event for connection in self.connections for event in connection.events]
+
+    def forget_events(self) -> None:
+        """Of a history that was judged and found right: a long run has millions."""
+        for connection in self.connections:
+            connection.events = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +108,12 @@ class Rest:
 
 @dataclass(slots=True)
 class Injected:
-    """One fault: from when to when it lasted. over_s: the stack was whole again, as far as one can ask it."""
+    """One fault: from when to when it lasted. ready_s: what was hurt answered again; over_s: the stack was whole again,
+    as far as one can ask it. 0: not yet."""
 
     kind: str
     target: str
     at_s: float
     over_s: float = 0.0
+    ready_s: float = 0.0
     detail: dict[str, Any] = field(default_factory=dict)

@@ -18,8 +18,14 @@ from bench.chaos_client import Client, Order
 from bench.chaos_history import DONE, History, Outcome, Plan
 from shared.keys import CLASSES
 
-PLANS: tuple[tuple[Plan, int], ...] = (("stay", 12), ("return", 4), ("leave", 2), ("cancel", 2))
+PLANS: tuple[tuple[Plan, int], ...] = (("stay", 12), ("return", 4), ("leave", 2), ("cancel", 2), ("slow", 1))
 """With how often each is drawn, of streams. A call without streaming stays."""
+
+SLOW_CHOICES = 4
+"""Of what slow clients ask for: much, so that it does not fit into what lies between a gateway and them."""
+
+MUCH = f"much x{SLOW_CHOICES} stream"
+"""The template of slow clients alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,8 @@ def templates(model: str, tokens: int, seed: int) -> list[Template]:
     words = " ".join(rng.choice(("whale", "river", "stone", "light", "paper")) for _ in range(20))
     chat = {**found[0].body, "messages": [{"role": "user", "content": words}], "priority": "high"}
     del chat["prompt"]
-    return [*found, Template("chat stream", chat, "/v1/chat/completions")]
+    much = {**found[0].body, "n": SLOW_CHOICES, "max_tokens": tokens, "priority": "low"}
+    return [*found, Template("chat stream", chat, "/v1/chat/completions"), Template(MUCH, much)]
 
 
 def with_stop(template: Template, outcome: Outcome) -> Template | None:
@@ -98,10 +105,16 @@ class Load:
     """A closed loop of so many clients, until it is told to stop; what has begun goes on to its end."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, urls: list[str], choice: list[Template], seed: int, limit: int
+        self,
+        session: aiohttp.ClientSession,
+        slow_session: aiohttp.ClientSession,
+        urls: list[str],
+        choice: list[Template],
+        seed: int,
     ) -> None:
-        """limit: requests at most."""
-        self._session, self._urls, self._templates, self._limit = session, urls, choice, limit
+        self._session, self._slow_session, self._urls = session, slow_session, urls
+        self._templates = [template for template in choice if template.name != MUCH]
+        self._much = [template for template in choice if template.name == MUCH]
         self._rng = random.Random(seed)
         self._seed = seed
         self._stopping = False
@@ -118,10 +131,11 @@ class Load:
                 group.create_task(self._one_after_another(ended))
 
     async def _one_after_another(self, ended: Callable[[History], None]) -> None:
-        while not self._stopping and len(self.histories) < self._limit:
+        while not self._stopping:
             order = self._order()
             self.histories.append(order.history)
-            await Client(self._session, self._urls, order).run()
+            session = self._slow_session if order.history.plan == "slow" else self._session
+            await Client(session, self._urls, order).run()
             ended(order.history)
             if not order.history.accepted:
                 await asyncio.sleep(0.2)  # nobody took it: the next one need not hurry
@@ -130,6 +144,7 @@ class Load:
         template = self._rng.choice(self._templates)
         plans, weights = zip(*PLANS, strict=True)
         plan: Plan = self._rng.choices(plans, weights)[0] if template.stream else "stay"
+        template = self._much[0] if plan == "slow" and self._much else template
         # Who leaves for good has no key: with one its request would go on. Who comes back needs one.
         named = plan == "return" or not template.stream or (plan in ("stay", "cancel") and self._rng.random() < 0.5)
         number = len(self.histories)

@@ -9,11 +9,16 @@ from typing import Any
 
 import psutil
 
+from bench.chaos_clock import Deadline
 from bench.chaos_history import Rest
 from bench.chaos_stack import SHARD, ChaosStack, NotReadyError
 from shared.keys import CLASSES, GROUP
 
 SEQUENCES = ("running", "waiting", "swapped", "parked", "in_flight", "blocks_draining")
+
+
+LAST_WORDS = ("; leaving", "the worker ends itself")
+"""Of a scheduler whose shard is another's, and of a worker that hangs: they end with status 1 as they should."""
 
 
 async def observe(stack: ChaosStack) -> Rest:
@@ -25,7 +30,7 @@ async def observe(stack: ChaosStack) -> Rest:
     queue = {name: int(value) for name, value in (await stack.hash(keys.queue)).items()}
     entries = {name: int(await redis.xlen(keys.requests(name))) for name in CLASSES}
     pending = {name: int((await redis.xpending(keys.requests(name), GROUP))["pending"]) for name in CLASSES}
-    known = [key async for key in redis.scan_iter(count=1000)]
+    known: list[bytes] = [key async for key in redis.scan_iter(count=1000)]
     lasting = [key.decode() for key in known if await redis.ttl(key) == -1]
     return Rest(
         blocks_free=int(stats["blocks_free"]) + int(stats["blocks_cached"]),
@@ -52,10 +57,10 @@ async def settled(stack: ChaosStack, seconds: float) -> Rest:
 
     The stats must be of a moment after this call: they are up to a second old.
     """
-    begun_ms, end = time.time() * 1000, time.monotonic() + seconds
+    begun_ms, deadline = time.time() * 1000, Deadline(seconds)
     while True:
         stats = await stack.stats()
-        late = time.monotonic() > end
+        late = deadline.passed()
         if late or (float(stats.get("time_ms", 0)) > begun_ms and stats.get("workers") == "1"):
             rest = await observe(stack)
             if late or rest.quiet():
@@ -66,8 +71,8 @@ async def settled(stack: ChaosStack, seconds: float) -> Rest:
 async def unfinished(stack: ChaosStack) -> list[tuple[str, str]]:
     """Requests that wait or run, by id, with the gateway that delivers each."""
     prefix = stack.keys.req("")
-    records = [key async for key in stack.redis.scan_iter(match=f"{prefix}*", count=1000)]
-    fields = [await stack.redis.hmget(record, ["state", "gateway"]) for record in records]
+    records: list[bytes] = [key async for key in stack.redis.scan_iter(match=f"{prefix}*", count=1000)]
+    fields: Any = [await stack.redis.hmget(record, ["state", "gateway"]) for record in records]
     rows = zip(records, fields, strict=True)
     return [
         (record.decode().removeprefix(prefix), gateway.decode())
@@ -76,10 +81,16 @@ async def unfinished(stack: ChaosStack) -> list[tuple[str, str]]:
     ]
 
 
+def said(stack: ChaosStack) -> dict[str, int]:
+    """By service, how often its log says that it ends, and why."""
+    logs = {name: process.log.read_text(errors="replace") for name, process in stack.processes.items()}
+    return {name: sum(text.count(words) for words in LAST_WORDS) for name, text in logs.items()}
+
+
 async def epochs(stack: ChaosStack) -> dict[str, list[int]]:
     """Epochs by witness: of the steps that the worker ran, and of the stats that Redis took, in their order."""
     with stack.step_log.open() as lines:
         steps = [json.loads(line)["epoch"] for line in lines if line.endswith("\n")]
     steps = [epoch for epoch in steps if epoch]  # the warm-up of a worker is nobody's
-    history = await stack.redis.xrange(stack.keys.stats_history(SHARD))
+    history: Any = await stack.redis.xrange(stack.keys.stats_history(SHARD))
     return {"steps of the worker": steps, "stats in Redis": [int(fields[b"epoch"]) for _, fields in history]}

@@ -1,38 +1,59 @@
 """One chaos run: an undisturbed round, load and faults together, rest, and what the checker says of it all.
 
-Used by `orcinus chaos` and by tests/faults/test_chaos.py.
+Used by `orcinus chaos`, by the soak (bench/soak.py) and by tests/faults.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from bench.chaos_checker import Violation, agrees, check, check_epochs, check_rest
-from bench.chaos_faults import Faults
-from bench.chaos_history import DONE, History, Injected, Outcome, Rest
+from bench.chaos_checker import (
+    VIOLATIONS,
+    Violation,
+    agrees,
+    check_epochs,
+    check_exits,
+    check_names,
+    check_rest,
+    check_told,
+)
+from bench.chaos_client import session
+from bench.chaos_clock import Deadline
+from bench.chaos_faults import AT_ONCE, Faults
+from bench.chaos_history import DONE, SLOW, History, Injected, Outcome, Rest
+from bench.chaos_kinds import KINDS
 from bench.chaos_load import Load, Template, templates, undisturbed, with_stop
-from bench.chaos_rest import epochs, settled, unfinished
-from bench.chaos_stack import GATEWAYS, ChaosStack, until
+from bench.chaos_pauses import Gap, gaps, longest, read_refills
+from bench.chaos_rest import epochs, said, settled, unfinished
+from bench.chaos_stack import GATEWAYS, ChaosStack, NotReadyError, until
 
+SEED = 20261120
+"""Of the long run whose result is committed; the test is its beginning."""
 RECORD_S = 40.0
 """After its client has everything, a request's record must say the same within this time."""
-SETTLE_S = 40.0
 LEAVE_S = 10.0
-SEVERAL = "several"
+"""A living gateway cancels what its client left within this time."""
+SETTLE_S = 20.0
+SLOTS = 16
+BLOCKS_A_SLOT = 25
+"""Too few for what a slot may need, so that sequences are preempted."""
 SETTINGS = {
-    "device": "cpu", "dtype": "float32", "kernels": "cpu", "deterministic": "true", "threads": 1, "max_seqs": 16,
-    "kv_blocks": 400, "watchdog_s": 3, "keepalive_s": 1, "drain_s": 0.5,
+    "device": "cpu", "dtype": "float32", "kernels": "cpu", "deterministic": "true", "threads": 1,
+    "watchdog_s": 3, "step_timeout_s": 8, "keepalive_s": 1, "drain_s": 0.5, "client_buffer_events": 64,
 }  # fmt: skip
 """Exact class: equal to the bit however batches are made up. A gateway tells streams once a second that it lives."""
+
+Beside = Callable[[ChaosStack], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +67,16 @@ class Scenario:
     gap_s: float  # between two faults, on average
     clients: int
     tokens: int = 240  # the longest output
-    requests: int = 1 << 30  # at most
+    kinds: Sequence[str] = tuple(KINDS)  # of faults; none: load alone
+    at_once: int = AT_ONCE  # faults
+    slots: int = SLOTS
+    templates: int | None = None  # only so many
+    programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
 
 
 @dataclass(slots=True)
 class Result:
-    """Of a run: what happened and what was wrong with it."""
+    """Of a run: what happened and what was wrong with it. Histories that are right have lost their events."""
 
     histories: list[History]
     outcomes: dict[str, Outcome]
@@ -59,7 +84,8 @@ class Result:
     before: Rest
     after: Rest
     exits: dict[str, list[int]]
-    violations: list[Violation] = field(default_factory=list)
+    violations: list[Violation]
+    pauses: dict[str, dict[str, float]]
     abandoned: int = 0  # requests of dead gateways that no client knew or wanted, cancelled at the end
 
     def figures(self) -> dict[str, Any]:
@@ -70,54 +96,62 @@ class Result:
             "requests": sum(history.accepted for history in self.histories),
             "finished": sum(history.end == DONE for history in self.histories),
             "refused": sum(not history.accepted for history in self.histories),
-            **{kind: kinds[kind] for kind in ("lost", "doubled", "diverged", "leaked", "fenced")},
+            "cut": sum(history.end == SLOW for history in self.histories),
+            **{kind: kinds[kind] for kind in VIOLATIONS},
             "faults": dict(sorted(Counter(fault.kind for fault in self.faults).items())),
-            "clients": {plan: plans[plan] for plan in ("stay", "return", "leave", "cancel")},
+            "clients": {plan: plans[plan] for plan in ("stay", "return", "leave", "cancel", "slow")},
             "reconnects": sum(max(0, len(history.connections) - 1) for history in self.histories),
             "abandoned": self.abandoned,
-            "longest_pause_s": pauses(self.histories, self.faults),
+            **self.pauses,
         }
 
 
-def pauses(histories: list[History], faults: list[Injected]) -> dict[str, float]:
-    """By kind of fault, the longest time between two tokens of a stream that the fault fell into; `several` where more
-    than one did."""
-    longest: dict[str, float] = {}
-    for history in histories:
-        times = [event.at_s for event in history.events() if event.token_ids and event.position is not None]
-        for begin, end in pairwise(times):
-            hit = [fault.kind for fault in faults if begin < fault.over_s and end > fault.at_s]
-            if hit:
-                name = hit[0] if len(hit) == 1 else SEVERAL
-                longest[name] = round(max(longest.get(name, 0.0), end - begin), 3)
-    return dict(sorted(longest.items()))
-
-
-async def chaos(directory: Path, scenario: Scenario, say: Callable[[str], None]) -> Result:
-    """Runs it. Raises NotReadyError when the stack does not start or does not come back from a fault."""
-    async with ChaosStack(directory, scenario.model, **SETTINGS) as stack:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=3, sock_read=60)
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # gateways come and go
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            run = _Run(stack, session, scenario, say)
+async def chaos(
+    directory: Path, scenario: Scenario, say: Callable[[str], None], beside: Beside | None = None
+) -> Result:
+    """Runs it, with `beside` while there is load. Raises NotReadyError when the stack does not start or does not come
+    back from a fault."""
+    settings = {**SETTINGS, "max_seqs": scenario.slots, "kv_blocks": scenario.slots * BLOCKS_A_SLOT}
+    async with ChaosStack(directory, scenario.model, scenario.programs, **settings) as stack:
+        async with session() as usual, session(narrow=True) as narrow:
+            run = _Run(stack, usual, narrow, scenario, say)
             await run.undisturbed()
-            await run.disturbed()
+            async with _beside(beside, stack):
+                await run.disturbed()
+            await run.finish_records()
         return await run.result()
+
+
+@contextlib.asynccontextmanager
+async def _beside(what: Beside | None, stack: ChaosStack) -> AsyncIterator[None]:
+    task = None if what is None else asyncio.create_task(what(stack))
+    yield
+    if task is not None:
+        if task.done():
+            await task  # it ended too early: it says why
+        task.cancel()
+        await asyncio.wait([task])
 
 
 class _Run:
     """The stages, in their order."""
 
     def __init__(
-        self, stack: ChaosStack, session: aiohttp.ClientSession, scenario: Scenario, say: Callable[[str], None]
+        self,
+        stack: ChaosStack,
+        usual: aiohttp.ClientSession,
+        narrow: aiohttp.ClientSession,
+        scenario: Scenario,
+        say: Callable[[str], None],
     ) -> None:
-        self._stack, self._session, self._scenario, self._say = stack, session, scenario, say
+        self._stack, self._session, self._narrow, self._scenario, self._say = stack, usual, narrow, scenario, say
         self._outcomes: dict[str, Outcome] = {}
         self._templates: list[Template] = []
         self._recording: dict[int, asyncio.Task[None]] = {}
         self._histories: list[History] = []
+        self._gaps: list[Gap] = []
         self._before: Rest | None = None
-        self._faults = Faults(stack, scenario.seed)
+        self._faults = Faults(stack, scenario.seed, scenario.kinds, scenario.at_once)
         self._abandoned = 0
         self._violations: list[Violation] = []
 
@@ -125,6 +159,8 @@ class _Run:
         """What each template gives, and what the stack holds at rest."""
         begun = time.monotonic()
         for template in templates(self._stack.name, self._scenario.tokens, self._scenario.seed):
+            if self._scenario.templates is not None and len(self._templates) >= self._scenario.templates:
+                break
             await self._learn(template)
             stopped = with_stop(template, self._outcomes[template.name])
             if stopped is not None and template.choices <= 2:
@@ -139,8 +175,9 @@ class _Run:
     async def disturbed(self) -> None:
         """Load, and faults while it lasts; then everything goes to its end."""
         scenario = self._scenario
-        load = Load(self._session, self._stack.urls, self._templates, scenario.seed, scenario.requests)
-        loading = asyncio.create_task(load.run(scenario.clients, self._record))
+        load = Load(self._session, self._narrow, self._stack.urls, self._templates, scenario.seed)
+        self._histories = load.histories
+        loading = asyncio.create_task(load.run(scenario.clients, self._ended))
         try:
             await self._faults.run(scenario.gap_s, scenario.faults, time.monotonic() + scenario.seconds)
             self._say(f"{len(self._faults.injected)} faults, {len(load.histories)} requests; waiting for their ends")
@@ -148,24 +185,31 @@ class _Run:
             await loading
         finally:
             loading.cancel()
-        self._histories = load.histories
-        await self._finish_records()
 
-    def _record(self, history: History) -> None:
+    def _ended(self, history: History) -> None:
         """Follows a request's record until it says what the client was told."""
+        self._gaps += gaps(history, self._faults.injected)
         if history.accepted:
             self._recording[history.number] = asyncio.create_task(self._follow(history))
+        else:
+            self._judge(history)
 
     async def _follow(self, history: History) -> None:
         while not agrees(history):
             history.record = await self._stack.hash(self._stack.keys.req(history.request)) or history.record
             await asyncio.sleep(0.25)
+        del self._recording[history.number]
+        self._judge(history)
 
-    async def _finish_records(self) -> None:
+    def _judge(self, history: History) -> None:
+        found = check_told(history, self._outcomes[history.template])
+        self._violations += found
+        if not found:
+            history.forget_events()
+
+    async def finish_records(self) -> None:
         """Waits for the records. What belonged to a gateway that died, and nobody comes back for, is cancelled."""
-        kept = [self._recording[history.number] for history in self._histories if self._comes_back(history)]
-        if kept:
-            await asyncio.wait(kept, timeout=RECORD_S)
+        await self._records([history for history in self._histories if self._comes_back(history)])
         wanted = {history.request for history in self._histories if self._comes_back(history)}
         left = await self._left(wanted)
         for request, gateway in left.items():
@@ -173,18 +217,28 @@ class _Run:
                 self._violations.append(Violation("leaked", request, f"goes on at {gateway}, though its client left"))
         self._abandoned = len(left)
         for request in left:
-            await until(f"{request} is cancelled", lambda request=request: self._cancel(request), RECORD_S)
-        if self._recording:
-            _, late = await asyncio.wait(self._recording.values(), timeout=RECORD_S)
-            for task in late:
-                task.cancel()
+            await until(f"{request} is cancelled", partial(self._cancel, request), RECORD_S)
+        await self._records(self._histories)
+
+    async def _records(self, histories: Sequence[History]) -> None:
+        """Until the records of these requests say what their clients were told, or it is late."""
+        numbers = {history.number for history in histories}
+
+        async def agree() -> bool:
+            return not numbers & self._recording.keys()
+
+        with contextlib.suppress(NotReadyError):
+            await until("records say what clients were told", agree, RECORD_S)
+        for number in numbers & self._recording.keys():
+            self._recording.pop(number).cancel()
+            self._judge(self._histories[number])
 
     async def _left(self, wanted: set[str]) -> dict[str, str]:
         """Requests that go on for nobody, with who delivers them: a gateway that lives cancels such within LEAVE_S."""
-        end = time.monotonic() + LEAVE_S
+        deadline = Deadline(LEAVE_S)
         while True:
             found = {request: gateway for request, gateway in await unfinished(self._stack) if request not in wanted}
-            if time.monotonic() > end or not any(map(self._lives, found.values())):
+            if deadline.passed() or not any(map(self._lives, found.values())):
                 return found
             await asyncio.sleep(0.25)
 
@@ -204,10 +258,12 @@ class _Run:
         """The stack at rest, once clients hold no connection any more, and everything judged."""
         after = await settled(self._stack, SETTLE_S)
         before = self._before or after
-        violations = [*self._violations, *check(self._histories, self._outcomes), *check_rest(before, after)]
+        violations = [*self._violations, *check_names(self._histories), *check_rest(before, after)]
         for witness, seen in (await epochs(self._stack)).items():
             violations += check_epochs(witness, seen)
         exits = {name: process.exits for name, process in self._stack.processes.items()}
+        violations += check_exits(exits, said(self._stack))
         return Result(
-            self._histories, self._outcomes, self._faults.injected, before, after, exits, violations, self._abandoned
-        )
+            self._histories, self._outcomes, self._faults.injected, before, after, exits, violations,
+            longest(self._gaps, read_refills(self._stack.step_log)), self._abandoned,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from bench.chaos_clock import Deadline
 from bench.chaos_proxy import Proxy
 from services.launcher.redis_server import find_binary, missing_binary_message
 from services.launcher.service import WRAPPER
@@ -32,6 +33,7 @@ GATEWAYS, SCHEDULERS = ("gateway-0", "gateway-1"), ("scheduler-0", "scheduler-1"
 WORKER, REDIS = "worker", "redis"
 SERVICES = (WORKER, *SCHEDULERS, *GATEWAYS)
 SHARD = "shard-0"
+MAXMEMORY = "512mb"
 RESTART_S = 0.2
 START_S = 90.0
 STOP_S = 15.0
@@ -42,11 +44,11 @@ class NotReadyError(RuntimeError):
 
 
 async def until(what: str, condition: Callable[[], Awaitable[Any]], seconds: float, every: float = 0.05) -> Any:
-    """The first true value of condition(). Raises NotReadyError."""
-    end = time.monotonic() + seconds
+    """The first true value of condition(). Raises NotReadyError; the seconds are those of a machine that keeps up."""
+    begun, deadline = time.monotonic(), Deadline(seconds)
     while not (value := await condition()):
-        if time.monotonic() > end:
-            raise NotReadyError(f"{what}: not within {seconds:.0f} s")
+        if deadline.passed():
+            raise NotReadyError(f"{what}: not within {time.monotonic() - begun:.0f} s")
         await asyncio.sleep(every)
     return value
 
@@ -116,8 +118,11 @@ class Supervised:
 class ChaosStack:
     """One of each, and twice what can be twice. `async with` starts it and waits until it is ready."""
 
-    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
-        """settings: ORCINUS_* of every service, in lower case. Raises ConfigurationError when there is no Redis."""
+    def __init__(
+        self, directory: Path, model: Path, programs: Mapping[str, Sequence[str]] | None = None, **settings: Any
+    ) -> None:
+        """programs: by role, what to run in place of the service, behind `python -m`. settings: ORCINUS_* of every
+        service, in lower case. Raises ConfigurationError when there is no Redis."""
         binary = find_binary()
         if binary is None:
             raise ConfigurationError(missing_binary_message())
@@ -133,6 +138,8 @@ class ChaosStack:
         self._http = {name: (next(ports), next(ports)) for name in GATEWAYS}
         self.urls = [f"http://127.0.0.1:{self._http[name][0]}" for name in GATEWAYS]
         self.step_log = directory / "steps.jsonl"
+        self.orders = directory / "orders"  # to the worker, what its next step shall do (chaos_worker.py)
+        self._programs = {WORKER: ("bench.chaos_worker", str(self.orders)), **(programs or {})}
         self.processes = {REDIS: self._redis_process(binary)}
         for name in SERVICES:
             own = {"listen": f"127.0.0.1:{worker_port}"} if name == WORKER else {}
@@ -143,7 +150,7 @@ class ChaosStack:
         data.mkdir(exist_ok=True)
         argv = [
             str(binary), "--port", str(self._redis_port), "--bind", "127.0.0.1", "--dir", str(data), "--save", "",
-            "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory", "512mb",
+            "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory", MAXMEMORY,
             "--maxmemory-policy", "noeviction",
         ]  # fmt: skip
         return Supervised(REDIS, argv, dict(os.environ), self.directory / "redis.log")
@@ -162,7 +169,8 @@ class ChaosStack:
             values |= dict(zip(("port", "ops_port"), self._http[name], strict=True))
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ORCINUS_")}
         environment = {**clean, **{f"ORCINUS_{key.upper()}": str(value) for key, value in values.items()}}
-        argv = [sys.executable, "-m", "services.cli", name.partition("-")[0]]
+        role = name.partition("-")[0]
+        argv = [sys.executable, "-m", *self._programs.get(role, ("services.cli", role))]
         return Supervised(name, argv, environment, self.directory / f"{name}.log")
 
     async def __aenter__(self) -> ChaosStack:
@@ -185,6 +193,24 @@ class ChaosStack:
         for proxy in (*self.proxies.values(), self.worker_proxy):
             await proxy.stop()
         await self.redis.aclose()
+
+    # What it is told
+
+    def order(self, what: str) -> None:
+        """The worker's next step: `error`, `memory`, `hang` or `hang SECONDS`."""
+        written = self.orders.with_suffix(".new")
+        written.write_text(what)
+        written.rename(self.orders)
+
+    async def set_memory(self, most: str) -> None:
+        """Bounds Redis's memory anew. Raises NotReadyError."""
+
+        async def taken() -> bool:
+            with contextlib.suppress(RedisError, OSError):
+                return bool(await self.redis.config_set("maxmemory", most))
+            return False
+
+        await until("Redis takes a setting", taken, START_S)
 
     # What is so now
 
@@ -214,7 +240,7 @@ class ChaosStack:
     async def hash(self, key: str) -> dict[str, str]:
         """Any hash as text; empty while Redis is away."""
         with contextlib.suppress(RedisError, OSError):
-            found = await self.redis.hgetall(key)
+            found: Any = await self.redis.hgetall(key)
             return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
         return {}
 
@@ -227,5 +253,6 @@ class ChaosStack:
 
     async def _members(self) -> list[str]:
         with contextlib.suppress(RedisError, OSError):
-            return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
+            members: Any = await self.redis.zrange(self.keys.workers, 0, -1)
+            return [member.decode() for member in members]
         return []

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.chaos_checker import MORE_FDS, check, check_epochs, check_rest
+from bench.chaos_checker import MORE_FDS, check, check_epochs, check_exits, check_rest
 from bench.chaos_history import Connection, Event, History, Injected, Outcome, Rest
-from bench.chaos_run import pauses
+from bench.chaos_pauses import Refills, gaps, longest
 
 TOKENS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 EXPECTED = {"two": Outcome(TOKENS, ["abcde", "xyz"], ["length", "stop"], {"completion_tokens": 8})}
@@ -180,6 +180,14 @@ def test_who_cancels_may_get_the_whole_answer_and_nobody_else() -> None:
     assert kinds(history) == {"lost"}
 
 
+def test_who_reads_slowly_may_be_cut_and_nobody_else() -> None:
+    history = cancelled()
+    history.plan, history.connections[0].end = "slow", "slow_client"
+    assert kinds(history) == set()
+    history.plan = "stay"
+    assert kinds(history) == {"lost"}
+
+
 def test_two_requests_with_one_id_are_doubled() -> None:
     other = good()
     other.number = 9
@@ -226,7 +234,54 @@ def test_an_older_epoch_behind_a_newer_one_is_found() -> None:
     assert [found.kind for found in check_epochs("steps", [3, 4, 3, 4])] == ["fenced"]
 
 
+def figures(faults: list[Injected], steps: list[tuple[float, float]] | None = None) -> dict[str, dict[str, float]]:
+    return longest(gaps(good(), faults), Refills(steps or []))
+
+
 def test_a_pause_belongs_to_the_fault_that_fell_into_it_or_to_several() -> None:
     early, cut, kill = Injected("early", "c", 0.0, 0.9), Injected("cut", "a", 2.0, 2.5), Injected("kill", "b", 3.9, 9.0)
-    assert pauses([good()], [early, cut]) == {"cut": 2.9}
-    assert pauses([good()], [early, cut, kill]) == {"kill": 0.2, "several": 2.9}
+    assert figures([early, cut])["longest_pause_s"] == {"cut": 2.9}
+    assert figures([early, cut, kill])["longest_pause_s"] == {"kill": 0.2, "several": 2.9}
+    assert figures([Injected("goes on", "a", 2.0)])["longest_pause_s"] == {"goes on": 2.9}
+
+
+def test_what_the_worker_spent_on_prompts_is_no_pause_and_who_was_ready_is_waited_for_from_then() -> None:
+    cut = Injected("cut", "a", 2.0, 3.5, ready_s=3.0)
+    steps = [(1.0, 0.3), (2.5, 0.4), (3.5, 0.25), (4.2, 0.5)]  # the first and the last are outside of the gap
+    assert figures([cut], steps) == {
+        "longest_pause_s": {"cut": 2.25}, "after_ready_s": {"cut": 0.75}, "refill_s": {"cut": 0.65},
+    }  # fmt: skip
+
+
+def test_who_reads_slowly_measures_no_pause() -> None:
+    history = good()
+    history.plan = "slow"
+    assert gaps(history, [Injected("cut", "a", 2.0, 2.5)]) == []
+
+
+def test_a_process_that_ends_without_a_word_is_found() -> None:
+    exits = {"worker": [-9, 0, 1], "scheduler-0": [1], "gateway-0": [0, -9]}
+    assert check_exits(exits, {"worker": 1, "scheduler-0": 1}) == []
+    found = check_exits({**exits, "scheduler-0": [1, 1], "redis": [-11]}, {"worker": 1, "scheduler-0": 1})
+    assert [(violation.kind, violation.where) for violation in found] == [
+        ("crashed", "scheduler-0"),
+        ("crashed", "redis"),
+    ]
+
+
+def told(tokens: list[int]) -> set[str]:
+    """Kinds of what is wrong with a stream of one choice that should have said 0 to 29, one token an event."""
+    events = [event(0, [token], "", str(place)) for place, token in enumerate(tokens)]
+    usage = {"completion_tokens": 30}
+    connection = Connection(0, 0.0, "", [*events, event(0, [], "", str(len(tokens) + 1), "length")], usage, "done")
+    history = History(1, "one", 1, True, "stay", "", "r", [connection])
+    history.record = {"state": "finished", "finish": "2", "output_tokens": str(len(tokens))}
+    return {found.kind for found in check([history], {"one": Outcome([list(range(30))], [""], ["length"], usage)})}
+
+
+def test_tokens_that_slipped_are_called_doubled_or_lost_though_their_ids_are_in_order() -> None:
+    right = list(range(30))
+    assert told(right) == set()
+    assert told([*right[:12], *right[9:]]) == {"doubled"}
+    assert "lost" in told([*right[:12], *right[15:]])
+    assert told([*right[:12], 99, *right[13:]]) == {"diverged"}

@@ -1,0 +1,121 @@
+"""Services with a bug, to see that a chaos run finds it. The product has none of these and no switch for them.
+
+    python -m bench.chaos_planted BUG ROLE
+
+starts the real service with one part replaced. `Scenario.programs` takes `programs(BUG)`; tests/faults does so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from redis.asyncio import Redis
+
+from services import cli
+from services.gateway.sink import Offer, Row, Sink
+from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.core import Core
+from services.scheduler.lease import Lease
+from shared import redis_client
+from shared.redis_client import Script, Unavailable, Value
+
+EVERY = 40
+"""A token or a block goes wrong each so many times: never in the few requests before the load."""
+
+
+def _without(words: str) -> type[Script]:
+    """Scripts that lack the lines with these words."""
+
+    class Edited(Script):
+        def __init__(self, client: Redis, name: str) -> None:
+            super().__init__(client, name)
+            lines = self._source.splitlines(keepends=True)
+            self._source = b"".join(line for line in lines if words.encode() not in line)
+            self._sha = hashlib.sha1(self._source).hexdigest()  # noqa: S324 - Redis names scripts so
+
+    return Edited
+
+
+@contextlib.contextmanager
+def _lost_ack() -> Iterator[None]:
+    """A request that ended stays in the pending list, also when the scheduler looks there for what it has forgotten."""
+    real = Lease.write
+
+    async def write(self: Lease, *commands: Sequence[Value]) -> None:
+        if kept := [command for command in commands if command[0] != "XACK"]:
+            await real(self, *kept)
+
+    with patch.object(Lease, "write", write), patch.object(redis_client, "Script", _without("'XACK'")):
+        yield
+
+
+@contextlib.contextmanager
+def _leaked_block() -> Iterator[None]:
+    """A sequence keeps its last block. The scheduler's own check, which would end it, is off."""
+    real, calls = BlockPool.give, count(1)
+
+    def give(self: BlockPool, blocks: Any) -> None:
+        real(self, blocks[:-1] if next(calls) % EVERY == 0 else blocks)
+
+    with patch.object(BlockPool, "give", give), patch.object(Core, "check", lambda _: None):
+        yield
+
+
+@contextlib.contextmanager
+def _doubled_token() -> Iterator[None]:
+    """Tokens that come again are taken for the next ones."""
+    real, calls = Sink.offer, count(1)
+
+    def offer(self: Sink, row: Row, first: int) -> Offer:
+        taken = real(self, row, first)
+        if taken is Offer.TAKEN and row.tokens and not row.finish and next(calls) % EVERY == 0:
+            real(self, row, first + len(row.tokens))
+        return taken
+
+    with patch.object(Sink, "offer", offer):
+        yield
+
+
+@contextlib.contextmanager
+def _ignored_epoch() -> Iterator[None]:
+    """A scheduler whose shard is another's goes on, and no script refuses it."""
+
+    async def keep(self: Lease) -> None:
+        while True:
+            await asyncio.sleep(self._lease_ms / 4000)
+            with contextlib.suppress(*Unavailable):
+                await self._script(self._keys, ["renew", self._lease_ms, self.epoch])
+
+    with patch.object(Lease, "keep", keep), patch.object(redis_client, "Script", _without("FENCED")):
+        yield
+
+
+BUGS: Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
+    "lost_ack": ("scheduler", _lost_ack),
+    "doubled_token": ("gateway", _doubled_token),
+    "leaked_block": ("scheduler", _leaked_block),
+    "ignored_epoch": ("scheduler", _ignored_epoch),
+}
+"""By name, the role that has it and what it replaces."""
+
+
+def programs(bug: str) -> dict[str, tuple[str, ...]]:
+    """By role, what to run behind `python -m`."""
+    role, _ = BUGS[bug]
+    return {role: ("bench.chaos_planted", bug, role)}
+
+
+def main(bug: str, role: str) -> None:
+    with BUGS[bug][1]():
+        cli.app([role])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
