@@ -1,0 +1,170 @@
+// The lines over time (uPlot) and the picture of the last iterations (canvas). Colours come from page.css.
+
+import { count, milliseconds } from "./format.js";
+
+const WINDOW_S = 300;
+const ms = (plot, values) => values.map((value) => (value === null ? "" : milliseconds(value)));
+const plain = (plot, values) => values.map((value) => (value === null ? "" : count(value)));
+const share = (plot, values) => values.map((value) => (value === null ? "" : `${Math.round(value)} %`));
+
+// What each chart draws: [label, value of a row, colour, dashed].
+const CHARTS = {
+  throughput: { unit: plain, lines: [["tokens/s", (row) => row("tok_s"), "--line1"]], fill: true },
+  sequences: {
+    unit: plain,
+    lines: [
+      ["running", (row) => row("running"), "--line1"],
+      ["waiting", (row) => row("waiting"), "--line2", [6, 4]],
+      ["swapped", (row) => row("swapped"), "--line3", [2, 3]],
+    ],
+  },
+  ttft: {
+    unit: ms,
+    lines: [
+      ["p50", (row) => row("ttft_ms_p50") || null, "--line1"],
+      ["p99", (row) => row("ttft_ms_p99") || null, "--line2", [6, 4]],
+    ],
+  },
+  tbt: {
+    unit: ms,
+    lines: [
+      ["p50", (row) => row("tbt_ms_p50") || null, "--line1"],
+      ["p99", (row) => row("tbt_ms_p99") || null, "--line2", [6, 4]],
+    ],
+  },
+  kv: {
+    unit: share,
+    most: 100,
+    lines: [
+      ["device", (row) => held(row, "", ["free", "cached", "draining"]), "--line1"],
+      ["host", (row) => held(row, "host_", ["free"]), "--line3", [6, 4]],
+    ],
+  },
+};
+
+function held(row, tier, others) {
+  const total = row(`${tier}blocks_total`);
+  const rest = others.reduce((sum, name) => sum + row(`${tier}blocks_${name}`), 0);
+  return total ? (100 * (total - rest)) / total : null;
+}
+
+export class Charts {
+  constructor() {
+    this.plots = [];
+    this.columns = { time_ms: [] };
+    const again = () => this.build();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    this.sizes = new ResizeObserver(() => this.plots.forEach(({ plot, box }) => plot.setSize(size(box))));
+    this.build();
+  }
+
+  build() {
+    this.sizes.disconnect();
+    for (const { plot } of this.plots) plot.destroy();
+    this.plots = Object.entries(CHARTS).map(([name, chart]) => {
+      const box = document.getElementById(`chart-${name}`);
+      const plot = new uPlot(options(chart, box), this.data(chart), box);
+      this.sizes.observe(box);
+      return { plot, chart, box };
+    });
+  }
+
+  show(columns) {
+    this.columns = columns;
+    const now = columns.time_ms.at(-1) / 1000 || Date.now() / 1000;
+    for (const { plot, chart } of this.plots) {
+      plot.batch(() => {
+        plot.setData(this.data(chart), false);
+        plot.setScale("x", { min: now - WINDOW_S, max: now });
+        const most = Math.max(0, ...plot.data.slice(1).flat().filter((value) => value !== null));
+        plot.setScale("y", { min: 0, max: chart.most ?? (most ? most * 1.15 : 1) });
+      });
+    }
+  }
+
+  data(chart) {
+    const times = this.columns.time_ms;
+    const lines = chart.lines.map(([, value]) => times.map((_, at) => value((name) => this.columns[name]?.[at] ?? 0)));
+    return [times.map((time) => time / 1000), ...lines];
+  }
+}
+
+function size(box) {
+  const legend = box.querySelector(".u-legend")?.offsetHeight ?? 26;
+  return { width: box.clientWidth, height: Math.max(60, box.clientHeight - legend) };
+}
+
+export function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function options(chart, box) {
+  const axis = {
+    stroke: colour("--soft"),
+    grid: { stroke: colour("--grid"), width: 1 },
+    ticks: { show: false },
+    font: "12px system-ui, sans-serif",
+  };
+  return {
+    ...size(box),
+    cursor: { y: false, drag: { x: false, y: false } },
+    scales: { x: { time: true, auto: false }, y: { auto: false } },
+    axes: [
+      { ...axis, space: 70, values: "{HH}:{mm}:{ss}" },
+      { ...axis, size: 64, values: chart.unit },
+    ],
+    series: [
+      { label: "time", value: "{HH}:{mm}:{ss}" },
+      ...chart.lines.map(([label, , line, dash]) => ({
+        label,
+        stroke: colour(line),
+        width: 2,
+        dash,
+        fill: chart.fill ? `${colour(line)}22` : undefined,
+        points: { show: false },
+        value: (plot, value) => (value === null ? "–" : chart.unit(plot, [value])[0]),
+      })),
+    ],
+  };
+}
+
+// A column for each iteration, as wide as it took: prompt tokens above, decodes below, gaps where the device waited.
+export function drawIterations(canvas, rows) {
+  const ratio = devicePixelRatio || 1;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  const left = 52;
+  const most = Math.min(rows.step_us?.length ?? 0, Math.max(20, Math.floor((width - left) / 5)));
+  const cut = (name) => rows[name]?.slice(-most) ?? [];
+  const [idle, step, decode, prefill] = ["idle_us", "step_us", "decode", "prefill"].map(cut);
+  const total = step.reduce((sum, value, at) => sum + value + idle[at], 0);
+  const lanes = [
+    { name: "prefill", values: prefill, top: 6, bottom: height * 0.46, colour: colour("--prefill") },
+    { name: "decode", values: decode, top: height * 0.54, bottom: height - 6, colour: colour("--decode") },
+  ];
+  for (const lane of lanes) {
+    const top = Math.max(1, ...lane.values);
+    pen.fillStyle = colour("--soft");
+    pen.font = "12px system-ui, sans-serif";
+    pen.fillText(lane.name, 0, lane.bottom);
+    pen.fillText(count(Math.max(0, ...lane.values)), 0, lane.top + 10);
+    pen.fillStyle = colour("--grid");
+    pen.fillRect(left, lane.bottom, width - left, 1);
+    let x = left;
+    lane.values.forEach((tokens, at) => {
+      const pause = ((width - left) * idle[at]) / total;
+      const wide = ((width - left) * step[at]) / total;
+      pen.fillStyle = colour("--idle");
+      if (pause >= 0.5) pen.fillRect(x, lane.bottom - 5, pause, 5);
+      x += pause;
+      pen.fillStyle = lane.colour;
+      const high = ((lane.bottom - lane.top) * tokens) / top;
+      pen.fillRect(x, lane.bottom - high, Math.max(0.5, wide - (wide > 3 ? 1 : 0)), high);
+      x += wide;
+    });
+  }
+  return { shown: step.length, total_us: total, idle_us: idle.reduce((sum, value) => sum + value, 0), decode, prefill };
+}

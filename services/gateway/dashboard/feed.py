@@ -1,0 +1,134 @@
+"""What the live page shows, read from Redis once a second by one task for all viewers; without viewers nobody reads.
+
+A viewer that does not keep up misses frames and holds nobody back: of each kind only the newest waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.gateway.errors import unavailable
+from services.gateway.tasks import end
+from shared.redis_client import Unreachable, connect
+from shared.settings import GatewaySettings
+from shared.stack_view import HISTORY, HISTORY_S, StackReader, View
+
+log = logging.getLogger("orcinus.gateway")
+
+EVERY_S = 1.0
+MOST_VIEWERS = 32
+FAILED = (*Unreachable, RedisError)
+
+
+class Viewer:
+    """One page that is open."""
+
+    __slots__ = ("_frame", "_past", "_ready", "fresh")
+
+    def __init__(self) -> None:
+        self._past: bytes | None = None
+        self._frame: bytes | None = None
+        self._ready = asyncio.Event()
+        self.fresh = True  # has not been given the past yet
+
+    def put(self, frame: bytes, past: bytes | None) -> None:
+        """The newest; what was not taken is replaced."""
+        self._frame = frame
+        self._past = past or self._past
+        self.fresh = self.fresh and past is None
+        self._ready.set()
+
+    async def take(self) -> bytes:
+        """Waits for something and returns all that waits, in order."""
+        await self._ready.wait()
+        self._ready.clear()
+        found = (self._past or b"") + (self._frame or b"")
+        self._past = self._frame = None
+        return found
+
+
+class Feed:
+    """Frames of the stack as server-sent events: `past` once (five minutes of history), then `now` each second."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._viewers: set[Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._past: dict[str, dict[str, list[float]]] = {}
+
+    def enter(self) -> Viewer:
+        """A new viewer, which has to `leave`. Raises ApiError(503) when too many watch."""
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise unavailable(f"{MOST_VIEWERS} pages are open already; close one", "too_many_viewers", 10)
+        viewer = Viewer()
+        self._viewers.add(viewer)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return viewer
+
+    async def leave(self, viewer: Viewer) -> None:
+        """The last one ends the reading."""
+        self._viewers.discard(viewer)
+        if not self._viewers and self._task is not None:
+            task, self._task = self._task, None
+            await end(task)
+
+    async def _run(self) -> None:
+        """Until the last viewer has left."""
+        redis = connect(self._settings, connections=1, socket_timeout_s=2.0)
+        reader = StackReader(redis, self._settings.keys)
+        self._past = {}
+        try:
+            while True:
+                started = time.monotonic()
+                frame = _event("now", await self._look(reader))
+                asked = any(viewer.fresh for viewer in self._viewers) and self._past
+                past = _event("past", self._past) if asked else None
+                for viewer in self._viewers:
+                    viewer.put(frame, past if viewer.fresh else None)
+                await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - started)))
+        finally:
+            await _close(redis)
+
+    async def _look(self, reader: StackReader) -> View:
+        try:
+            view = await reader.look()
+            for shard, told in view["shards"].items():
+                await self._remember(reader, shard, told["stats"], view["time_ms"])
+        except FAILED as error:
+            return {"error": f"Redis does not answer: {str(error) or type(error).__name__}"}
+        except (KeyError, TypeError, ValueError) as error:  # of another version, or not ours
+            log.warning("what Redis says of the stack cannot be read: %r", error)
+            return {"error": f"what Redis says of the stack cannot be read: {error!r}"}
+        return view
+
+    async def _remember(self, reader: StackReader, shard: str, stats: dict[str, Any], now_ms: int) -> None:
+        """Keeps five minutes of each shard: read once, then followed."""
+        if shard not in self._past:
+            self._past[shard] = await reader.history(shard, now_ms - 1000 * HISTORY_S)
+        columns = self._past[shard]
+        at = stats.get("time_ms", 0)
+        if not columns["time_ms"] or at > columns["time_ms"][-1]:
+            for name in HISTORY:
+                columns[name].append(stats.get(name, 0))
+        late = next((i for i, t in enumerate(columns["time_ms"]) if t > at - 1000 * HISTORY_S), 0)
+        for column in columns.values():
+            del column[:late]
+
+
+def _event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+
+
+async def _close(redis: Redis) -> None:
+    try:
+        await redis.aclose()
+    except FAILED as error:
+        log.debug("the feed's connection did not close: %s", error)

@@ -1,0 +1,164 @@
+"""One look at what a stack says of itself in Redis: for the page of the gateway and for `orcinus top`.
+
+`StackReader.look` is two or three round trips; what it returns is plain JSON. The keys are those of docs/redis.md, so
+everything here can be had by anybody who can read Redis.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from shared.columns import unpack
+from shared.keys import Keys
+
+DISCOVER_S = 10.0
+EVENTS = 50
+HISTORY_S = 300
+HISTORY_ROWS = 60
+"""Read at a time, so that nobody waits for long: a row has some seventy fields."""
+
+HISTORY = (
+    "time_ms", "tok_s", "ttft_ms_p50", "ttft_ms_p99", "tbt_ms_p50", "tbt_ms_p99", "running", "waiting", "swapped",
+    "waiting_realtime", "waiting_high", "waiting_normal", "waiting_low", "blocks_total", "blocks_free", "blocks_cached",
+    "blocks_draining", "host_blocks_total", "host_blocks_free", "device_idle_pct", "step_ms",
+)  # fmt: skip
+"""The fields of `stats:{shard}:history` that are drawn over time."""
+
+ROLES = ("gateway", "scheduler", "worker")
+View = dict[str, Any]
+
+
+class StackReader:
+    """Reads one model's stack. Raises what redis-py raises."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._shards: set[str] = set()
+        self._alive: set[tuple[str, str]] = set()
+        self._discovered_at = -math.inf
+
+    async def look(self) -> View:
+        """The view of now: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats` and
+        `iterations`), `workers`, `gateways`, `schedulers`, `events` (the newest first)."""
+        if time.monotonic() - self._discovered_at > (DISCOVER_S if self._shards else 1.0):
+            await self._discover()
+        keys, shards, alive = self._keys, sorted(self._shards), sorted(self._alive)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.time()
+        pipe.info("memory")
+        pipe.hgetall(keys.queue)
+        pipe.xrevrange(keys.events, count=EVENTS)
+        pipe.zrange(keys.workers, 0, -1, withscores=True)
+        for shard in shards:
+            pipe.exists(keys.lease(shard))
+            pipe.hgetall(keys.stats(shard))
+            pipe.hgetall(keys.iterations(shard))
+        for role, member in alive:
+            pipe.get(keys.alive(role, member))
+        (seconds, micros), memory, queue, events, seen, *rest = await pipe.execute()
+        per_shard, beats = rest[: 3 * len(shards)], rest[3 * len(shards) :]
+        known = list(zip(shards, per_shard[::3], per_shard[1::3], per_shard[2::3], strict=True))
+        self._shards = {shard for shard, led, stats, _ in known if led or stats}
+        beating = {each: beat for each, beat in zip(alive, beats, strict=True) if beat is not None}
+        now_ms = seconds * 1000 + micros // 1000
+        return {
+            "model": keys.model,
+            "time_ms": now_ms,
+            "redis": {"used_bytes": int(memory["used_memory"]), "most_bytes": int(memory.get("maxmemory", 0))},
+            "queue": _values(queue),
+            "shards": {
+                shard: {"led": bool(led), "stats": _values(stats), "iterations": _columns(columns)}
+                for shard, led, stats, columns in known
+                if led or stats
+            },
+            "workers": await self._workers(seen, beating, now_ms),
+            "gateways": [{"id": name, "active": _value(b)} for (role, name), b in beating.items() if role == "gateway"],
+            "schedulers": [
+                {"id": name, "last_step": _value(b)} for (role, name), b in beating.items() if role == "scheduler"
+            ],
+            "events": [{"id": _text(entry), **_values(fields)} for entry, fields in events],
+        }
+
+    async def history(self, shard: str, since_ms: int) -> dict[str, list[float]]:
+        """The columns HISTORY of one shard from a time of Redis's clock on."""
+        columns: dict[str, list[float]] = {name: [] for name in HISTORY}
+        first = str(since_ms)
+        while True:
+            rows: Any = await self._redis.xrange(self._keys.stats_history(shard), min=first, count=HISTORY_ROWS)
+            for _, fields in rows:
+                for name, column in columns.items():
+                    value = _value(fields.get(name.encode(), b"0"))
+                    column.append(value if isinstance(value, int | float) else 0)
+            if len(rows) < HISTORY_ROWS:
+                return columns
+            first = "(" + _text(rows[-1][0])
+
+    async def _workers(self, seen: Sequence[Any], beating: Mapping[Any, bytes], now_ms: int) -> list[View]:
+        """Those that registered in the last minute; `alive` says whether one still does."""
+        names = [(_text(name), float(score)) for name, score in seen]
+        pipe = self._redis.pipeline(transaction=False)
+        for name, _ in names:
+            pipe.hgetall(self._keys.worker(name))
+        records = await pipe.execute() if names else []
+        return [
+            {
+                **_values(record),
+                "id": name,
+                "alive": bool(record),
+                "seen_s": max(0.0, round((now_ms - at) / 1000, 1)),
+                "last_step": _value(beating.get(("worker", name), b"0")),
+            }
+            for (name, at), record in zip(names, records, strict=True)
+        ]
+
+    async def _discover(self) -> None:
+        """Shards and processes that came since the last time, by SCAN; rare, because it walks the keys."""
+        stats, alive = self._keys.stats(""), self._keys.alive("", "").removesuffix(":")
+        self._alive = set()
+        for start in (stats, alive):
+            async for raw in self._redis.scan_iter(match=_literal(start) + "*", count=1000):
+                rest = _text(raw).removeprefix(start)
+                if start == stats and ":" not in rest:
+                    self._shards.add(rest)
+                elif start == alive and rest.partition(":")[0] in ROLES:
+                    role, _, member = rest.partition(":")
+                    self._alive.add((role, member))
+        self._discovered_at = time.monotonic()
+
+
+def _literal(pattern: str) -> str:
+    return "".join(f"\\{char}" if char in "[]?*\\" else char for char in pattern)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _value(raw: bytes) -> float | int | str:
+    """A number where it is a finite one, else text."""
+    text = _text(raw)
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if not math.isfinite(number) or text.strip() != text:
+        return text
+    return int(text) if text.lstrip("-").isdecimal() else number
+
+
+def _values(record: Mapping[bytes, bytes]) -> dict[str, Any]:
+    return {_text(name): _value(value) for name, value in record.items()}
+
+
+def _columns(record: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """`last`, and the packed columns as lists."""
+    return {
+        _text(name): _value(raw) if name == b"last" else unpack(raw[: len(raw) // 4 * 4]).tolist()
+        for name, raw in record.items()
+    }
