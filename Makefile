@@ -98,6 +98,9 @@ policies-quick: install-dev ## the same runs in small, written nowhere
 peers: install-dev ## compare with other servers, docs/peers.md (installs them under .peers/; then half an hour on a quiet machine)
 	$(PY) -m bench.peers $(ARGS)
 
+certs: install-dev ## a trial CA and certificates for TLS on this machine, in .run/certs (ARGS="--name HOST")
+	$(PY) deploy/certs.py .run/certs $(ARGS)
+
 peers-quick: install-dev ## one short round of the peers that are installed, written nowhere
 	$(PY) -m bench.peers --quick $(ARGS)
 
@@ -172,4 +175,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test schemathesis clients lint format protos bench policies policies-quick peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test schemathesis clients lint format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean

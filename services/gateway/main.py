@@ -12,14 +12,11 @@ import faulthandler
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from typing import Any
 
-import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.app import ops_app, public_app
+from services.gateway.front import BACKLOG, GRACE_S, renew_certificates, scheme, server, warn_of_clear_text
 from services.gateway.gateway import Gateway
 from services.gateway.grpc_front import GrpcFront
 from services.gateway.tasks import end
@@ -30,15 +27,11 @@ from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
-BACKLOG = 2048
-GRACE_S = 5
-"""What answers get to be written when delivery has ended."""
-
 
 def run(settings: GatewaySettings) -> int:
     """Blocks. 0 after a clean stop, 1 when a task of the gateway died.
 
-    Raises ConfigurationError for a model, a key or a port that will not do.
+    Raises ConfigurationError for a model, a key, a certificate or a port that will not do.
     """
     logs.setup("gateway", settings.log_level, settings.log_json)
     gateway = Gateway(settings, ModelText(settings.model))
@@ -46,7 +39,9 @@ def run(settings: GatewaySettings) -> int:
     with contextlib.ExitStack() as sockets:
         public = sockets.enter_context(contextlib.closing(_listen(settings.host, settings.port, "port")))
         ops = sockets.enter_context(contextlib.closing(_listen(settings.ops_host, settings.ops_port, "ops port")))
-        log.info("serving %s on http://%s:%d", settings.served_model_name, settings.host, settings.port)
+        name, host, port = settings.served_model_name, settings.host, settings.port
+        log.info("serving %s on %s://%s:%d", name, scheme(settings), host, port)
+        warn_of_clear_text(settings)
         failure = uvloop.run(_serve(gateway, public, ops))
     if failure:
         # Whoever started this process starts it again; without that task it would only look alive.
@@ -58,7 +53,7 @@ def run(settings: GatewaySettings) -> int:
 
 async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) -> str:
     """Until told to stop, or until a task died: then its error is returned."""
-    servers = [_server(public_app(gateway)), _server(ops_app(gateway))]
+    servers = [server(app, gateway.settings) for app in (public_app(gateway), ops_app(gateway))]
     grpc_front = await _grpc_front(gateway)
     stopping = asyncio.Event()
     hurried = asyncio.Event()
@@ -69,10 +64,10 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, renew_certificates, servers, gateway.settings)
     gateway.start()
     serving = [
-        asyncio.create_task(server.serve(sockets=[listener]))
-        for server, listener in zip(servers, (public, ops), strict=True)
+        asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)
     ]
     asked = asyncio.create_task(stopping.wait())
     tasks = gateway.tasks
@@ -85,8 +80,8 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     if not draining.done():
         await end(draining)
         await gateway.drain(0)
-    for server in servers:
-        server.should_exit = True
+    for one in servers:
+        one.should_exit = True
     await asyncio.gather(*serving, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
     await end(asked, hurry)
     await gateway.stop()
@@ -102,38 +97,6 @@ async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
     await front.start()
     log.info("serving gRPC on %s:%d", settings.host, settings.grpc_port)
     return front
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's, and a way to drop a connection whose client does not read."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {"orcinus.abort": {"call": self.transport.abort}}
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: two servers share the process, and draining comes first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _server(app: Any) -> uvicorn.Server:
-    config = uvicorn.Config(
-        app,
-        http=Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=GRACE_S,
-        backlog=BACKLOG,
-    )
-    return _Server(config)
 
 
 def _listen(host: str, port: int, what: str) -> socket.socket:

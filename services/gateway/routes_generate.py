@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from typing import TypeVar
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -16,7 +17,7 @@ from services.gateway.api_types import ChatBody, CompletionBody
 from services.gateway.bodies import parse_body
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
-from services.gateway.generation import Usage
+from services.gateway.generation import Generation, Usage
 from services.gateway.keys import Caller
 from services.gateway.schema import body_of, errors, event_stream
 from services.gateway.streams import EventStream, EventWriter
@@ -25,7 +26,7 @@ from services.gateway.whole import ClientLeft, answer, collect
 from shared import ids
 
 T = TypeVar("T", bound=BaseModel)
-GENERATION_ERRORS = errors(404, 409, 415, 429, 503)
+GENERATION_ERRORS = errors(403, 404, 409, 415, 429, 503)
 _IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
 
 
@@ -91,34 +92,49 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def _name(spec: GenerationSpec, key: str, request: Request, body: bytes) -> None:
-    """The request gets the id that its Idempotency-Key stands for. Raises ApiError(400)."""
+async def take_headers(request: Request, spec: GenerationSpec) -> None:
+    """The trace that a request belongs to, and the id that its Idempotency-Key stands for. Raises ApiError(400)."""
+    spec.traceparent = request.headers.get("traceparent", "")[:256]
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return
     if not _IDEMPOTENCY_KEY.fullmatch(key):
         raise invalid(
             "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
         )
-    spec.id = ids.named_request_id(spec.endpoint, request.state.tenant, request.state.caller.salt, key)
-    spec.body_sha256 = hashlib.sha256(body).digest()
+    kind = ids.kind_of(spec.id)
+    spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key)
+    spec.body_sha256 = hashlib.sha256(await request.body()).digest()
+
+
+async def begin(
+    gateway: Gateway, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
+) -> tuple[Generation, dict[str, str]]:
+    """A request that somebody waits for, and the headers of its answer. Raises ApiError; must be closed."""
+    caller: Caller = request.state.caller
+    generation = await gateway.begin(spec, caller, started, last_event)
+    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.sink.left)}
 
 
 async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
     fingerprint = gateway.model.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated
         return _echo_only(spec, fingerprint)
-    spec.traceparent = request.headers.get("traceparent", "")[:256]
-    if (key := request.headers.get("idempotency-key")) is not None:
-        _name(spec, key, request, await request.body())
+    await take_headers(request, spec)
     if spec.background:
         await gateway.begin_background(spec, request.state.caller, started)
         return _accepted(spec)
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-    caller: Caller = request.state.caller
-    generation = await gateway.begin(spec, caller, started, last_event)
-    headers = {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.sink.left)}
+    generation, headers = await begin(gateway, request, spec, started, last_event)
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
+    return await whole_response(collect(generation, request, fingerprint), headers)
+
+
+async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, str]) -> Response:
+    """The answer that somebody waits for, or who may have left. Raises ApiError."""
     try:
-        response = json_response(await collect(generation, request, fingerprint))
+        response = json_response(await answer)
     except ClientLeft:
         return Response(status_code=499)  # nobody reads it
     response.headers.update(headers)

@@ -16,6 +16,7 @@ _REF = "#/components/schemas/{model}"
 _MEANING = {
     400: "a field is wrong; `param` names it",
     401: "no key, or a wrong one",
+    403: "the key may not ask for that",
     404: "no such model, request or path",
     405: "the path does not know this method",
     409: "the request was cancelled",

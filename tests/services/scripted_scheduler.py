@@ -126,10 +126,6 @@ class ScriptedScheduler:
         """What was claimed under that id."""
         return self._claimed[request_id]
 
-    def claimed(self, request_id: str) -> Claimed:
-        """What was claimed under that id."""
-        return self._claimed[request_id]
-
     def publish(
         self,
         *lines: Line,
