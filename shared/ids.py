@@ -8,15 +8,23 @@ import secrets
 import socket
 
 
+BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_"}
+
+
 def request_id(endpoint: str) -> str:
-    """`cmpl-...` or `chatcmpl-...`, 120 random bits: whoever knows it may not guess another."""
-    return f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{secrets.token_hex(15)}"
+    """`cmpl-...` and the like, 120 random bits: whoever knows it may not guess another."""
+    return BEGINNINGS[endpoint] + secrets.token_hex(15)
+
+
+def kind_of(made: str) -> str:
+    """The endpoint that a request id was made for."""
+    return next(endpoint for endpoint, beginning in BEGINNINGS.items() if made.startswith(beginning))
 
 
 def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str) -> str:
     """The id of the request that a tenant calls `name`; as unguessable as the tenant's secret and the name together."""
     digest = hmac.digest(secret or tenant.encode(), f"{tenant}\n{endpoint}\n{name}".encode(), "sha256").hex()[:30]
-    return f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{digest}"
+    return BEGINNINGS[endpoint] + digest
 
 
 def process_id(role: str) -> str:

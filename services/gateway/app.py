@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from services.gateway import routes_generate, routes_info, schema
+from services.gateway import routes_generate, routes_info, routes_responses, schema
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import BodyLimit, RequestContext, RequireKey
-from services.gateway.page_guard import HostNames, PageHeaders
 from shared.settings import is_loopback
 
 
@@ -22,6 +19,7 @@ def public_app(gateway: Gateway) -> FastAPI:
     """What clients reach."""
     routers = (
         routes_generate.router(gateway),
+        routes_responses.router(gateway),
         routes_info.router(gateway),
         routes_info.ops_router(gateway, on_public_port=True),
     )
@@ -34,11 +32,7 @@ def public_app(gateway: Gateway) -> FastAPI:
 
 def ops_app(gateway: Gateway) -> FastAPI:
     """What operators reach, on a port of its own; beyond loopback with a key too."""
-    settings = gateway.settings
-    open_here = is_loopback(settings.ops_host)
-    names = [name.strip().lower() for name in settings.ops_names.split(",") if name.strip()]
-    pages = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
-    app = _app(gateway, "Orcinus ops", not open_here, pages)
+    app = _app(gateway, "Orcinus ops", needs_key=not is_loopback(gateway.settings.ops_host))
     _include(app, routes_info.ops_router(gateway, on_public_port=False))
     return app
 
@@ -48,10 +42,9 @@ def _include(app: FastAPI, router: APIRouter) -> None:
     app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat, for _allowed
 
 
-def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
+def _app(gateway: Gateway, title: str, needs_key: bool) -> FastAPI:
     middleware = [
         Middleware(RequestContext, gateway=gateway),
-        *more,
         *([Middleware(RequireKey, gateway=gateway)] if needs_key else []),
         Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes),
     ]

@@ -10,7 +10,6 @@ import re
 import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import ApiError
@@ -20,8 +19,8 @@ log = logging.getLogger("orcinus.gateway")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/health/live", "/health/ready", "/health/progress"})
 _COUNTED = OPEN_PATHS | {
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics",
-    "/stats", "/openapi.json",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/version",
+    "/metrics", "/stats", "/openapi.json",
 }  # fmt: skip
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -62,8 +61,6 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, stamped)
-        except ClientDisconnect:  # before its request was all there
-            pass
         except Exception:
             log.exception("request %s failed", request_id)
             if status == 0:
@@ -131,7 +128,7 @@ def _endpoint(path: str) -> str:
     """A label of bounded variety."""
     if path in _COUNTED:
         return path
-    for prefix in ("/v1/models/", "/v1/requests/"):
+    for prefix in ("/v1/models/", "/v1/requests/", "/v1/responses/"):
         if path.startswith(prefix):
             return prefix + "{id}"
     return "other"

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 
 from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, ErrorAnswer, TokenizeBody
 from services.gateway.middleware import OPEN_PATHS
+from services.gateway.responses_body import ResponsesBody
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 _REF = "#/components/schemas/{model}"
 _MEANING = {
     400: "a field is wrong; `param` names it",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
@@ -28,9 +28,24 @@ SLOW_FLUSH_S = 5.0
 """What a client that was cut for slowness gets to read the error event."""
 
 
-def error_event(error: ApiError) -> bytes:
-    """An error after the first byte; the stream ends behind it."""
-    return b"data: " + error.json() + b"\n\n"
+class Writer(Protocol):
+    """Makes the events of one request."""
+
+    def echo(self) -> bytes:
+        """What comes before the first token; may be empty."""
+        ...
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Events of one delivery; empty when all its text is still held back."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """What comes behind the last token."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """An error after the first byte; the stream ends behind it."""
+        ...
 
 
 class EventWriter:
@@ -88,6 +103,9 @@ class EventWriter:
         self._position.usage = True
         return self._stamp() + self._head + b'],"usage":' + orjson.dumps(usage.body()) + b"}\n\n" + DONE
 
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + error.json() + b"\n\n"
+
     def _logprobs(self, choice: int) -> bytes:
         """Of all tokens since the choice's last event, also those whose text was held back then."""
         if self._spec.logprobs is None:
@@ -122,7 +140,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, writer: EventWriter, keepalive_s: float, headers: dict[str, str] | None = None
+        self, generation: Generation, writer: Writer, keepalive_s: float, headers: dict[str, str] | None = None
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -152,11 +170,11 @@ class EventStream(Response):
         try:
             await self._write_events(send)
         except ApiError as error:
-            await _body(send, error_event(error), last=True)
+            await _body(send, self._writer.error(error), last=True)
         except Exception:
             log.exception("a stream failed")
             failed = ApiError(500, "the gateway failed; its log says more", code="internal_error")
-            await _body(send, error_event(failed), last=True)
+            await _body(send, self._writer.error(failed), last=True)
 
     async def _write_events(self, send: Send) -> None:
         generation, writer = self._generation, self._writer
@@ -178,7 +196,7 @@ class EventStream(Response):
         self._generation.failure = failure
         try:
             async with asyncio.timeout(SLOW_FLUSH_S):
-                await _body(send, error_event(failure), last=True)
+                await _body(send, self._writer.error(failure), last=True)
         except TimeoutError:
             abort: Callable[[], None] | None = scope.get("extensions", {}).get("orcinus.abort", {}).get("call")
             if abort is not None:

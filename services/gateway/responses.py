@@ -1,0 +1,188 @@
+"""Answers of `/v1/responses`: the response object, whole, and the typed events that tell one in pieces. Pure.
+
+The events of a stream add up to the object that the whole answer would be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from services.gateway.errors import ApiError
+from services.gateway.generation import Delta, Generation, Usage
+from services.gateway.responses_body import ResponsesBody
+
+INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
+"""Finish reasons that leave a response incomplete -> what `incomplete_details` calls them."""
+
+
+def shell(body: ResponsesBody, response_id: str, created: int) -> dict[str, Any]:
+    """A response before its first token: what it is to be."""
+    text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, int]) -> dict[str, Any]:
+    """The response at its end. usage: as of chat."""
+    incomplete = INCOMPLETE.get(reason)
+    return shell | {
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": {"reason": incomplete} if incomplete else None,
+        "output": output,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},  # what the prefix cache spared is not counted by request
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """The whole response that says what a whole chat completion says."""
+    choice = answer["choices"][0]
+    message, reason = choice["message"], choice["finish_reason"]
+    calls = message.get("tool_calls") or []
+    items = []
+    if message["content"] or not calls:
+        items.append(message_item(shell["id"], message["content"] or "", _status(reason)))
+    for index, call in enumerate(calls):
+        items.append(call_item(shell["id"], index, call["id"], **call["function"], status=_status(reason)))
+    return finished(shell, items, reason, answer["usage"])
+
+
+def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+    """A response as its record tells it; what was only said in its body is not known any more.
+
+    state: as of `GET /v1/requests/{id}`. answer: the chat completion, of one that ended well.
+    """
+    body = ResponsesBody(model=model, input="", background=state["background"])
+    begun = shell(body, state["id"], answer["created"] if answer else state["enqueued_ms"] // 1000)
+    if answer is not None:
+        return of_chat(begun, answer)
+    if state["status"] != "finished":
+        return begun | {"status": "in_progress" if state["status"] == "running" else "queued"}
+    if state["error"] or "error" in state["finish_reasons"]:
+        failed = {"code": "server_error", "message": state["error"] or "the generation failed"}
+        return begun | {"status": "failed", "error": failed}
+    return begun | {"status": "cancelled"}
+
+
+def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
+    """The one message of a response."""
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    content = [part] if status != "in_progress" else []
+    item_id = "msg_" + response_id.removeprefix("resp_")
+    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def call_item(response_id: str, index: int, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+    """A call of a function."""
+    item_id = f"fc_{response_id.removeprefix('resp_')}_{index}"
+    return {
+        "id": item_id, "type": "function_call", "status": status, "call_id": call_id, "name": name,
+        "arguments": arguments,
+    }  # fmt: skip
+
+
+def _status(reason: str) -> str:
+    return "incomplete" if reason in INCOMPLETE else "completed"
+
+
+class ResponseEvents:
+    """Turns deltas into typed events; the writer of an EventStream (streams.py)."""
+
+    def __init__(self, generation: Generation, shell: dict[str, Any]) -> None:
+        self._generation = generation
+        self._shell = shell
+        self._number = 0
+        self._texts: list[str] = []
+        self._open = False
+
+    def echo(self) -> bytes:
+        """What comes before the first token."""
+        return self._event("response.created", response=self._shell) + self._event(
+            "response.in_progress", response=self._shell
+        )
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Events of one delivery; empty when all its text is still held back."""
+        parts = []
+        for delta in deltas:
+            if delta.text:
+                parts += [
+                    self._opened(),
+                    self._event("response.output_text.delta", **self._at, delta=delta.text, logprobs=[]),
+                ]
+                self._texts.append(delta.text)
+        return b"".join(parts)
+
+    def end(self, usage: Usage) -> bytes:
+        """The message as a whole, and the response with it."""
+        reason = self._generation.choices[0].finish_reason or "stop"
+        text = "".join(self._texts)
+        item = message_item(self._shell["id"], text, _status(reason))
+        response = finished(self._shell, [item], reason, usage.body())
+        return b"".join((
+            self._opened(),
+            self._event("response.output_text.done", **self._at, text=text, logprobs=[]),
+            self._event("response.content_part.done", **self._at, part=item["content"][0]),
+            self._event("response.output_item.done", output_index=0, item=item),
+            self._event(f"response.{response['status']}", response=response),
+        ))  # fmt: skip
+
+    def error(self, error: ApiError) -> bytes:
+        """An error after the first byte; the stream ends behind it."""
+        failed = {"code": error.code or "server_error", "message": error.message}
+        told = self._event("error", **failed, param=error.param)
+        return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": failed})
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {
+            "item_id": message_item(self._shell["id"], "", "in_progress")["id"],
+            "output_index": 0,
+            "content_index": 0,
+        }
+
+    def _opened(self) -> bytes:
+        """The message and its one part, before their first text."""
+        if self._open:
+            return b""
+        self._open = True
+        item = message_item(self._shell["id"], "", "in_progress")
+        part = message_item(self._shell["id"], "", "completed")["content"][0]
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return added + self._event("response.content_part.added", **self._at, part=part)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"
