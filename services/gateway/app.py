@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -12,6 +14,7 @@ from services.gateway import routes_generate, routes_info, routes_responses, sch
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import BodyLimit, RequestContext, RequireKey
+from services.gateway.page_guard import HostNames, PageHeaders
 from shared.settings import is_loopback
 
 
@@ -32,7 +35,11 @@ def public_app(gateway: Gateway) -> FastAPI:
 
 def ops_app(gateway: Gateway) -> FastAPI:
     """What operators reach, on a port of its own; beyond loopback with a key too."""
-    app = _app(gateway, "Orcinus ops", needs_key=not is_loopback(gateway.settings.ops_host))
+    settings = gateway.settings
+    open_here = is_loopback(settings.ops_host)
+    names = [name.strip().lower() for name in settings.ops_names.split(",") if name.strip()]
+    pages = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
+    app = _app(gateway, "Orcinus ops", not open_here, pages)
     _include(app, routes_info.ops_router(gateway, on_public_port=False))
     return app
 
@@ -42,9 +49,10 @@ def _include(app: FastAPI, router: APIRouter) -> None:
     app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat, for _allowed
 
 
-def _app(gateway: Gateway, title: str, needs_key: bool) -> FastAPI:
+def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
     middleware = [
         Middleware(RequestContext, gateway=gateway),
+        *more,
         *([Middleware(RequireKey, gateway=gateway)] if needs_key else []),
         Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes),
     ]

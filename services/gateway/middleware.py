@@ -10,6 +10,7 @@ import re
 import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import ApiError
@@ -61,6 +62,8 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, stamped)
+        except ClientDisconnect:  # before its request was all there
+            pass
         except Exception:
             log.exception("request %s failed", request_id)
             if status == 0:
