@@ -122,6 +122,10 @@ class Keys:
         """Hash: when each key was last used, in seconds, to the minute."""
         return f"{self.prefix}keys:used"
 
+    def drain(self, role: str, member: str) -> str:
+        """There while an operator wants that process to leave; it looks about once a second."""
+        return f"{self.prefix}drain:{role}:{member}"
+
     def bucket(self, key_id: str) -> str:
         return f"{self.prefix}bucket:{key_id}"
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.gateway.progress import Progress, Seen
 from services.gateway.validate import Limits
 from shared.keys import Keys
 from shared.redis_client import Unreachable, connect
@@ -43,11 +45,19 @@ class Snapshot:
     memory_used: int = 0
     memory_most: int = 0
     queue: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step it tells
     renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
 
     @property
     def memory_share(self) -> float:
         return self.memory_used / self.memory_most if self.memory_most else 0.0
+
+    @property
+    def seen(self) -> Seen:
+        """What shows whether work moves."""
+        names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
+        stats = {shard: {name: _number(own.get(name)) for name in names} for shard, own in self.stats.items()}
+        return Seen(self.leases, stats, self.steps, _number(self.queue.get("requests")))
 
     def total(self, name: str) -> float:
         """Sum of one field of `stats` over all shards."""
@@ -84,12 +94,15 @@ class Cluster:
         self._shards = {settings.shard}
         self._worker_keys: set[str] = set()
         self._discovered_at = -DISCOVER_S
-        self._progress_mark: tuple[str, ...] = ()
-        self._progress_at = time.monotonic()
+        self._beats: set[str] = set()
+        self._progress = Progress(time.monotonic())
         self.snapshot: Snapshot | None = None
         self.redis_error = "Redis has not answered yet"
         self.write_error = ""
-        self.active = 0  # requests of this gateway that run now
+        self.active = 0  # requests of this gateway that somebody reads, or may
+        self.unfinished = 0  # those of them that have not ended
+        self.drain_asked = asyncio.Event()
+        """An operator wants this gateway to leave."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -101,14 +114,16 @@ class Cluster:
                 if self.redis_error:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
-                self._watch_progress(self.snapshot)
+                self._progress.look(self.snapshot.seen, self.unfinished, time.monotonic())
             except (*Unreachable, RedisError) as error:
                 if heard:
                     log.warning("waiting for Redis: %s", error)
                 heard = False
                 self.redis_error = str(error) or type(error).__name__
-                self._watch_progress(None)
-            await asyncio.sleep(max(0.05, EVERY_S - (time.monotonic() - started)))
+                self._progress.look(None, self.unfinished, time.monotonic())
+            # Jitter: behind a restart of Redis not every gateway comes back in the same moment.
+            pause = EVERY_S if heard else EVERY_S * random.uniform(0.5, 1.0)  # noqa: S311
+            await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))
 
     async def close(self) -> None:
         """Takes the heartbeat back."""
@@ -155,8 +170,15 @@ class Cluster:
         return ""
 
     def stalled_s(self) -> float:
-        """Seconds in which work was running and no step was answered; 0 when all is well."""
-        return time.monotonic() - self._progress_at
+        """Seconds in which work was there and no step was answered; 0 when all is well."""
+        return self._progress.stalled(time.monotonic())[0]
+
+    def reason_stalled(self) -> str:
+        """Empty while work, if there is any, has moved within `progress_timeout_s`."""
+        seconds, where = self._progress.stalled(time.monotonic())
+        if seconds <= self._settings.progress_timeout_s:
+            return ""
+        return f"{where} has work, and no step was answered for {seconds:.0f} s"
 
     def retry_after_s(self, waiting_tokens: float) -> float:
         """When the queue will have drained, at the measured prefill rate."""
@@ -187,27 +209,17 @@ class Cluster:
             return []
         return [stats for shard, stats in self.snapshot.stats.items() if shard in self.snapshot.leases]
 
-    def _watch_progress(self, snapshot: Snapshot | None) -> None:
-        work = self.active > 0
-        if snapshot is not None:
-            work = work or snapshot.total("running") + snapshot.total("waiting") + snapshot.total("in_flight") > 0
-            mark = tuple(
-                f"{shard}:{stats.get('epoch')}:{stats.get('last_step', stats.get('iteration'))}"
-                for shard, stats in sorted(snapshot.stats.items())
-            )
-            if mark != self._progress_mark:
-                self._progress_mark = mark
-                work = False
-        if not work:
-            self._progress_at = time.monotonic()
-
     async def _look(self) -> Snapshot:
         pause = DISCOVER_S if self._worker_keys else DISCOVER_FIRST_S
         if time.monotonic() - self._discovered_at >= pause:
             await self._discover()
         shards, workers = sorted(self._shards), sorted(self._worker_keys)
         pipe = self._redis.pipeline(transaction=False)
-        pipe.set(self._keys.alive("gateway", self._gateway_id), self.active, px=HEARTBEAT_MS)
+        beat, beats = self._keys.alive("gateway", self._gateway_id), sorted(self._beats)
+        pipe.set(beat, self.active, px=HEARTBEAT_MS)
+        pipe.pexpire(beat, HEARTBEAT_MS)  # this one a Redis without memory takes as well
+        pipe.exists(self._keys.drain("gateway", self._gateway_id))
+        pipe.mget([beat, *beats])
         pipe.info("memory")
         pipe.hgetall(self._keys.queue)
         for shard in shards:
@@ -221,7 +233,9 @@ class Cluster:
         for reply in replies[1:]:
             if isinstance(reply, Exception):
                 raise reply
-        memory, queue, *rest = replies[1:]
+        _, drain, told, memory, queue, *rest = replies[1:]
+        if drain:
+            self.drain_asked.set()
         per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
         found = {key: _text(record) for key, record in zip(workers, per_worker, strict=True) if record}
         self._worker_keys = set(found)
@@ -235,19 +249,24 @@ class Cluster:
             memory_used=int(memory.get("used_memory", 0)),
             memory_most=int(memory.get("maxmemory", 0)),
             queue=_text(queue),
+            steps={key: step.decode() for key, step in zip(beats, told[1:], strict=True) if step is not None},
             renewed=_renewed(stats, self.snapshot, now),
         )
 
     async def _discover(self) -> None:
-        """Shards and workers that came since the last time, by SCAN; rare, because it walks the keys."""
+        """Shards, workers and heartbeats that came since the last time, by SCAN; rare, because it walks the keys."""
         lease, worker = self._keys.lease(""), self._keys.worker("")
-        for pattern in (lease, worker):
-            async for raw in self._redis.scan_iter(match=_literal(pattern) + "*", count=1000):
-                key = raw.decode("utf-8", "replace")
-                if pattern == lease:
-                    self._shards.add(key.removeprefix(lease))
-                else:
-                    self._worker_keys.add(key)
+        beats = tuple(self._keys.alive(role, "") for role in ("scheduler", "worker"))
+        found = set()
+        async for raw in self._redis.scan_iter(match=_literal(self._keys.prefix) + "[law]*", count=1000):
+            key = raw.decode("utf-8", "replace")
+            if key.startswith(lease):
+                self._shards.add(key.removeprefix(lease))
+            elif key.startswith(worker):
+                self._worker_keys.add(key)
+            elif key.startswith(beats):
+                found.add(key)
+        self._beats = found
         self._discovered_at = time.monotonic()
 
 

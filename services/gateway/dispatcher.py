@@ -23,7 +23,7 @@ from services.gateway.cluster import EVERY_S, Cluster
 from services.gateway.errors import ApiError, taken_over, unavailable
 from services.gateway.keys import Caller
 from services.gateway.metrics import Metrics
-from services.gateway.records import ends, missing, rows_of
+from services.gateway.records import ends, fill, missing, rows_of
 from services.gateway.replies import entries_of, failed, record_of, refused
 from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
@@ -192,11 +192,7 @@ class Dispatcher:
 
     async def read(self, sink: Sink) -> None:
         """Puts what is recorded of a request into a mailbox that gets nothing else. Raises ApiError(503)."""
-        record, rows = await self._ask(lambda: missing(self._redis, self._keys, sink))
-        for first, row in rows:
-            sink.offer(row, first)
-        for row in ends(record, sink.choices):
-            sink.offer(row, sink.received[row.choice])
+        fill(sink, *await self._ask(lambda: missing(self._redis, self._keys, sink)))
 
     # The working task
 
@@ -351,6 +347,7 @@ class Dispatcher:
         """Once a second: commands that Redis missed, gaps that are still open, requests unheard of."""
         while True:
             await asyncio.sleep(EVERY_S)
+            self._cluster.unfinished = sum(not sink.done for sink in self._sinks.values())
             if self._cluster.redis_error:
                 continue
             for command in self._retries.take():

@@ -104,10 +104,7 @@ class Gateway:
 
     def reason_stalled(self) -> str:
         """Empty while work, if there is any, moves."""
-        stalled = self.cluster.stalled_s()
-        if stalled <= self.settings.progress_timeout_s:
-            return ""
-        return f"work is running and no step was answered for {stalled:.0f} s"
+        return self.cluster.reason_stalled()
 
     def admit(self, spec: GenerationSpec) -> None:
         """Raises ApiError 429 or 503 when new work cannot be taken; the queue's own bound is the enqueue script's."""

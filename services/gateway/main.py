@@ -1,6 +1,7 @@
 """`orcinus gateway`: serves HTTP until it is told to stop.
 
-Listens before Redis is there (live, not ready), drains at the first SIGTERM or SIGINT, stops at once at the second.
+Listens before Redis is there (live, not ready), drains at the first SIGTERM or SIGINT or when `orcinus drain` asks for
+it, stops at once at the second signal.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     serving = [
         asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)
     ]
-    asked = asyncio.create_task(stopping.wait())
+    asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
     tasks = gateway.tasks
-    await asyncio.wait({asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     failure = gateway.dead_task()
     draining = asyncio.create_task(gateway.drain(0 if failure else gateway.settings.drain_s))
     hurry = asyncio.create_task(hurried.wait())
@@ -83,7 +84,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     for one in servers:
         one.should_exit = True
     await asyncio.gather(*serving, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
-    await end(asked, hurry)
+    await end(*asked, hurry)
     await gateway.stop()
     return failure
 

@@ -52,3 +52,11 @@ def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
     """How the choices ended that have; `missing` gave all their tokens."""
     error = record.get(b"error", b"").decode("utf-8", "replace")
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
+
+
+def fill(sink: Sink, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
+    """Puts what `missing` gave into a mailbox that gets nothing else."""
+    for first, row in rows:
+        sink.offer(row, first)
+    for row in ends(record, sink.choices):
+        sink.offer(row, sink.received[row.choice])

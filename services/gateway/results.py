@@ -56,10 +56,10 @@ async def result(
         return None
     spec = from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
     sink = Sink(request_id, spec.choices)
+    generation = Generation(spec, model, sink, _Silent(), _UNCOUNTED, time.monotonic())
     await dispatcher.read(sink)
     if not sink.done:  # it expired just now
         return None
-    generation = Generation(spec, model, sink, _Silent(), _UNCOUNTED, time.monotonic())
     answer = whole(generation, model.fingerprint)
     if sum(sink.received) > THREAD_TOKENS:
         return await asyncio.to_thread(asyncio.run, answer)

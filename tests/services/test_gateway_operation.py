@@ -196,7 +196,46 @@ def test_limits_of_a_worker_are_the_gateways(gateway: GatewayProcess, scheduler:
     until("the limit is gone", lambda: get(gateway, "/v1/models").json()["data"][0]["max_model_len"] == CONTEXT)
 
 
+def test_a_hung_worker_or_scheduler_is_seen_though_the_statistics_say_that_nothing_runs(
+    tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    with running_gateway(tmp_path, model, redis_server, progress_timeout_s=1.5) as own:
+        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead(running=0)
+        own.wait_ready()
+        assert own.status("/health/progress") == 200
+        body = {"prompt": "x", "background": True}
+        assert own.post("/v1/completions", body).status_code == 202
+        until("no progress", lambda: own.status("/health/progress") == 503)
+        assert "no step was answered" in httpx.get(own.url + "/health/progress").json()["reason"]
+        scheduler.resign()  # as when it hangs: the lease runs out, its last words stay
+        until("not ready", lambda: own.status("/health/ready") == 503)
+        assert own.status("/health/progress") == 503
+        scheduler.lead()
+        claimed = scheduler.claim()
+        scheduler.serve(claimed, [50])
+        until("it has ended", lambda: own.status("/health/progress") == 200)
+
+
 # Start and stop
+
+
+def test_a_gateway_that_an_operator_asks_to_leave_drains_as_at_sigterm(
+    tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    with running_gateway(tmp_path, model, redis_server, drain_s=30) as own:
+        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
+        own.wait_ready()
+        body = {"model": own.name, "prompt": "x", "stream": True, "max_tokens": 5}
+        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=30) as stream:
+            claimed = scheduler.claim()
+            redis_server.client.set(own.keys.drain("gateway", claimed.request.gateway), 1, px=60_000)
+            until("not ready", lambda: own.status("/health/ready") == 503)
+            assert "shutting down" in httpx.get(own.url + "/health/ready").json()["reason"]
+            scheduler.serve(claimed, [50, 51])
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert own.process is not None
+        assert own.process.wait(20) == 0
+
 
 DYING = """
 import asyncio, sys

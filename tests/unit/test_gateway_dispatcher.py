@@ -135,7 +135,7 @@ def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
             await cluster._look()
         await cluster.close()
         found: Any = server.client.info("commandstats")
-        assert found["cmdstat_scan"]["calls"] == 2  # one search: leases and workers
+        assert found["cmdstat_scan"]["calls"] == 1
 
     with RedisServer(tmp_path / "redis") as server:
         asyncio.run(scenario(server))

@@ -1,0 +1,82 @@
+"""Does work move? What /health/progress tells, from what Redis showed second by second. Pure: time is an argument.
+
+Work moves when a step was answered: the last step in a shard's statistics, or in the heartbeat of a scheduler or a
+worker, is another one than before. A statistic that nobody rewrites says that there is work for as long as it said so
+last, and a heartbeat that ran out is no movement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Seen:
+    """One look: shards that are led, statistics by shard, heartbeats, requests that wait for their first step."""
+
+    leases: frozenset[str] = frozenset()
+    stats: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    steps: Mapping[str, str] = field(
+        default_factory=dict
+    )  # scheduler or worker -> last step, of heartbeats that are there
+    queued: float = 0.0
+
+
+@dataclass(slots=True)
+class _Track:
+    """Something that may have work, and when that last moved, or was not there."""
+
+    since: float
+    works: bool = False
+    mark: tuple[float, ...] = ()
+
+    def look(self, works: bool, moved: bool, now: float) -> None:
+        self.works = works
+        if moved or not works:
+            self.since = now
+
+
+class Progress:
+    """Follows each shard, and the requests of this gateway, for which any shard may move."""
+
+    def __init__(self, now: float) -> None:
+        self._shards: dict[str, _Track] = {}
+        self._own = _Track(now)
+        self._steps: dict[str, str] = {}
+
+    def look(self, seen: Seen | None, unfinished: int, now: float) -> None:
+        """seen: None while Redis does not answer. unfinished: requests of this gateway that have not ended."""
+        if seen is None:
+            for track in self._shards.values():
+                track.look(track.works, False, now)
+            self._own.look(self._own.works or unfinished > 0, False, now)
+            return
+        moved = self._beats_moved(seen.steps)
+        self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in seen.stats}
+        for shard, stats in seen.stats.items():
+            track, mark = self._shards[shard], (stats.get("epoch", 0.0), stats.get("last_step", 0.0))
+            # What a shard without a scheduler had is drained by the others, where there are any.
+            counts = shard in seen.leases or not seen.leases
+            works = counts and any(stats.get(name, 0.0) > 0 for name in ("running", "waiting", "in_flight"))
+            track.look(works, mark != track.mark, now)
+            moved |= mark != track.mark
+            track.mark = mark
+        # Parked requests that never ran are counted as queued; they wait for somebody to ask for them.
+        waiting = seen.queued - sum(stats.get("parked", 0.0) for stats in seen.stats.values())
+        self._own.look(unfinished > 0 or waiting > 0, moved, now)
+
+    def stalled(self, now: float) -> tuple[float, str]:
+        """Seconds in which work was there and did not move, and what has not; (0, '') when all is well."""
+        found = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
+        if self._own.works:
+            found.append((now - self._own.since, "the queue"))
+        return max(found, default=(0.0, ""))
+
+    def _beats_moved(self, steps: Mapping[str, str]) -> bool:
+        """A heartbeat that begins anew is a process that was restarted: no step yet."""
+        moved = any(step != self._steps.get(name, step) and step != "0" for name, step in steps.items())
+        self._steps.update(steps)
+        if len(self._steps) > 4 * len(steps) + 64:  # processes that are gone
+            self._steps = dict(steps)
+        return moved

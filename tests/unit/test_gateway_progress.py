@@ -1,0 +1,94 @@
+"""/health/progress: an alarm when work stands still, whoever is to blame, and none otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.gateway.progress import Progress, Seen
+
+LED = frozenset({"shard-0"})
+BUSY = {"epoch": 1.0, "last_step": 7.0, "running": 2.0}
+IDLE = {"epoch": 1.0, "last_step": 7.0}
+
+
+def stalled(looks: list[tuple[Seen | None, int]]) -> float:
+    """After so many looks, a second apart; no time before the first."""
+    progress = Progress(0.0)
+    for second, (seen, unfinished) in enumerate(looks):
+        progress.look(seen, unfinished, float(second))
+    return progress.stalled(len(looks) - 1.0)[0]
+
+
+def shown(stats: dict[str, float] | None = None, leases: frozenset[str] = LED, **more: Any) -> Seen:
+    return Seen(leases, {} if stats is None else {"shard-0": stats}, **more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "unfinished"),
+    [
+        (shown(BUSY), 0),
+        (shown({**IDLE, "waiting": 1.0}), 0),
+        (shown({**IDLE, "in_flight": 1.0}), 0),
+        (shown(BUSY, leases=frozenset()), 0),
+        (shown(IDLE, leases=frozenset()), 3),
+        (shown(IDLE, leases=frozenset(), queued=1.0), 0),
+        (shown(None), 1),
+        (None, 1),
+    ],
+    ids=[
+        "a worker hangs", "nobody runs what waits", "a step is not answered", "a scheduler hangs",
+        "a scheduler hangs and its statistic says idle", "the same, for another gateway's request",
+        "nobody was ever there", "Redis is away",
+    ],
+)  # fmt: skip
+def test_work_that_does_not_move_is_seen(seen: Seen | None, unfinished: int) -> None:
+    assert stalled([(seen, unfinished)] * 41) >= 39
+
+
+@pytest.mark.parametrize(
+    ("seen", "unfinished"),
+    [
+        (shown(IDLE), 0),
+        (shown(None), 0),
+        (None, 0),
+        (shown({**IDLE, "parked": 2.0}, queued=2.0), 0),
+        (Seen(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}), 0),
+    ],
+    ids=[
+        "idle", "nothing known", "Redis is away", "parked until somebody asks", "a shard whose work others have taken"
+    ],
+)  # fmt: skip
+def test_without_work_there_is_no_alarm(seen: Seen | None, unfinished: int) -> None:
+    assert stalled([(seen, unfinished)] * 41) == 0
+
+
+def test_a_step_now_and_then_is_progress() -> None:
+    steps = [(shown({**BUSY, "last_step": float(second // 20)}), 1) for second in range(100)]
+    assert stalled(steps) == 19
+
+
+def test_a_heartbeat_with_another_step_is_progress_where_a_statistic_is_late() -> None:
+    steps = [(shown(None, steps={"alive:worker:w": str(1 + second // 20)}), 1) for second in range(100)]
+    assert stalled(steps) == 19
+
+
+def test_a_heartbeat_that_runs_out_or_begins_anew_is_none() -> None:
+    beats: list[dict[str, str]] = [{"w": "9"}, *[{}, {"w": "0"}] * 20]
+    assert stalled([(shown(None, steps=beat), 1) for beat in beats]) >= 39
+
+
+def test_one_shard_that_hangs_is_seen_beside_one_that_works() -> None:
+    leases = frozenset({"shard-0", "shard-1"})
+    looks = [
+        (Seen(leases, {"shard-0": BUSY, "shard-1": {**BUSY, "last_step": float(second)}}), 1) for second in range(41)
+    ]
+    progress = Progress(0.0)
+    for second, (seen, unfinished) in enumerate(looks):
+        progress.look(seen, unfinished, float(second))
+    assert progress.stalled(40.0) == (40.0, "shard shard-0")
+
+
+def test_work_that_comes_after_a_long_rest_has_its_time() -> None:
+    assert stalled([(shown(IDLE), 0)] * 100 + [(shown({**IDLE, "running": 1.0}), 1)] * 3) <= 3
