@@ -83,6 +83,7 @@ def test_it_does_not_matter_where_the_text_was_cut(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(OPENINGS)))
     parts = [
         OPENINGS[kind],
+        PYTHON_TAG,
         "</tool_call>",
         CALL,
         LLAMA,
