@@ -211,7 +211,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 class _Stream:
     """One ModelStreamInfer: its requests run side by side, their answers take turns."""
 
-    def __init__(self, front: GrpcFront, context: Context, caller: Caller) -> None:
+    def __init__(self, front: GrpcFront, context: Context, caller: Call) -> None:
         self._front = front
         self._context = context
         self._caller = caller

@@ -23,7 +23,7 @@ OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
 VERSIONS = ("", "1")
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
-OF_THE_BODY = ("model", "prompt", "stream_options", "return_token_ids")
+OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "background")
 """Fields of `/v1/completions` that have another form here, or none."""
 
 
@@ -44,7 +44,7 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
         given.append({"stream": _only(tensors["stream"], "stream")})
     for more in given:
         for name, value in more.items():
-            if name in OF_THE_BODY:
+            if name in OVER_HTTP:
                 raise invalid(name, f"{name} is not a parameter over gRPC", "unsupported_parameter")
             if name in fields:
                 raise invalid(name, f"{name} is given twice", "invalid_value")
