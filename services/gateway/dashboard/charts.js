@@ -3,6 +3,7 @@
 import { count, milliseconds } from "./format.js";
 
 const WINDOW_S = 300;
+const LEGEND_PX = 26; // one line, as page.css has it
 const ms = (plot, values) => values.map((value) => (value === null ? "" : milliseconds(value)));
 const plain = (plot, values) => values.map((value) => (value === null ? "" : count(value)));
 const share = (plot, values) => values.map((value) => (value === null ? "" : `${Math.round(value)} %`));
@@ -79,6 +80,7 @@ export class Charts {
         const most = Math.max(0, ...plot.data.slice(1).flat().filter((value) => value !== null));
         plot.setScale("y", { min: 0, max: chart.most ?? (most ? most * 1.15 : 1) });
       });
+      if (plot.cursor.idx == null) plot.setLegend({ idx: columns.time_ms.length - 1 });
     }
   }
 
@@ -90,8 +92,7 @@ export class Charts {
 }
 
 function size(box) {
-  const legend = box.querySelector(".u-legend")?.offsetHeight ?? 26;
-  return { width: box.clientWidth, height: Math.max(60, box.clientHeight - legend) };
+  return { width: box.clientWidth, height: box.clientHeight - LEGEND_PX };
 }
 
 export function colour(name) {
@@ -107,11 +108,12 @@ function options(chart, box) {
   };
   return {
     ...size(box),
+    padding: [10, 26, 0, 0],
     cursor: { y: false, drag: { x: false, y: false } },
     scales: { x: { time: true, auto: false }, y: { auto: false } },
     axes: [
-      { ...axis, space: 70, values: "{HH}:{mm}:{ss}" },
-      { ...axis, size: 64, values: chart.unit },
+      { ...axis, size: 28, space: 70, values: "{HH}:{mm}:{ss}" },
+      { ...axis, size: 64, space: 28, values: chart.unit },
     ],
     series: [
       { label: "time", value: "{HH}:{mm}:{ss}" },

@@ -12,6 +12,7 @@ export function count(value) {
 
 export function milliseconds(value) {
   const ms = Number(value) || 0;
+  if (ms === 0) return "0 ms";
   if (ms >= 60000) return `${(ms / 60000).toFixed(1)} min`;
   if (ms >= 1000) return `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
   if (ms >= 100) return `${Math.round(ms)} ms`;
