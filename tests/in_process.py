@@ -32,6 +32,7 @@ class Recorded:
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], bytes] = field(default_factory=dict)  # records (shared/logprobs.py)
     errors: list[str] = field(default_factory=list)
 
     def take(self, outcome: Outcome | None) -> None:
@@ -47,6 +48,9 @@ class Recorded:
             if new and at in self.finish:
                 raise AssertionError(f"{at}: a token came after the end")
             held += new
+            if outcome.logprobs is not None:
+                records = b"".join(outcome.logprobs[ends[row] : ends[row + 1]])
+                self.logprobs[at] = self.logprobs.get(at, b"") + records
             if outcome.finish[row]:
                 if at in self.finish:
                     raise AssertionError(f"{at} ended twice")
@@ -54,7 +58,7 @@ class Recorded:
         self.errors += outcome.errors.values()
 
 
-def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: float) -> NewRequest:
+def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: float | bytes) -> NewRequest:
     """A greedy request (temperature 0) unless sampling says otherwise."""
     wire = queue_pb2.Request(
         id=name, n=n, max_tokens=max_tokens, sampling=queue_pb2.Sampling(temperature=0.0, top_p=1.0)

@@ -97,19 +97,23 @@ class Logprobs:
         return {
             "tokens": names,
             "token_logprobs": [_number(one.sampled) for one in found],
-            "top_logprobs": [
-                {self._name(token): _number(value) for token, value in reversed(one.best)}
-                | {name: _number(one.sampled)}
-                for name, one in zip(names, found, strict=True)
-            ],
+            "top_logprobs": [self._named(one.best, name, one.sampled) for name, one in zip(names, found, strict=True)],
             "text_offset": [echoed + offset for offset in offsets],
         }
 
+    def _named(self, best: list[tuple[int, float]], sampled: str, logprob: float) -> dict[str, float]:
+        """The best and the sampled one, most likely first; of tokens that are the same text the most likely."""
+        named: dict[str, float] = {}
+        for token, value in best:
+            named.setdefault(self._name(token), _number(value))
+        named.setdefault(sampled, _number(logprob))
+        return named
+
     def _name(self, token: int) -> str:
-        """A token's text; of one that is no whole characters its bytes, so that two such are not the same."""
+        """A token's text; where that is no whole characters its bytes, where there is none its id: no two the same."""
         piece = self._text.piece(token)
         try:
-            return piece.decode()
+            return piece.decode() or f"token_id:{token}"
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 

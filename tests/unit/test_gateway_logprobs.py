@@ -172,12 +172,12 @@ def test_a_whole_completion_has_openais_columns_and_offsets_into_its_text() -> N
 
 def test_the_sampled_token_is_told_beside_the_best_and_what_cannot_be_has_a_number() -> None:
     request = asking(2)
-    made = pack_record(-np.inf, np.array([60, 61]), np.array([-0.25, -1.0], np.float32))
+    made = pack_record(-np.inf, np.array([60, 9999]), np.array([-0.25, -1.0], np.float32))
     told = finished(request, [[50]], made)["choices"][0]["logprobs"]
     text = model().text
     assert told["token_logprobs"] == [-9999.0]
     assert told["top_logprobs"] == [
-        {text.piece(60).decode(): -0.25, text.piece(61).decode(): -1.0, text.piece(50).decode(): -9999.0}
+        {text.piece(60).decode(): -0.25, "token_id:9999": -1.0, text.piece(50).decode(): -9999.0}
     ]
 
 

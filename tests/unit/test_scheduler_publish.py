@@ -8,7 +8,7 @@ import pytest
 from protos import queue_pb2
 from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
 from services.scheduler.in_flight import InFlight
-from services.scheduler.intake import Entry, extend, room_by_class
+from services.scheduler.intake import Clock, Entry, decode, extend, room_by_class
 from services.scheduler.publisher import arguments, batches
 from services.scheduler.stats import Stats, Window
 from shared.columns import pack, unpack
@@ -85,6 +85,15 @@ def test_log_probabilities_go_to_those_who_asked_and_to_their_places_in_the_reco
     assert (batch.logprobs, unpack(batch.logprob_sizes).tolist()) == (b"aaaaaaaaaaaa", [12, 0])
     assert not queue_pb2.TokenBatch.FromString(two).logprob_sizes
     assert arguments([(9, told)], 4, "prefix:", {})[-5:] == [1, "a", 0, 36, b"aaaaaaaaaaaa"]
+
+
+def test_more_log_probabilities_than_there_may_be_make_a_request_unservable() -> None:
+    wire = queue_pb2.Request(id="a", n=1, max_tokens=4, sampling=queue_pb2.Sampling(logprobs=21))
+    prompts = queue_pb2.Prompts(tokens=[pack([5])])
+    assert decode(wire, prompts, 0, "g", Clock()).payload is wire
+    wire.sampling.logprobs = 22
+    with pytest.raises(ValueError, match="asks for 21 tokens beside the sampled one; at most 20"):
+        decode(wire, prompts, 0, "g", Clock())
 
 
 def test_a_window_keeps_the_newest_samples_of_the_last_minute() -> None:
