@@ -23,7 +23,7 @@ OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
 VERSIONS = ("", "1")
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
-OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "background")
+OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "best_of", "background")
 """Fields of `/v1/completions` that have another form here, or none."""
 
 
