@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -144,6 +145,30 @@ def policy(
     else:
         print(answer.text, file=sys.stdout if answer.changed else sys.stderr)
     raise typer.Exit(0 if answer.changed else 1)
+
+
+@settings_command(app, "drain", CommonSettings, LauncherSettings)
+def drain(
+    values: Values,
+    name: Annotated[
+        str, typer.Argument(help="gateway, scheduler or worker: all of them; or a worker, shard or gateway")
+    ],
+    timeout_s: Annotated[float, typer.Option("--timeout-s", "--timeout", help="how long to wait for it")] = 120.0,
+    json: Json = False,
+) -> None:
+    """Let a service finish or hand over what it has and leave, and wait until it has; no client sees an error."""
+    settings = build(CommonSettings, values)
+    from services.cli_drain import drain as run
+
+    say = (lambda _: None) if json else (lambda line: print(line, flush=True))
+    ends = run(name, settings, build(LauncherSettings, values), timeout_s, say)
+    drained = all(end.drained for end in ends)
+    if json:
+        print(json_module.dumps({"ok": drained, "services": [asdict(end) for end in ends]}))
+    for end in ends:
+        if not end.drained and not json:
+            print(f"{end.role} {end.id} {end.text}", file=sys.stderr)
+    raise typer.Exit(0 if drained else 1)
 
 
 @settings_command(app, "batch", BatchSettings)

@@ -89,7 +89,8 @@ class Stack:
     def keys(self) -> Keys:
         return Keys(self.name)
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, **settings: Any) -> dict[str, str]:
+        """For any service; `settings` go before those of the stack."""
         values = {
             "redis_url": self.redis.url,
             "model": str(self.model),
@@ -99,19 +100,21 @@ class Stack:
             "threads": 2,
             **({"api_key": self.key} if self.key else {}),
             **self.settings,
+            **settings,
         }
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
 
-    def start(self, service: str, name: str = "") -> None:
-        """Starts (again) worker, scheduler or gateway; a second one beside the first has a name of its own."""
+    def start(self, service: str, name: str = "", **settings: Any) -> None:
+        """Starts (again) worker, scheduler or gateway; a second one beside the first has a name of its own, and perhaps
+        settings."""
         name = name or service
         with (self.directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", service],
                 stdout=log,
                 stderr=log,
-                env=self.environment(),
+                env=self.environment(**settings),
                 cwd=ROOT,
             )
 
@@ -158,8 +161,8 @@ class Stack:
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return ids
 
-    def stats(self) -> dict[str, str]:
-        raw: dict[bytes, bytes] = self.redis.client.hgetall(self.keys.stats("shard-0"))  # type: ignore[assignment]
+    def stats(self, shard: str = "shard-0") -> dict[str, str]:
+        raw: dict[bytes, bytes] = self.redis.client.hgetall(self.keys.stats(shard))  # type: ignore[assignment]
         return {name.decode(): value.decode() for name, value in raw.items()}
 
     def settled(self) -> dict[str, Any]:

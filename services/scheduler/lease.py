@@ -17,6 +17,9 @@ from shared.redis_client import LIVE_TTL_MS, Script, Scripts, Unavailable, Value
 
 log = logging.getLogger("orcinus.scheduler")
 
+STANDBY_S = 0.05
+"""How often a standby tries: a shard that is given up pauses for that, and for the taking up of its requests."""
+
 
 class Lease:
     """The right to schedule one shard, for `lease_ms` at a time."""
@@ -43,7 +46,7 @@ class Lease:
             if not waited:
                 log.info("waiting for shard %s: another scheduler holds it", self._shard)
                 waited = True
-            await asyncio.sleep(self._lease_ms / 8000)
+            await asyncio.sleep(STANDBY_S)
         raise asyncio.CancelledError
 
     async def take(self) -> bool:

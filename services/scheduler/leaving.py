@@ -37,10 +37,14 @@ class Leaving:
         self._by = self._by or now + LEAVE_S
         return max(self._by - now, LEAST_S)
 
-    async def goodbye(self) -> None:
-        """Gives up the lease, takes the heartbeat back, and closes the connections."""
+    async def give_up(self) -> None:
+        """Gives up the lease, once: a standby goes on from now."""
         if self._lease.epoch and not await within(self.left_s(), self._lease.release()):
             log.warning("the lease was not released: Redis does not answer")
+
+    async def goodbye(self) -> None:
+        """Gives up the lease, takes the heartbeat back, and closes the connections."""
+        await self.give_up()
         await within(self.left_s(), self._reports.forget())
         closed = asyncio.gather(*(client.aclose() for client in self._clients), return_exceptions=True)
         await within(self.left_s(), closed)

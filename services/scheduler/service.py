@@ -154,6 +154,7 @@ class Service:
             return 1
         finally:
             await end(publisher, keep)
+            await self._leaving.give_up()
             if self._link is not None:
                 await self._link.close()
 
@@ -237,7 +238,9 @@ class Service:
                 await first_of(self._receive(link, replica), self._pump(link, replica), self._watch(link))
             except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
                 log.warning("worker %s is lost: %s", link.worker.id, brief(error))
-                self._reports.event("worker_lost", brief(error), worker=link.worker.id)
+                self._reports.event(
+                    "worker_left" if link.leaving else "worker_lost", brief(error), worker=link.worker.id
+                )
                 reason = error
             finally:
                 self._link = None
@@ -277,7 +280,7 @@ class Service:
     async def _pump(self, link: WorkerLink, replica: int) -> None:
         """Plans and sends while there is something to plan, a place in flight, and room to publish."""
         while True:
-            while not self._publisher.full:
+            while not (self._publisher.full or link.leaving):
                 begin = time.monotonic_ns()
                 plan, outcome = self._core.plan(begin, replica)
                 self._put(outcome)
@@ -311,7 +314,7 @@ class Service:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
                 self._parking.progressed({request.id for request, count in rows if count}, begin)
             self._put(outcome, message.id)
-        raise WorkerLostError("its stream ended")
+        raise WorkerLostError("it drains, and has answered what it had" if link.leaving else "its stream ended")
 
     async def _watch(self, link: WorkerLink) -> None:
         """Ends the link when a step stays unanswered; wakes the loop for deadlines when nothing else does."""

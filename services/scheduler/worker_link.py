@@ -100,6 +100,7 @@ class WorkerLink:
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
         self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
+        self.leaving = False  # the worker drains: no further step may be sent
 
     async def open(self) -> Limits:
         """Describes and says hello. Raises grpc.aio.AioRpcError when the worker is not there."""
@@ -142,13 +143,18 @@ class WorkerLink:
             raise ProtocolError(f"the stream to worker {self.worker.id} has ended: {error}") from error
 
     async def results(self) -> AsyncIterator[worker_pb2.Result]:
-        """Results in the order of the steps, until the stream ends.
+        """Results in the order of the steps, until the stream ends, or all are there of a worker that is leaving.
 
         Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
         """
         if self._call is None:
             raise ProtocolError("results were read before hello")
         async for result in self._call:
+            if result.draining:
+                self.leaving = True
+                if not self._sent:
+                    return
+                continue
             if not self._sent or result.epoch != self.epoch or result.id != self._sent[0][0]:
                 raise ProtocolError(
                     f"worker {self.worker.id} answered step {result.id} of epoch {result.epoch}; "
@@ -159,6 +165,8 @@ class WorkerLink:
             if result.error:
                 raise StepFailedError(f"step {result.id} failed: {result.error}")
             yield result
+            if self.leaving and not self._sent:
+                return
 
     def waited_s(self) -> float:
         """How long the worker has had the oldest unanswered step in hand; 0 when it has none."""

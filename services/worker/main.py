@@ -25,11 +25,18 @@ PROGRESS_S = 2.0  # a line of loading progress at most this often
 
 
 def run(settings: WorkerSettings) -> int:
-    """Serves until SIGTERM or SIGINT; returns 0. Raises ConfigurationError for what the operator has to change."""
+    """Serves until SIGTERM, SIGINT or `orcinus drain`, then drains and returns 0; a second signal hurries.
+
+    Raises ConfigurationError for what the operator has to change.
+    """
     setup("worker", settings.log_level, settings.log_json)
-    stop = threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
+
+    def told(*_: object) -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, told)
     server = WorkerServer(settings.listen, server_credentials(settings))
     registration: Registration | None = None
     try:
@@ -41,9 +48,12 @@ def run(settings: WorkerSettings) -> int:
             server.serve(engine, metrics.step)
             address = settings.advertise or server.address
             log.info("ready: %s listens on %s", settings.worker_id, address)
-            registration = Registration(settings, record(engine, address), lambda: server.last_step_id)
+            registration = Registration(settings, record(engine, address), lambda: server.last_step_id, stop.set)
             registration.start()
             stop.wait()
+            log.info("draining: the steps under way are answered, then the scheduler goes elsewhere")
+            registration.leave()
+            server.drain(hurry.is_set)
         log.info("stopping")
     finally:
         if registration:

@@ -51,6 +51,10 @@ class RunState:
         self.ended.set()
         self.results.put(None)
 
+    def tell_draining(self) -> None:
+        """Between the results of steps, which go on."""
+        self.results.put(worker_pb2.Result(epoch=self.epoch, draining=True))
+
     def more(self) -> bool:
         """Whether a step has come behind the one that is answered next, so that another result will follow."""
         return self.received > self.answered + 1

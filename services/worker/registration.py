@@ -30,13 +30,22 @@ BACKOFF_S = (0.2, 5.0)  # first and longest pause after a failure
 class Registration:
     """Keeps worker:{id}, alive:worker:{id} and its place in `workers` while it runs."""
 
-    def __init__(self, settings: WorkerSettings, fields: dict[str, str], last_step_id: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        fields: dict[str, str],
+        last_step_id: Callable[[], int],
+        on_drain: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_drain` is called, again and again, once `orcinus drain` has named this start of the worker."""
         self._id = settings.worker_id
         self._workers = settings.keys.workers
         self._key = settings.keys.worker(settings.worker_id)
+        self._drain = settings.keys.drain("worker", settings.worker_id)
         self._alive = settings.keys.alive("worker", settings.worker_id)
         self._fields = fields
         self._last_step_id = last_step_id
+        self._on_drain = on_drain
         self._url = settings.redis_url
         options: dict[str, Any] = settings.redis_options()
         self._redis = redis.Redis.from_url(
@@ -68,8 +77,17 @@ class Registration:
             log.warning("could not remove %s: %s; it expires in %d s", self._key, error, TTL_MS // 1000)
         self._redis.close()
 
+    def leave(self) -> None:
+        """Says that the worker drains: no scheduler takes it any more."""
+        self._fields |= {"ready": "0", "draining": "1"}
+        try:
+            self.refresh()
+        except (redis.RedisError, OSError) as error:
+            log.warning("could not say in %s that the worker drains: %s", self._key, error)
+
     def refresh(self) -> None:
-        """Writes the record, the heartbeat and the place among the workers once. Raises redis.RedisError."""
+        """Writes the record, the heartbeat and the place among the workers once, and looks whether an operator wants
+        the worker to drain. Raises redis.RedisError."""
         # Redis's clock: a machine whose own is wrong would remove the others, or be removed.
         seconds, micros = self._redis.time()
         now_ms = seconds * 1000 + micros // 1000
@@ -80,7 +98,10 @@ class Registration:
             pipe.zadd(self._workers, {self._id: now_ms})
             pipe.zremrangebyscore(self._workers, "-inf", now_ms - WORKERS_MS)
             pipe.pexpire(self._workers, WORKERS_MS)
-            pipe.execute()
+            pipe.get(self._drain)
+            *_, drained = pipe.execute()
+        if drained == self._fields["identity"].encode():  # this start of the worker, and not the one that follows
+            self._on_drain()
 
     def _loop(self) -> None:
         pause, registered = BACKOFF_S[0], False

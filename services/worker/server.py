@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -24,6 +24,8 @@ log = logging.getLogger("orcinus.worker")
 
 MESSAGE_BYTES = 64 << 20
 HANDLERS = 16  # Run holds one for as long as it lasts; Describe and health checks need others
+DRAIN_S = 5.0
+HURRY_S = 0.1
 SERVICE = "orcinus.worker.v1.Worker"
 OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -39,12 +41,13 @@ OPTIONS = [
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
-    """`bind` first (a port in use shows at once), then `serve` with a loaded engine, `stop` at the end."""
+    """It listens at once (a port in use shows then); `serve` with a loaded engine, at the end `drain` and `stop`."""
 
     def __init__(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> None:
         self._engine: Engine | None = None
         self._lock = threading.Lock()
         self._current: RunState | None = None
+        self._draining = False
         self._highest_epoch = 0
         self._pipeline = Pipeline()
         self._health = health.HealthServicer()
@@ -67,6 +70,19 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._pipeline.start(engine, observe)
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def drain(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Asks the scheduler to send no more steps, and waits until it has ended its Run, which it does when those that
+        it sent are answered; DRAIN_S at most, and not after `hurry` says so."""
+        self._health.enter_graceful_shutdown()
+        with self._lock:
+            self._draining, run = True, self._current
+        if run is None:
+            return
+        run.tell_draining()
+        by = time.monotonic() + DRAIN_S
+        while not run.ended.wait(HURRY_S) and time.monotonic() < by and not hurry():
+            pass
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Ends the current Run and the server; the steps that run are finished first, and still watched."""
@@ -128,6 +144,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                 self._highest_epoch = first.epoch
                 old, run = self._current, RunState(first.epoch)
                 self._current = run
+                if self._draining:  # the scheduler took us a moment before we said so
+                    run.tell_draining()
         if first.epoch < highest:
             context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"epoch {first.epoch} is older than {highest}, which was here"

@@ -114,6 +114,7 @@ class EndingLink:
 
     worker = Registration("worker-0", "nowhere", "identity")
     epoch = 1
+    leaving = False
     info = worker_pb2.WorkerInfo()
 
     def __init__(self) -> None:
@@ -158,10 +159,10 @@ async def test_a_step_whose_answer_is_unread_when_a_send_fails_is_not_blamed(mon
 
     lose = service._lose
 
-    def losing(replica: int, blame: bool) -> None:
-        if blame:
+    def losing(replica: int, worker: str, reason: Exception | None) -> None:
+        if isinstance(reason, StepFailedError):
             blamed.append(list(service._in_flight._plans))
-        lose(replica, blame)
+        lose(replica, worker, reason)
 
     monkeypatch.setattr(service, "_connect", connect)
     monkeypatch.setattr(service, "_lose", losing)

@@ -11,6 +11,7 @@ from protos import queue_pb2
 from services.scheduler.core.types import Limits, NewRequest
 from services.scheduler.intake import Claimed, Entry
 from services.scheduler.service import Service
+from services.scheduler.worker_link import StepFailedError
 from shared.settings import SchedulerSettings
 from tests.waiting import free_port
 
@@ -43,7 +44,7 @@ class OneWorker:
         return self.service._in_flight.all()
 
     def dies(self) -> None:
-        self.service._lose(self.replica, blame=True)
+        self.service._lose(self.replica, "worker-0", StepFailedError("it raised"))
         self.join()
 
     def parked(self) -> int:

@@ -169,8 +169,8 @@ def test_a_stop_in_a_long_step_leaves_redis_at_once_and_ends_after_the_step(
             call = begin(channel, *steps)
             until("the step runs", lambda: worker.says("the step waits"))
             worker.process.send_signal(signal.SIGTERM)
-            with pytest.raises((grpc.RpcError, StopIteration)):
-                next(call)
+            assert next(call).draining
+            call.cancel()  # a scheduler waits for the answers to what it sent; this one does not
             until("it left Redis", lambda: not redis.client.keys("orcinus:*"))
             assert worker.process.poll() is None
             worker.gate.write_text("go on\n")

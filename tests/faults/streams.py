@@ -1,0 +1,130 @@
+"""Streams that a fault shall hit: one a prompt, long, and resumed at another gateway where one hands them over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.models import Reference
+from tests.stack import Stack
+from tests.waiting import until
+
+READ_S = 120.0
+FLOWING = 4  # tokens
+
+
+@dataclass
+class Stream:
+    """One client. It goes on at the next of `urls` where a gateway hands its stream over or is gone."""
+
+    urls: Sequence[str]
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    flowing: threading.Event = field(default_factory=threading.Event)
+    leave: threading.Event = field(default_factory=threading.Event)
+    """Set: the client closes its connection."""
+    request: str = ""
+    reason: str = ""
+    resumed: int = 0
+    _last: str = ""
+
+    def read(self) -> list[int]:
+        """All token ids. Raises RuntimeError for an error event that is no handing over."""
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream(
+                "POST", f"{self.urls[0]}/v1/completions", json=self.body, headers=self.headers, timeout=READ_S
+            ) as answer,
+        ):
+            self._take(answer)
+        while not self.reason and not self.leave.is_set():
+            self.resumed += 1
+            url = self.urls[self.resumed % len(self.urls)]
+            until("a gateway takes the stream on", lambda url=url: self._go_on(url), 60, every=0.1)
+        return self.ids
+
+    def _go_on(self, url: str) -> bool:
+        headers = {**self.headers, "Last-Event-ID": self._last}
+        with contextlib.suppress(httpx.TransportError):
+            address = f"{url}/v1/requests/{self.request}/stream"
+            with httpx.stream("GET", address, headers=headers, timeout=READ_S) as answer:
+                if answer.status_code == 503:
+                    return False
+                self._take(answer)
+                return True
+        return False
+
+    def _take(self, answer: httpx.Response) -> None:
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code}: {answer.read()[:300]!r}")
+        event_id = ""
+        for line in answer.iter_lines():
+            if self.leave.is_set():
+                return
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            elif line.startswith("data: {"):
+                self._event(json.loads(line.removeprefix("data: ")), event_id)
+
+    def _event(self, event: dict[str, Any], event_id: str) -> None:
+        if "error" in event:
+            if event["error"]["code"] != "handed_over":
+                raise RuntimeError(f"{self.request}: {event['error']}")
+            return
+        self._last, self.request = event_id, event["id"]
+        for choice in event["choices"]:
+            self.ids += choice.get("token_ids") or []
+            self.reason = choice["finish_reason"] or self.reason
+        if len(self.ids) > FLOWING:
+            self.flowing.set()
+
+
+@dataclass
+class Load:
+    """Streams under way, one for each prompt of the reference."""
+
+    reference: Reference
+    streams: list[Stream]
+    answers: list[Future[list[int]]]
+
+    def check(self, tokens: int, but: Sequence[int] = ()) -> None:
+        """Every stream, but those numbers, got the reference's tokens and as many as it asked for."""
+        for number, (answer, known) in enumerate(zip(self.answers, self.reference.outputs, strict=True)):
+            got = answer.result(READ_S)
+            if number not in but:
+                assert got[: len(known)] == known
+                assert (len(got), self.streams[number].reason) == (tokens, "length")
+
+
+@contextlib.contextmanager
+def load(stack: Stack, reference: Reference, tokens: int, *others: str, **fields: Any) -> Iterator[Load]:
+    """The load, once every stream flows. `others`: the addresses of further gateways."""
+    common = {
+        "model": stack.name, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True, **fields,
+    }  # fmt: skip
+    streams = [
+        Stream([stack.url, *others], {**common, "prompt": prompt}, stack.headers) for prompt in reference.prompts
+    ]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        answers = [pool.submit(stream.read) for stream in streams]
+        try:
+            until("all streams flow", lambda: all(s.flowing.is_set() for s in streams) or failed(answers), 60)
+            assert not failed(answers)
+            yield Load(reference, streams, answers)
+        except BaseException:
+            for stream in streams:
+                stream.leave.set()
+            raise
+
+
+def failed(answers: Sequence[Future[list[int]]]) -> bool:
+    return any(answer.done() and answer.exception() for answer in answers)
