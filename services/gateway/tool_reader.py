@@ -21,6 +21,17 @@ CLOSINGS = {"hermes": "</tool_call>", "llama3": "", "mistral": "]"}
 SEPARATORS = {"hermes": "", "llama3": ";", "mistral": ","}
 
 
+def format_of(template: str) -> str:
+    """How a model writes calls, by what its chat template contains; "none" where it knows no tools."""
+    if "tools" not in template:
+        return "none"
+    if OPENINGS["mistral"] in template:
+        return "mistral"
+    if OPENINGS["hermes"] in template:
+        return "hermes"
+    return "llama3" if '"parameters"' in template or PYTHON_TAG in template else "none"
+
+
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """How the calls of a request are read. names: the tools that it offers."""
