@@ -7,30 +7,27 @@ another unguessable name only: what the template wrote is renamed, what the user
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import orjson
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from services.gateway.chat_renderer import Renderer
 from services.gateway.errors import invalid
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """One compiled template and the twin tokenizer."""
+    """One template, which a process of its own renders, and the twin tokenizer. `encode` blocks."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, names: Mapping[str, str]) -> None:
-        """`names`: bos_token, eos_token, ... as the template may use them. Raises jinja2.TemplateError."""
-        self._template = _environment().from_string(source)
+    def __init__(self, source: str, tokenizer: Tokenizer, names: Mapping[str, str], timeout_s: float) -> None:
+        """`names`: bos_token, eos_token, ... as the template may use them. Raises jinja2.TemplateSyntaxError."""
+        self._template = Renderer(source, timeout_s)
         self._names = dict(names)
         added = tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: id_ for id_, token in added.items() if token.special and token.content}
@@ -58,6 +55,10 @@ class ChatTemplate:
         if hidden.used and sum(id_ in self._special_ids for id_ in ids) != written:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
         return ids
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._template.close()
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         try:
@@ -119,38 +120,3 @@ def _twin(tokenizer: Tokenizer, renamed: Mapping[str, str]) -> tuple[Tokenizer, 
     ids = [(twin.token_to_id(content), id_) for content, id_ in original.items()]
     return twin, {theirs: ours for theirs, ours in ids if theirs is not None and theirs != ours}
 
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers renders chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; for serving it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _raise_exception(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

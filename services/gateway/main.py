@@ -35,7 +35,10 @@ def run(settings: GatewaySettings) -> int:
     Raises ConfigurationError for a model, a key, a certificate or a port that will not do.
     """
     logs.setup("gateway", settings.log_level, settings.log_json)
-    gateway = Gateway(settings, ModelText(settings.model))
+    model = ModelText(settings.model, settings.template_timeout_s)
+    if problem := model.try_template():
+        log.warning("the chat template does not render a plain message: %s", problem)
+    gateway = Gateway(settings, model)
     faulthandler.register(signal.SIGUSR1)  # what hangs can be asked where
     with contextlib.ExitStack() as sockets:
         public = sockets.enter_context(contextlib.closing(_listen(settings.host, settings.port, "port")))
@@ -44,6 +47,7 @@ def run(settings: GatewaySettings) -> int:
         log.info("serving %s on %s://%s:%d", name, scheme(settings), host, port)
         warn_of_clear_text(settings)
         failure = uvloop.run(_serve(gateway, public, ops))
+    model.close()
     if failure:
         # Whoever started this process starts it again; without that task it would only look alive.
         log.critical("a task of this gateway died, so the process ends: %s", failure)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.chat import ChatTemplate, Message
 from services.gateway.detokenize import TokenText
-from services.gateway.errors import invalid
+from services.gateway.errors import ApiError, invalid
 from shared.end_of_text import end_ids
 from shared.errors import ModelError
 from shared.grammars import Grammars
@@ -25,8 +25,8 @@ from shared.grammars import Grammars
 class ModelText:
     """Text of one model, in and out."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ModelError."""
+    def __init__(self, directory: Path, template_timeout_s: float = 2.0) -> None:
+        """template_timeout_s: what the chat template may take for one conversation. Raises ModelError."""
         directory = Path(directory)
         if not directory.is_dir():
             raise ModelError(f"model directory {directory} does not exist")
@@ -44,7 +44,7 @@ class ModelText:
             if (text := _token_text(tokenizer_config.get(name))) is not None
         }  # fmt: skip
         self.eos_ids = end_ids(directory)
-        self._chat = self._template(directory, tokenizer_config, names)
+        self._chat = self._template(directory, tokenizer_config, names, template_timeout_s)
         self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
@@ -64,11 +64,28 @@ class ModelText:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
         return self._chat.encode(messages, add_generation_prompt, tools)
 
+    def try_template(self) -> str:
+        """Why the chat template does not render a plain conversation; empty when it does, or there is none."""
+        if self._chat is None:
+            return ""
+        try:
+            self._chat.encode([{"role": "user", "content": "Hello"}])
+        except ApiError as error:
+            return error.message
+        return ""
+
+    def close(self) -> None:
+        """Ends the process that renders the chat template; another call starts it again."""
+        if self._chat is not None:
+            self._chat.close()
+
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's strings of some ids."""
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
 
-    def _template(self, directory: Path, config: dict[str, Any], names: dict[str, str]) -> ChatTemplate | None:
+    def _template(
+        self, directory: Path, config: dict[str, Any], names: dict[str, str], timeout_s: float
+    ) -> ChatTemplate | None:
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         if isinstance(source, list):
@@ -76,7 +93,7 @@ class ModelText:
         if source is None:
             return None
         try:
-            return ChatTemplate(source, self.tokenizer, names)
+            return ChatTemplate(source, self.tokenizer, names, timeout_s)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
 

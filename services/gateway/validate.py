@@ -25,8 +25,6 @@ THREAD_CHARS = 32 * 1024
 """Longer texts, all of a request together, are tokenized beside the event loop."""
 THREAD_TOKENS = 8 * 1024
 """More ids are checked and turned into text beside the event loop."""
-MESSAGE_CHARS = 32
-"""About what a template adds to a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +169,8 @@ async def encode_messages(
         plain.append({"role": role, "content": content} | ({"name": message.name} if message.name else {}))
     size = sum(len(message["content"]) for message in plain)
     _check_hopeless(size // model.longest, limits, "messages")
-    if size + MESSAGE_CHARS * len(plain) > THREAD_CHARS:
-        return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt)
-    return model.encode_chat(plain, add_generation_prompt)
+    # Beside the event loop however short it is: another process renders it.
+    return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt)
 
 
 async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
