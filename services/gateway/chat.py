@@ -119,4 +119,3 @@ def _twin(tokenizer: Tokenizer, renamed: Mapping[str, str]) -> tuple[Tokenizer, 
     twin = Tokenizer.from_str(orjson.dumps(source).decode())
     ids = [(twin.token_to_id(content), id_) for content, id_ in original.items()]
     return twin, {theirs: ours for theirs, ours in ids if theirs is not None and theirs != ours}
-
