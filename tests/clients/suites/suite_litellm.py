@@ -1,0 +1,76 @@
+"""litellm with the provider `openai` at our address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import litellm
+import pytest
+
+
+@pytest.fixture(scope="module")
+def where(server: Any) -> dict[str, Any]:
+    return {"model": f"openai/{server.model}", "api_base": server.base, "api_key": server.key, "max_retries": 0}
+
+
+@pytest.fixture(scope="module")
+def where_text(server: Any, where: dict[str, Any]) -> dict[str, Any]:
+    return {**where, "model": f"text-completion-openai/{server.model}"}
+
+
+def test_completion(where_text: dict[str, Any], continued: str) -> None:
+    answer = litellm.text_completion(**where_text, prompt="def add(", max_tokens=12, temperature=0)
+    assert answer.choices[0].text == continued
+
+
+def test_chat_and_usage(where: dict[str, Any], chat: Any, said: str) -> None:
+    answer = litellm.completion(**where, messages=chat, max_tokens=12, temperature=0)
+    assert answer.choices[0].message.content == said
+    assert answer.usage.completion_tokens == 12
+
+
+def test_stream_with_usage(where: dict[str, Any], chat: Any, said: str) -> None:
+    chunks = list(
+        litellm.completion(
+            **where, messages=chat, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == said
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_errors(where: dict[str, Any], chat: Any) -> None:
+    with pytest.raises(litellm.AuthenticationError):
+        litellm.completion(**{**where, "api_key": "wrong"}, messages=chat)
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(**{**where, "model": "openai/gpt-none"}, messages=chat)
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(**where, messages=chat, temperature=7)
+
+
+def test_stop(where: dict[str, Any], chat: Any, said: str) -> None:
+    stop = said[3:5]
+    answer = litellm.completion(**where, messages=chat, max_tokens=12, temperature=0, stop=[stop])
+    assert answer.choices[0].message.content == said[: said.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_seed_and_n(where: dict[str, Any], chat: Any) -> None:
+    def texts(seed: int) -> list[str]:
+        answer = litellm.completion(**where, messages=chat, max_tokens=12, temperature=1, seed=seed, n=3)
+        return [choice.message.content for choice in answer.choices]
+
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+
+
+def test_logprobs(where: dict[str, Any], chat: Any) -> None:
+    answer = litellm.completion(**where, messages=chat, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2)
+    assert len(answer.choices[0].logprobs.content) == 6
+
+
+def test_leaving_a_stream_cancels(where: dict[str, Any], chat: Any, server: Any) -> None:
+    stream = litellm.completion(**where, messages=chat, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    request_id = next(stream).id
+    stream.completion_stream.close()
+    assert server.ended(request_id)["finish_reasons"] == ["cancelled"]

@@ -1,0 +1,111 @@
+// The official JavaScript client. `node suite_openai.mjs URL KEY MODEL`, inside .clients/javascript.
+import assert from "node:assert/strict";
+import test from "node:test";
+import OpenAI from "openai";
+
+const [url, key, model] = process.argv.slice(2);
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
+const chat = [{ role: "user", content: "Write a function that adds two numbers." }];
+const greedy = { model, max_tokens: 12, temperature: 0 };
+
+async function plain(path, body) {
+  const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
+  return (await fetch(url + path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+}
+
+async function ended(id) {
+  const deadline = Date.now() + 60_000;
+  for (;;) {
+    const answer = await fetch(`${url}/v1/requests/${id}`, { headers: { Authorization: `Bearer ${key}` } });
+    const found = await answer.json();
+    if (found.status === "finished") return found;
+    assert.ok(Date.now() < deadline, `${id} has not ended`);
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+}
+
+const said = (await plain("/v1/chat/completions", { ...greedy, messages: chat })).choices[0].message.content;
+const continued = (await plain("/v1/completions", { ...greedy, prompt: "def add(" })).choices[0].text;
+
+test("models", async () => {
+  const found = [];
+  for await (const one of client.models.list()) found.push(one.id);
+  assert.deepEqual(found, [model]);
+});
+
+test("completion and usage", async () => {
+  const answer = await client.completions.create({ ...greedy, prompt: "def add(" });
+  assert.equal(answer.choices[0].text, continued);
+  assert.equal(answer.usage.completion_tokens, 12);
+});
+
+test("chat", async () => {
+  const answer = await client.chat.completions.create({ ...greedy, messages: chat });
+  assert.equal(answer.choices[0].message.content, said);
+});
+
+test("stream with usage", async () => {
+  const options = { stream: true, stream_options: { include_usage: true } };
+  let text = "";
+  let usage = null;
+  for await (const chunk of await client.chat.completions.create({ ...greedy, messages: chat, ...options })) {
+    text += chunk.choices[0]?.delta?.content ?? "";
+    usage = chunk.usage ?? usage;
+  }
+  assert.equal(text, said);
+  assert.equal(usage.completion_tokens, 12);
+});
+
+test("stream helper", async () => {
+  const stream = client.chat.completions.stream({ ...greedy, messages: chat });
+  assert.equal(await stream.finalContent(), said);
+});
+
+test("errors", async () => {
+  await assert.rejects(client.withOptions({ apiKey: "wrong" }).models.list(), OpenAI.AuthenticationError);
+  await assert.rejects(client.completions.create({ model: "gpt-none", prompt: "x" }), OpenAI.NotFoundError);
+  const bad = client.completions.create({ model, prompt: "x", temperature: 7 });
+  await assert.rejects(bad, (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
+});
+
+test("stop", async () => {
+  const stop = continued.slice(3, 5);
+  const answer = await client.completions.create({ ...greedy, prompt: "def add(", stop: [stop] });
+  assert.equal(answer.choices[0].text, continued.slice(0, continued.indexOf(stop)));
+  assert.equal(answer.choices[0].finish_reason, "stop");
+});
+
+test("seed and n", async () => {
+  const texts = async (seed) => {
+    const answer = await client.completions.create({ model, prompt: "def add(", max_tokens: 12, seed, n: 3 });
+    return answer.choices.map((choice) => choice.text);
+  };
+  assert.deepEqual(await texts(1), await texts(1));
+  assert.notDeepEqual(await texts(1), await texts(2));
+});
+
+test("logprobs", async () => {
+  const answer = await client.chat.completions.create({ ...greedy, messages: chat, logprobs: true, top_logprobs: 2 });
+  assert.equal(answer.choices[0].logprobs.content.length, 12);
+});
+
+test("leaving a stream cancels", async () => {
+  const stream = await client.completions.create({ model, prompt: "x", max_tokens: 900, stream: true, ignore_eos: true });
+  let id = null;
+  for await (const chunk of stream) {
+    id = chunk.id;
+    break;
+  }
+  assert.deepEqual((await ended(id)).finish_reasons, ["cancelled"]);
+});
+
+test("response and its events", async () => {
+  const body = { model, input: chat, max_output_tokens: 12, temperature: 0 };
+  const whole = await client.responses.create(body);
+  assert.equal(whole.output_text, said);
+  let text = "";
+  for await (const event of await client.responses.create({ ...body, stream: true })) {
+    if (event.type === "response.output_text.delta") text += event.delta;
+  }
+  assert.equal(text, said);
+});

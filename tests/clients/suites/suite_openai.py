@@ -1,0 +1,151 @@
+"""The official Python client, 2.x and 3.x."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.base, api_key=server.key, max_retries=0) as made:
+        yield made
+
+
+def test_models(client: openai.OpenAI, server: Any) -> None:
+    assert [model.id for model in client.models.list()] == [server.model]
+    assert client.models.retrieve(server.model).owned_by == "orcinus"
+
+
+def test_completion_and_usage(client: openai.OpenAI, server: Any, continued: str) -> None:
+    answer = client.completions.create(model=server.model, prompt="def add(", max_tokens=12, temperature=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (continued, "length")
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+
+
+def test_chat(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
+    answer = client.chat.completions.create(model=server.model, messages=chat, max_completion_tokens=12, temperature=0)
+    assert answer.choices[0].message.content == said
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_stream_with_usage(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=server.model, messages=chat, max_tokens=12, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == said
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_stream_helper(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
+    arguments = {"model": server.model, "messages": chat, "max_tokens": 12, "temperature": 0}
+    with client.chat.completions.stream(**arguments) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+    assert text == said
+
+
+def test_many_at_once(server: Any, continued: str) -> None:
+    async def one(client: openai.AsyncOpenAI) -> str:
+        stream = await client.completions.create(
+            model=server.model, prompt="def add(", max_tokens=12, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.base, api_key=server.key, max_retries=0) as client:
+            return list(await asyncio.gather(*(one(client) for _ in range(16))))
+
+    assert asyncio.run(many()) == [continued] * 16
+
+
+def test_wrong_key(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_unknown_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="gpt-none", prompt="x")
+    assert refused.value.code == "model_not_found"
+
+
+def test_bad_field(client: openai.OpenAI, server: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=server.model, prompt="x", temperature=7)
+    assert refused.value.param == "temperature"
+
+
+def test_stop(client: openai.OpenAI, server: Any, continued: str) -> None:
+    stop = continued[3:5]
+    answer = client.completions.create(model=server.model, prompt="def add(", max_tokens=12, temperature=0, stop=[stop])
+    assert answer.choices[0].text == continued[: continued.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_seed_and_n(client: openai.OpenAI, server: Any, chat: Any) -> None:
+    def texts(seed: int) -> list[str]:
+        answer = client.chat.completions.create(
+            model=server.model, messages=chat, max_tokens=12, temperature=1, seed=seed, n=3
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+    assert len(set(texts(1))) > 1
+
+
+def test_logprobs(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
+    answer = client.chat.completions.create(
+        model=server.model, messages=chat, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
+    )
+    tokens = answer.choices[0].logprobs.content
+    assert len(tokens) == 12
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == said
+    assert [token.top_logprobs[0].token for token in tokens] == [token.token for token in tokens]  # greedy
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in tokens)
+
+
+def test_leaving_a_stream_cancels(client: openai.OpenAI, server: Any) -> None:
+    stream = client.completions.create(
+        model=server.model, prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    request_id = next(iter(stream)).id
+    stream.close()
+    assert server.ended(request_id)["finish_reasons"] == ["cancelled"]
+
+
+def test_response(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
+    answer = client.responses.create(model=server.model, input=chat, max_output_tokens=12, temperature=0)
+    assert answer.output_text == said
+    assert answer.usage.output_tokens == 12
+
+
+def test_response_events(client: openai.OpenAI, server: Any, said: str, chat: Any) -> None:
+    stream = client.responses.create(
+        model=server.model, input=chat[0]["content"], max_output_tokens=12, temperature=0, stream=True
+    )
+    events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said
+    assert events[-1].response.output_text == said
+
+
+def test_response_in_the_background(client: openai.OpenAI, server: Any, said: str, chat: Any) -> None:
+    begun = client.responses.create(
+        model=server.model, input=chat, max_output_tokens=12, temperature=0, background=True
+    )
+    server.ended(begun.id)
+    assert client.responses.retrieve(begun.id).output_text == said
+
+
+def test_response_refused(client: openai.OpenAI, server: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=server.model, input="x", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"

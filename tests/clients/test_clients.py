@@ -1,0 +1,78 @@
+"""Clients that people use, each in its own environment, against one stack: `make clients` installs and runs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protos import kserve_pb2
+from shared.settings import DEMO_MODEL
+from tests.clients import install
+from tests.stack import Stack, running_stack
+from tests.waiting import free_port
+
+KEY = "sk-clients"
+SUITES = Path(__file__).parent / "suites"
+PYTHON = {
+    "openai-2": "suite_openai.py",
+    "openai-3": "suite_openai.py",
+    "litellm": "suite_litellm.py",
+    "langchain": "suite_langchain.py",
+    "triton": "suite_triton.py",
+}
+# They would ask the internet for news of themselves, which these tests may not need.
+QUIET = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGSMITH_TRACING": "false",
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+}
+LIMIT_S = 280
+
+pytestmark = pytest.mark.skipif(
+    not all(install.made(name) for name in (*PYTHON, install.JAVASCRIPT)), reason="make clients installs the clients"
+)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, DEMO_MODEL, key=KEY, dtype="float32", grpc_port=free_port()) as running:
+        yield running
+
+
+def check(command: list[str | Path], folder: Path) -> None:
+    """Runs a suite; its own report is the message of a failure."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ORCINUS_", "PYTEST_", "OPENAI_"))
+    }
+    done = subprocess.run(
+        command, cwd=folder, env={**clean, **QUIET}, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    print(done.stdout[-12_000:], done.stderr[-4_000:])
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_python_client_finds_what_it_expects(stack: Stack, name: str) -> None:
+    descriptor = stack.directory / "kserve.descriptor"
+    descriptor.write_bytes(kserve_pb2.DESCRIPTOR.serialized_pb)
+    options = {"url": stack.url, "key": KEY, "model": stack.name, "grpc": f"127.0.0.1:{stack.settings['grpc_port']}"}
+    options["descriptor"] = str(descriptor)
+    pytest_in_it = [install.python_of(name), "-m", "pytest", "-q", "-c", SUITES / "pytest.ini", SUITES / PYTHON[name]]
+    check([*pytest_in_it, *(f"--server-{option}={value}" for option, value in options.items())], SUITES)
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+
+
+def test_the_javascript_client_finds_what_it_expects(stack: Stack) -> None:
+    folder = install.HOME / install.JAVASCRIPT
+    shutil.copy(SUITES / "suite_openai.mjs", folder)  # beside node_modules, where its imports are looked for
+    check(["node", "suite_openai.mjs", stack.url, KEY, stack.name], folder)
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
