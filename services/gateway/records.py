@@ -21,7 +21,7 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     """Request, index of the first token, and row, of each row of a batch. Raises ValueError for one that is broken."""
     choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
     counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
-    logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts))
+    logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
     finish, offset = batch.finish, 0
     for index, request_id in enumerate(batch.requests):
         end = offset + counts[index]

@@ -7,6 +7,7 @@ from typing import Any
 from tests.tokenizers_for_tests import CONTEXT
 
 CHAT = [{"role": "user", "content": "x"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
@@ -49,6 +50,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": "x", "max_token": 3}, "max_token", "Unrecognized"),
     ("completions", {"prompt": "x", "logprobs": 21}, "logprobs", "20"),
     ("completions", {"prompt": "x", "logprobs": True}, "logprobs", "valid integer"),
+    ("completions", {"prompt": "x", "logprobs": 0, "echo": True}, "echo", "logprobs is not supported"),
     ("completions", {"prompt": "x", "top_logprobs": 2}, "top_logprobs", "Unrecognized"),
     ("completions", {"prompt": "x", "n": 3, "best_of": 2}, "best_of", "at least n, 3; got 2"),
     ("completions", {"prompt": "x", "best_of": 2, "stream": True}, "best_of", "streamed"),
@@ -72,11 +74,20 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "max_completion_tokens",
         f"{CONTEXT} tokens",
     ),
-    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools[0].function", "provide"),
+    ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "knows no tools"),
+    ("chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice", "when tools are given"),
+    ("chat/completions", {"messages": CHAT, "functions": [{}]}, "functions", "not supported"),
     ("chat/completions", {"messages": CHAT, "logprobs": 1}, "logprobs", "valid boolean"),
     ("chat/completions", {"messages": CHAT, "top_logprobs": 3}, "top_logprobs", "logprobs to be true"),
     ("chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
-    ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format", "not sup"),
+    ("chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format", "'xml'"),
+    ("chat/completions", {"messages": CHAT, "guided_json": {"type": "foo"}}, "guided_json", "foo"),
+    ("completions", {"prompt": "x", "guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    ("completions", {"prompt": "x", "guided_grammar": "start: foo"}, "guided_grammar", "foo"),
+    ("completions", {"prompt": "x", "guided_choice": []}, "guided_choice", "at least 1"),
+    ("completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "only one"),
+    ("completions", {"prompt": "x", "guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured output"),
     ("chat/completions", {"messages": CHAT, "audio": {}}, "audio", "not supported"),
     ("chat/completions", {"messages": CHAT, "prompt": "x"}, "prompt", "Unrecognized"),
 ]

@@ -135,7 +135,7 @@ def test_events_tell_each_token_once_before_its_text_ends_and_go_on_behind_any_e
         if endpoint == "chat":
             assert told.decode("utf-8", "ignore").startswith(text), "no text without the tokens that it is made of"
     for at, had in enumerate(ids):
-        rest, _ = streamed(request, rows(tokens, cuts), had)
+        rest, _ = streamed(request, [tokens], had)  # all at once, as the record gives it
         assert entries(events[: at + 1]) + entries(rest) == entries(events)
         assert "".join(map(text_of, events[: at + 1] + rest)) == text
 
