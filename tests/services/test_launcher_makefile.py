@@ -190,6 +190,7 @@ STAGES = {
     "faults": "test",
     "schemathesis": "schemathesis",
     "sanitizers": "sanitizers",
+    "browser-and-clients": "clients",
 }
 """Those that call make, in order, and the target of each."""
 TARGETS = tuple(dict.fromkeys(STAGES.values()))
@@ -200,7 +201,7 @@ def pipeline(tmp_path: Path) -> Path:
     """The CI script over a Makefile whose targets only say their name."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     (tmp_path / "bin").mkdir()
-    for name in ("g++", "curl", "redis-server"):  # no test installs packages
+    for name in ("g++", "curl", "redis-server", "node", "npm"):  # no test installs packages
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "Makefile").write_text("".join(f"{target}:\n\t@echo did {target}; {{}}\n" for target in TARGETS))
@@ -243,9 +244,12 @@ def test_ci_ends_with_what_each_stage_of_tests_counted(pipeline: Path) -> None:
     assert said.splitlines()[-3:] == ["7 passed in 1 s", "= 9 passed in 2 s =", "7 passed in 1 s"]
 
 
-def test_each_test_runs_in_one_of_the_three_stages(pipeline: Path) -> None:
+def test_each_test_runs_in_one_of_the_stages(pipeline: Path) -> None:
     makefile = pipeline / "Makefile"
     makefile.write_text(makefile.read_text().replace("@echo did test;", "@echo did test; echo chosen $(TESTS);"))
     said = run_pipeline(pipeline)[1]
-    assert "chosen tests --ignore=tests/kernels --ignore=tests/faults\n" in said and "chosen tests/faults\n" in said
-    assert "-m pytest tests/kernels\n" in (ROOT / "Makefile").read_text()
+    apart = ("kernels", "faults", "clients", "browser")
+    assert f"chosen tests {' '.join(f'--ignore=tests/{name}' for name in apart)}\n" in said
+    assert "chosen tests/faults\n" in said
+    for name in ("kernels", "clients"):
+        assert f"-m pytest tests/{name}\n" in (ROOT / "Makefile").read_text()
