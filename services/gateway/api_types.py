@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
+from services.gateway.structured_types import MAX_TOOLS, Body, CalledTool, StructuredBody, Tool, ToolChoice
 from shared.logprobs import MOST as MOST_LOGPROBS
 
 MAX_STOPS = 16
@@ -67,12 +68,6 @@ Prompt = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """Base: no unknown fields, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class StreamOptions(Body):
     """`stream_options`."""
 
@@ -81,7 +76,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredBody):
     """What completions and chat share."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -160,13 +155,14 @@ Content = Annotated[
 class ChatMessage(Body):
     """One message. `developer` is rendered as `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None  # only where tool_calls stand for it
     name: str | None = Field(None, max_length=256)
     refusal: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
-    tool_calls: Any = None
+    tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(None, min_length=1, max_length=256)
     function_call: Any = None
 
 
@@ -178,6 +174,8 @@ class ChatBody(GenerationBody):
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: bool | None = None
     service_tier: str | None = Field(None, max_length=32)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = Field(None, max_length=1024)
     prompt_cache_retention: str | None = Field(None, max_length=32)
@@ -187,11 +185,8 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     # As in CompletionBody
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None

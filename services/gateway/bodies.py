@@ -18,11 +18,8 @@ MAX_JSON_DEPTH = 32
 # Field -> the values that ask for nothing; any other value is refused until the feature is built.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from services.gateway.position import NOTHING, Position
 from services.gateway.sink import Row, Sink
 from services.gateway.stops import StopMatcher
 from services.gateway.tokenizer import ModelText
+from services.gateway.tool_reader import CallPiece, ToolReader
 from services.gateway.validate import GenerationSpec
 
 
@@ -45,6 +46,7 @@ class Delta:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    calls: list[CallPiece] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,12 @@ class ChoiceText:
 
     # fmt: off
     __slots__ = (
-        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_stop_ids", "_tells_offsets", "count",
-        "finish_reason", "offsets",
+        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_stop_ids", "_tells_offsets", "_tools",
+        "calls", "count", "finish_reason", "offsets",
     )
     # fmt: on
 
-    def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int]) -> None:
+    def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int], index: int = 0) -> None:
         self._detokenizer = model.text.start(prompt, spec.skip_special)
         self._matcher = StopMatcher(spec.stop, spec.include_stop)
         self._stop_ids = frozenset(spec.stop_ids)
@@ -82,11 +84,30 @@ class ChoiceText:
         self._tells_offsets = spec.logprobs is not None and spec.endpoint == "completions"
         self._length = 0  # of the text of all tokens so far, held back or not
         self.offsets: list[int] = []  # where in that text each token begins; only if an answer tells it
+        self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
+        self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.count = 0
         self.finish_reason: str | None = None
 
     def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
         """Text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
+        text, used, stopped = self._feed(tokens, finish_reason)
+        if self._tools is not None:
+            text = self._read_calls(self._tools, text)
+        return text, used, stopped
+
+    def _read_calls(self, tools: ToolReader, text: str) -> str:
+        """What of the text is no call of a tool."""
+        text, self.calls = tools.feed(text)
+        if self.finish_reason is None:
+            return text
+        rest, last = tools.flush()
+        self.calls += last
+        if self.finish_reason == "stop" and tools.calls:
+            self.finish_reason = "tool_calls"
+        return text + rest
+
+    def _feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
         text = ""
         for used, token in enumerate(tokens, 1):
             self.count += 1
@@ -149,7 +170,8 @@ class Generation:
         self._endings = Endings(sink.wake)
         self._ended: ApiError | None = None  # told by the next call of `next`
         self.failure: ApiError | None = None
-        self.choices = [ChoiceText(spec, model, spec.prompts[index // spec.n]) for index in range(spec.choices)]
+        prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
+        self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
         self.logprobs = Logprobs(spec, model.text, self.choices)
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
@@ -192,6 +214,7 @@ class Generation:
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             known = max(0, self._had[row.choice] - choice.count)
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
+            calls = choice.calls
             self._keep_logprobs(row, known, tokens)
             ended = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
@@ -204,13 +227,15 @@ class Generation:
             if choice.finish_reason is not None:
                 if beyond >= 2:
                     continue
-                text = "" if beyond == 1 else text
+                text, calls = ("", []) if beyond == 1 else (text, calls)
             held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
             held.text += text
+            held.calls += calls
             held.token_ids = held.token_ids + tokens
             held.finish_reason = ended
         for number in self._endings.take():
-            deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = "stop"
+            reason = self.choices[number].finish_reason
+            deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = reason
         self._observe(deltas)
         return list(deltas.values())
 
@@ -223,6 +248,7 @@ class Generation:
         all_known = known >= len(tokens)
         _, _, stopped = choice.feed(tokens[:known], None)
         if stopped or (all_known and reason is None):
+            choice.calls = []
             return "", [], stopped
         return choice.feed(tokens[known:], reason)
 
@@ -238,7 +264,9 @@ class Generation:
             return
         self._closed = True
         if self.done:
-            self._metrics.duration.labels(self.spec.endpoint).observe(time.monotonic() - self._started)
+            reasons = [choice.finish_reason for choice in self.choices]
+            took_s = time.monotonic() - self._started
+            self._metrics.finished(self.spec, reasons, self.usage.completion_tokens, took_s)
             self._commands.close(self.sink)
         elif self._goes_on:
             self._commands.close(self.sink)

@@ -35,7 +35,7 @@ def run(settings: GatewaySettings) -> int:
     Raises ConfigurationError for a model, a key, a certificate or a port that will not do.
     """
     logs.setup("gateway", settings.log_level, settings.log_json)
-    model = ModelText(settings.model, settings.template_timeout_s)
+    model = ModelText(settings.model, settings.template_timeout_s, settings.tool_parser)
     if problem := model.try_template():
         log.warning("the chat template does not render a plain message: %s", problem)
     gateway = Gateway(settings, model)

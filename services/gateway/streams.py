@@ -19,6 +19,7 @@ from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Usage
 from services.gateway.position import NOTHING, PREAMBLE, Position
 from services.gateway.tasks import end
+from services.gateway.tool_reader import merged
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -87,9 +88,13 @@ class EventWriter:
                 last[delta.choice] = PREAMBLE
                 parts.append(self._raw(delta.choice, b'"delta":{"role":"assistant","content":""}', [], None))
             ids = delta.token_ids if self._spec.return_token_ids else []
-            if delta.text or (ids and delta.finish_reason is None):
+            if delta.text or delta.calls or (ids and delta.finish_reason is None):
                 last[delta.choice] = count - 1 if delta.finish_reason is None else count
-                parts.append(self._event(delta.choice, delta.text, ids, None, self._logprobs(delta.choice)))
+                logprobs = self._logprobs(delta.choice)
+                if delta.calls:  # one event with the text before them: its id says what is had with it
+                    parts.append(self._raw(delta.choice, calls_delta(delta), ids, None, logprobs))
+                else:
+                    parts.append(self._event(delta.choice, delta.text, ids, None, logprobs))
                 ids = []
             if delta.finish_reason is not None:
                 last[delta.choice] = count + 1
@@ -201,6 +206,12 @@ class EventStream(Response):
             abort: Callable[[], None] | None = scope.get("extensions", {}).get("orcinus.abort", {}).get("call")
             if abort is not None:
                 abort()
+
+
+def calls_delta(delta: Delta) -> bytes:
+    """The delta of a chunk that has tool calls."""
+    content = {"content": delta.text} if delta.text else {}
+    return b'"delta":' + orjson.dumps({**content, "tool_calls": [call.body() for call in merged(delta.calls)]})
 
 
 async def until_disconnect(receive: Receive) -> None:

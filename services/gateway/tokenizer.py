@@ -17,16 +17,20 @@ from tokenizers import Tokenizer
 from services.gateway.chat import ChatTemplate, Message
 from services.gateway.detokenize import TokenText
 from services.gateway.errors import ApiError, invalid
+from services.gateway.grammars import GrammarCheck
+from services.gateway.tool_reader import format_of
 from shared.end_of_text import end_ids
 from shared.errors import ModelError
-from shared.grammars import Grammars
 
 
 class ModelText:
     """Text of one model, in and out."""
 
-    def __init__(self, directory: Path, template_timeout_s: float = 2.0) -> None:
-        """template_timeout_s: what the chat template may take for one conversation. Raises ModelError."""
+    def __init__(self, directory: Path, template_timeout_s: float = 2.0, tool_parser: str = "auto") -> None:
+        """template_timeout_s: what the chat template may take for one conversation. Raises ModelError.
+
+        tool_parser: how the model writes calls of tools, as the setting says.
+        """
         directory = Path(directory)
         if not directory.is_dir():
             raise ModelError(f"model directory {directory} does not exist")
@@ -38,13 +42,14 @@ class ModelText:
         self.max_model_len = _context(directory, config)
         self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
         self.text = TokenText(self.tokenizer)
-        self.grammars = Grammars(directory, self.vocab_size)
+        self.grammars = GrammarCheck(directory, self.vocab_size)
         names = {
             name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if (text := _token_text(tokenizer_config.get(name))) is not None
         }  # fmt: skip
         self.eos_ids = end_ids(directory)
-        self._chat = self._template(directory, tokenizer_config, names, template_timeout_s)
+        self.tool_format = "none" if tool_parser == "auto" else tool_parser
+        self._chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
         self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
@@ -84,7 +89,7 @@ class ModelText:
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
 
     def _template(
-        self, directory: Path, config: dict[str, Any], names: dict[str, str], timeout_s: float
+        self, directory: Path, config: dict[str, Any], names: dict[str, str], timeout_s: float, tool_parser: str
     ) -> ChatTemplate | None:
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
@@ -92,6 +97,8 @@ class ModelText:
             source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
         if source is None:
             return None
+        if tool_parser == "auto":
+            self.tool_format = format_of(source)
         try:
             return ChatTemplate(source, self.tokenizer, names, timeout_s)
         except jinja2.TemplateError as error:

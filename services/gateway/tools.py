@@ -87,11 +87,13 @@ def calls_grammar(use: ToolUse, functions: Sequence[FunctionTool], opening_id: i
     """Of one call, or of up to MOST_CALLS; in Lark."""
     key = "parameters" if use.format == "llama3" else "arguments"
     opening = f"<[{opening_id}]>" if opening_id is not None else lark_text(OPENINGS[use.format])
-    more = f"{{0,{MOST_CALLS - 1}}}" if use.parallel else "{0}"
+    more = f"{{0,{MOST_CALLS - 1}}}"
+    further = {"hermes": '("\\n" call)', "llama3": '("; " object)', "mistral": '(", " object)'}[use.format] + more
+    further = further if use.parallel else ""
     lines = {
-        "hermes": [f'start: call ("\\n" call){more}', f'call: {opening} "\\n" object "\\n</tool_call>"'],
-        "llama3": [f'start: object ("; " object){more}'],
-        "mistral": [f'start: {opening} "[" object (", " object){more} "]"'],
+        "hermes": [f"start: call {further}", f'call: {opening} "\\n" object "\\n</tool_call>"'],
+        "llama3": [f"start: object {further}"],
+        "mistral": [f'start: {opening} "[" object {further} "]"'],
     }[use.format]
     lines.append("object: " + " | ".join(f"call_{at}" for at in range(len(functions))))
     for at, function in enumerate(functions):

@@ -17,6 +17,8 @@ from services.gateway.api_types import INT64, ChatBody, ChatMessage, CompletionB
 from services.gateway.asked import choices_asked, logprobs_asked
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.tokenizer import ModelText
+from services.gateway.tool_reader import ToolUse
+from services.gateway.tools import AskedTools, asked_tools, output_grammar, plain_messages
 from shared import ids
 from shared.columns import pack, pack_float
 from shared.logprobs import record_bytes
@@ -69,6 +71,7 @@ class GenerationSpec:
     logprobs: int | None = None  # most likely tokens that are told beside each sampled one; None: nothing is
     keep: int = 0  # of each prompt's n choices the best so many are told; 0: all
     continuous_usage: bool = False
+    tools: ToolUse | None = None
     prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
 
     def __post_init__(self) -> None:
@@ -131,7 +134,9 @@ async def completion_spec(
     if max_tokens is None:
         max_tokens = min(16, room)
     _check_output(max_tokens, longest, room, limits, "max_tokens")
-    return _spec(body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id)
+    spec = _spec(body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id)
+    await _bind(spec, body, model, AskedTools())
+    return spec
 
 
 async def chat_spec(
@@ -145,32 +150,38 @@ async def chat_spec(
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-    prompt = await encode_messages(body.messages, model, limits)
+    tools = asked_tools(body, model)
+    prompt = await encode_messages(body.messages, model, limits, tools=tools.shown)
     room = _room(len(prompt), limits, "messages")
     if max_tokens is None:
         max_tokens = room
     _check_output(max_tokens, len(prompt), room, limits, name)
-    return _spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
+    spec = _spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
+    await _bind(spec, body, model, tools)
+    return spec
+
+
+async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: AskedTools) -> None:
+    """What the output has to be, and how it is read. Raises ApiError."""
+    spec.sampling.grammar = await output_grammar(body, model, tools)
+    spec.tools = tools.use
+    if tools.opening_id is not None:
+        spec.skip_special = False  # calls are found by it
 
 
 async def encode_messages(
-    messages: Sequence[ChatMessage], model: ModelText, limits: Limits, add_generation_prompt: bool = True
+    messages: Sequence[ChatMessage],
+    model: ModelText,
+    limits: Limits,
+    add_generation_prompt: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Token ids of a conversation. Raises ApiError(400)."""
-    plain = []
-    for index, message in enumerate(messages):
-        for name in ("tool_calls", "function_call"):
-            if getattr(message, name):
-                raise invalid(f"messages[{index}].{name}", f"{name} is not supported yet", "unsupported_parameter")
-        content = message.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        role = "system" if message.role == "developer" else message.role
-        plain.append({"role": role, "content": content} | ({"name": message.name} if message.name else {}))
+    """Token ids of a conversation. tools: those that the template is to show. Raises ApiError(400)."""
+    plain = plain_messages(messages)
     size = sum(len(message["content"]) for message in plain)
     _check_hopeless(size // model.longest, limits, "messages")
     # Beside the event loop however short it is: another process renders it.
-    return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt)
+    return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt, tools)
 
 
 async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:

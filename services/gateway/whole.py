@@ -11,6 +11,7 @@ from services.gateway.generation import Generation, Usage
 from services.gateway.logprobs import Logprobs
 from services.gateway.streams import until_disconnect
 from services.gateway.tasks import end
+from services.gateway.tool_reader import CallPiece, merged
 from services.gateway.validate import GenerationSpec
 
 
@@ -34,9 +35,9 @@ async def collect(generation: Generation, request: Request, fingerprint: str) ->
 
 async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
     """The body of the answer, once the request has ended. Raises ApiError."""
-    texts, ids = await _run(generation)
+    texts, ids, calls = await _run(generation)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
-    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs)
+    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls)
 
 
 def answer(
@@ -47,6 +48,7 @@ def answer(
     reasons: list[str],
     usage: Usage,
     logprobs: Logprobs | None = None,
+    calls: list[list[CallPiece]] | None = None,
 ) -> dict[str, Any]:
     """OpenAI's completion or chat completion; with best_of, of those choices that are told."""
     choices = []
@@ -54,7 +56,7 @@ def answer(
         text, own = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": told, "logprobs": own, "finish_reason": reasons[index]}
         if spec.endpoint == "chat":
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = _message(text, [] if calls is None else calls[index])
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
         if spec.return_token_ids:
@@ -71,11 +73,22 @@ def answer(
     }
 
 
-async def _run(generation: Generation) -> tuple[list[str], list[list[int]]]:
+def _message(text: str, calls: list[CallPiece]) -> dict[str, Any]:
+    """Of an assistant that may have called tools."""
+    if not calls:
+        return {"role": "assistant", "content": text, "refusal": None}
+    bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merged(calls)]
+    return {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": bodies}
+
+
+async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list[list[CallPiece]]]:
+    """By choice: text, token ids, tool calls."""
     texts: list[list[str]] = [[] for _ in generation.choices]
     ids: list[list[int]] = [[] for _ in generation.choices]
+    calls: list[list[CallPiece]] = [[] for _ in generation.choices]
     while not generation.done:
         for delta in await generation.next():
             texts[delta.choice].append(delta.text)
             ids[delta.choice] += delta.token_ids
-    return ["".join(parts) for parts in texts], ids
+            calls[delta.choice] += delta.calls
+    return ["".join(parts) for parts in texts], ids, calls

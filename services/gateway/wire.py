@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
+import orjson
+
 from protos import queue_pb2
 from services.gateway.tokenizer import ModelText
+from services.gateway.tool_reader import ToolUse
 from services.gateway.validate import GenerationSpec
 from shared.columns import pack, unpack
 from shared.keys import CLASSES
@@ -65,6 +69,7 @@ def to_delivery(spec: GenerationSpec, model: ModelText) -> bytes:
         logprobs=0 if spec.logprobs is None else spec.logprobs + 1,
         keep=spec.keep,
         continuous_usage=spec.continuous_usage,
+        tools_json=b"" if spec.tools is None else orjson.dumps(dataclasses.asdict(spec.tools)),
     ).SerializeToString()
 
 
@@ -97,4 +102,12 @@ def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSp
         logprobs=wire.logprobs - 1 if wire.logprobs else None,
         keep=wire.keep,
         continuous_usage=wire.continuous_usage,
+        tools=_tools(wire.tools_json),
     )
+
+
+def _tools(stored: bytes) -> ToolUse | None:
+    if not stored:
+        return None
+    use = orjson.loads(stored)
+    return ToolUse(use["format"], tuple(use["names"]), use["parallel"])
