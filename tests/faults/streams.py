@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ FLOWING = 4  # tokens
 
 @dataclass
 class Stream:
-    """One client. It goes on at the next of `urls` where a gateway hands its stream over or is gone."""
+    """One client. It goes to the next of `urls` where a gateway hands its stream over, refuses it or is gone."""
 
     urls: Sequence[str]
     body: dict[str, Any]
@@ -37,32 +38,27 @@ class Stream:
     _last: str = ""
 
     def read(self) -> list[int]:
-        """All token ids. Raises RuntimeError for an error event that is no handing over."""
-        with (
-            contextlib.suppress(httpx.TransportError),
-            httpx.stream(
-                "POST", f"{self.urls[0]}/v1/completions", json=self.body, headers=self.headers, timeout=READ_S
-            ) as answer,
-        ):
-            self._take(answer)
-        while not self.reason and not self.leave.is_set():
-            self.resumed += 1
-            url = self.urls[self.resumed % len(self.urls)]
-            until("a gateway takes the stream on", lambda url=url: self._go_on(url), 60, every=0.1)
+        """All token ids. Raises RuntimeError for an answer that is neither a stream nor a gateway's leaving."""
+        turn = 0
+        by = time.monotonic() + READ_S
+        while not self.reason and not self.leave.is_set() and time.monotonic() < by:
+            url = self.urls[turn % len(self.urls)]
+            with contextlib.suppress(httpx.TransportError), self._asked(url) as answer:
+                self._take(answer)
+            turn += 1
         return self.ids
 
-    def _go_on(self, url: str) -> bool:
+    def _asked(self, url: str) -> contextlib.AbstractContextManager[httpx.Response]:
+        """The stream, or the rest of it once its request is known."""
+        if not self.request:
+            return httpx.stream("POST", f"{url}/v1/completions", json=self.body, headers=self.headers, timeout=READ_S)
+        self.resumed += 1
         headers = {**self.headers, "Last-Event-ID": self._last}
-        with contextlib.suppress(httpx.TransportError):
-            address = f"{url}/v1/requests/{self.request}/stream"
-            with httpx.stream("GET", address, headers=headers, timeout=READ_S) as answer:
-                if answer.status_code == 503:
-                    return False
-                self._take(answer)
-                return True
-        return False
+        return httpx.stream("GET", f"{url}/v1/requests/{self.request}/stream", headers=headers, timeout=READ_S)
 
     def _take(self, answer: httpx.Response) -> None:
+        if answer.status_code == 503:
+            return  # the gateway leaves, or has just come
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {answer.read()[:300]!r}")
         event_id = ""
@@ -104,15 +100,20 @@ class Load:
                 assert (len(got), self.streams[number].reason) == (tokens, "length")
 
 
-@contextlib.contextmanager
-def load(stack: Stack, reference: Reference, tokens: int, *others: str, **fields: Any) -> Iterator[Load]:
-    """The load, once every stream flows. `others`: the addresses of further gateways."""
-    common = {
+def common(stack: Stack, tokens: int) -> dict[str, Any]:
+    """A greedy stream of so many tokens."""
+    return {
         "model": stack.name, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        "return_token_ids": True, **fields,
+        "return_token_ids": True,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def load(stack: Stack, reference: Reference, tokens: int, *others: str) -> Iterator[Load]:
+    """The load, once every stream flows. `others`: the addresses of further gateways."""
     streams = [
-        Stream([stack.url, *others], {**common, "prompt": prompt}, stack.headers) for prompt in reference.prompts
+        Stream([stack.url, *others], {**common(stack, tokens), "prompt": prompt}, stack.headers)
+        for prompt in reference.prompts
     ]
     with ThreadPoolExecutor(len(streams)) as pool:
         answers = [pool.submit(stream.read) for stream in streams]
@@ -128,3 +129,30 @@ def load(stack: Stack, reference: Reference, tokens: int, *others: str, **fields
 
 def failed(answers: Sequence[Future[list[int]]]) -> bool:
     return any(answer.done() and answer.exception() for answer in answers)
+
+
+@contextlib.contextmanager
+def clients(stack: Stack, reference: Reference, tokens: int, *others: str) -> Iterator[list[Stream]]:
+    """One client a prompt, which asks again and again until the block ends, from when every one has been answered
+    once. Yields their streams, the last ones last. Raises for an answer that is not the reference's."""
+    made: list[Stream] = []
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        prompt, known = reference.prompts[number], reference.outputs[number]
+        while not stop.is_set():
+            body = {**common(stack, tokens), "prompt": prompt}
+            made.append(stream := Stream([stack.url, *others], body, stack.headers))
+            ids = stream.read()
+            if ids[: len(known)] != known[:tokens] or len(ids) != tokens or stream.reason != "length":
+                raise RuntimeError(f"prompt {number}: {len(ids)} tokens, {stream.reason}: {ids[:8]}, not {known[:8]}")
+
+    with ThreadPoolExecutor(len(reference.prompts)) as pool:
+        working = [pool.submit(ask, number) for number in range(len(reference.prompts))]
+        try:
+            until("everybody was answered", lambda: len(made) > 2 * len(working) or failed(working), 120)
+            yield made
+        finally:
+            stop.set()
+        for work in working:
+            work.result(READ_S)
