@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from services.gateway import routes_generate, routes_info, routes_responses, schema
+from services.gateway import routes_dashboard, routes_generate, routes_info, routes_responses, schema
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import BodyLimit, RequestContext, RequireKey
@@ -41,6 +41,7 @@ def ops_app(gateway: Gateway) -> FastAPI:
     pages = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
     app = _app(gateway, "Orcinus ops", not open_here, pages)
     _include(app, routes_info.ops_router(gateway, on_public_port=False))
+    _include(app, routes_dashboard.router(gateway))
     return app
 
 

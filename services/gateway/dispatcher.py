@@ -56,7 +56,7 @@ class Dispatcher:
         self._metrics = metrics
         self._redis: Redis = connect(settings, connections=1)
         self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
-        self._scripts = Scripts(self._redis)
+        self._scripts = Scripts(self._redis, metrics.call)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._more = asyncio.Event()
         self._retries = Retries()
@@ -317,6 +317,7 @@ class Dispatcher:
                 attempt = 0
             for entry_id, fields in entries_of(reply):
                 last = entry_id
+                self._metrics.read(entry_id)
                 try:
                     self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
                 except Exception as error:  # whatever is in it, the next entry has to be read

@@ -37,7 +37,7 @@ class Gateway:
         self.settings = settings
         self.model = model
         self.id = ids.process_id("gateway")
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
         self.keyring = Keyring(settings)
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
@@ -48,6 +48,7 @@ class Gateway:
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
         self.metrics.active.set_function(lambda: len(self.dispatcher.sinks))
+        self.metrics.watch(self.cluster)
 
     def start(self) -> None:
         self.dispatcher.start()
@@ -210,6 +211,7 @@ class Gateway:
         if not found:  # it expired just now
             self.dispatcher.close(sink)
             raise unknown_request(request_id)
+        self.metrics.resumed.inc()
         return generation
 
 

@@ -13,15 +13,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.dashboard import pages
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 
 log = logging.getLogger("orcinus.gateway")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/health/live", "/health/ready", "/health/progress"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/health/live", "/health/ready", "/health/progress", *pages.FILES})
 _COUNTED = OPEN_PATHS | {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/version",
-    "/metrics", "/stats", "/openapi.json",
+    "/metrics", "/stats", "/openapi.json", pages.EVENTS,
 }  # fmt: skip
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 

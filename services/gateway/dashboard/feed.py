@@ -129,6 +129,6 @@ def _event(name: str, value: Any) -> bytes:
 
 async def _close(redis: Redis) -> None:
     try:
-        await redis.aclose()
+        await redis.aclose(close_connection_pool=True)
     except FAILED as error:
         log.debug("the feed's connection did not close: %s", error)

@@ -1,0 +1,97 @@
+"""A headless Chromium, a real gateway, and a stack that is only written into Redis, so that its figures are known."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.services.gateway_process import GatewayProcess, running_gateway
+from tests.stack import RedisServer
+from tests.tokenizers_for_tests import write_model
+from tests.written_stack import WrittenStack
+
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        raise RuntimeError("no chromium on PATH: sudo apt-get install chromium")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), model, redis_server) as running:
+        yield running
+
+
+@pytest.fixture
+def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
+    redis_server.client.flushall()
+    return WrittenStack(redis_server.client, gateway.keys)
+
+
+class Visit:
+    """One tab on the page, and what it asked for and complained of."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        page.set_default_timeout(60_000)  # the machine may be busy
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.goto(url + "/dashboard")
+
+    def says(self, selector: str, words: str) -> None:
+        """Waits until the text of an element contains `words`."""
+        self.page.wait_for_function(
+            "([selector, words]) => document.querySelector(selector)?.textContent.includes(words)",
+            arg=[selector, words],
+        )
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+
+@pytest.fixture
+def open_page(browser: Browser, gateway: GatewayProcess) -> Iterator[type[Visit]]:
+    """`open_page(width=390, dark=True)`: a Visit in a context of its own."""
+    contexts = []
+
+    def visit(url: str = "", width: int = 1280, dark: bool = False) -> Visit:
+        context = browser.new_context(
+            viewport={"width": width, "height": 844}, color_scheme="dark" if dark else "light", locale="en-GB"
+        )
+        contexts.append(context)
+        return Visit(context.new_page(), url or gateway.ops_url)
+
+    yield visit  # type: ignore[misc]
+    for context in contexts:
+        context.close()

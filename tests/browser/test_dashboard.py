@@ -1,0 +1,238 @@
+"""The live page in Chromium: its figures are Redis's, it says what is wrong, and text from outside stays text."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.browser.conftest import Visit
+from tests.services.gateway_process import GatewayProcess, running_gateway
+from tests.stack import RedisServer
+from tests.written_stack import WrittenStack
+
+OpenPage = Callable[..., Visit]
+EVIL = '<img src=/evil.png onerror="window.stolen=1"><script>window.stolen=1</script>&amp;'
+
+
+def full(written: WrittenStack) -> None:
+    """A stack at work."""
+    written.lead()
+    written.worker()
+    for number in range(20):
+        written.iterations.add(500_000, 9_500_000, 12, 100 if number % 5 == 0 else 0, 0)
+    written.tell()
+
+
+def test_the_page_shows_what_redis_says_and_follows_it(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    visit = open_page()
+    visit.says("#state", "live")
+    shown = {
+        "#model": "tiny", "#policy": "policy sarathi", "#tok-s": "1,235", "#tok-total": "98,765 in all",
+        "#ttft": "87.5 ms", "#ttft-p99": "p99 1.53 s", "#tbt": "12.3 ms", "#tbt-p99": "p99 48.0 ms",
+        "#running": "17", "#running-sub": "step 11.5 ms, 2 in flight", "#waiting": "10",
+        "#waiting-sub": "3 swapped, 1 parked", "#kv": "60 %", "#kv-sub": "600 of 1,000 blocks",
+        "#device-tier": "600 in use, 200 cached, 50 draining, 150 free of 1,000",
+        "#host-tier": "100 in use, 300 free of 400",
+        "#chart-throughput": "1,235", "#chart-sequences": "swapped",
+    }  # fmt: skip
+    for selector, words in shown.items():
+        assert words in visit.text(selector), selector
+    rows = visit.page.locator("#classes tr").all_inner_texts()
+    assert [row.split() for row in rows] == [
+        ["realtime", "1", "1.00", "s", "0"], ["high", "2", "2.00", "s", "1"],
+        ["normal", "3", "3.00", "s", "2"], ["low", "4", "4.00", "s", "3"],
+    ]  # fmt: skip
+    assert "worker of shard-0: cpu, reference kernels, float32, step 899" in visit.text("#processes")
+    summary = visit.text("#iterations-sub")
+    assert "The last 20 iterations took 200 ms; the device was idle for 5 % of it." in summary
+    assert "12 sequences decoded and 20 prompt tokens" in summary
+    assert visit.page.locator("#iterations").get_attribute("aria-label") in summary
+    widths = visit.page.locator("#device-bar i").evaluate_all("parts => parts.map(part => part.style.width)")
+    assert widths == ["60%", "20%", "5%"]
+
+    written.tell(tok_s=88, running=0, waiting=0)
+    written.event("policy_changed", "orcinus is in force")
+    visit.says("#tok-s", "88")
+    visit.says("#state", "idle")
+    visit.says("#events", "orcinus is in force")
+    assert visit.complaints == []
+
+
+def test_the_chart_begins_with_the_minutes_before_the_page_was_opened(
+    open_page: OpenPage, written: WrittenStack
+) -> None:
+    full(written)
+    for number in range(5):
+        written.tell(tok_s=500 + number)
+    visit = open_page()
+    visit.says("#chart-throughput .u-legend", "504")
+    drawn = visit.page.locator("#chart-throughput canvas").evaluate(
+        """canvas => {
+          const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+          return new Set(pixels).size;
+        }"""
+    )
+    assert drawn > 4, "more than one colour"
+
+
+def test_text_from_outside_is_never_run_nor_loaded(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    written.tell(policy=EVIL)
+    written.worker("worker-evil", device=EVIL, backend=EVIL)
+    written.event(EVIL, EVIL)
+    visit = open_page()
+    visit.says("#events", "onerror")
+    for selector in ("#events", "#processes", "#policy"):
+        assert EVIL in visit.page.locator(selector).text_content().replace("\u00a0", " "), selector  # type: ignore[union-attr]
+        assert visit.page.locator(f"{selector} img, {selector} script").count() == 0
+    assert visit.page.evaluate("window.stolen") is None
+    assert not [url for url in visit.requests if "evil" in url]
+
+
+def test_the_page_asks_nobody_but_its_gateway(
+    open_page: OpenPage, written: WrittenStack, gateway: GatewayProcess
+) -> None:
+    full(written)
+    visit = open_page()
+    visit.says("#state", "live")
+    assert len(visit.requests) > 5
+    assert all(url.startswith(gateway.ops_url + "/dashboard") for url in visit.requests)
+
+
+def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
+    open_page: OpenPage, tmp_path: Path, model: Path
+) -> None:
+    with RedisServer(tmp_path / "redis") as redis, running_gateway(tmp_path, model, redis) as gateway:
+        written = WrittenStack(redis.client, gateway.keys)
+        full(written)
+        visit = open_page(gateway.ops_url)
+        visit.says("#state", "live")
+        redis.stop(signal.SIGKILL)
+        visit.says("#state", "no Redis")
+        assert "Redis does not answer" in visit.text("#banner")
+        assert "What is shown is from" in visit.text("#banner")
+        assert visit.text("#tok-s") == "1,235", "the last figures stay, marked as old"
+        assert visit.page.locator("main.stale").count() == 1
+        redis.start()
+        full(written)
+        visit.says("#state", "live")
+        assert not visit.page.locator("#banner").is_visible()
+        gateway.stop(signal.SIGKILL)
+        visit.says("#state", "disconnected")
+        assert "Trying again" in visit.text("#banner")
+
+
+def test_each_missing_part_of_a_stack_is_named(open_page: OpenPage, written: WrittenStack) -> None:
+    visit = open_page()
+    visit.says("#banner", "No scheduler has told anything of tiny")
+    assert "No iteration has been answered yet" in visit.text("#iterations-sub")
+    assert visit.text("#ttft") == "–"
+    written.lead()
+    written.tell()
+    visit.says("#banner", "No worker is registered")
+    written.worker()
+    visit.says("#state", "live")
+    written.tell(time_ms=written.now_ms() - 60_000)
+    visit.says("#banner", "has said nothing since")
+    written.leave()
+    visit.says("#banner", "No scheduler leads shard-0")
+    written.event("worker_lost", "its stream ended")
+    visit.says("#events", "its stream ended")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(
+    open_page: OpenPage, written: WrittenStack, dark: bool
+) -> None:
+    full(written)
+    written.worker("w" * 120, device="d" * 90)
+    written.event("worker_lost", "x" * 300)
+    visit = open_page(width=390, dark=dark)
+    visit.says("#events", "xxx")
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
+    beyond = visit.page.evaluate(
+        """[...document.querySelectorAll("main *, header *")].filter(
+          (one) => !one.closest(".scroll") && one.getBoundingClientRect().right > innerWidth + 1
+        ).map((one) => one.outerHTML)"""
+    )
+    assert beyond == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_told_from_its_background(open_page: OpenPage, written: WrittenStack, dark: bool) -> None:
+    """WCAG 2.2, 1.4.3: contrast of 4.5 or more; 1.4.11: 3 for lines and bars."""
+    full(written)
+    visit = open_page(dark=dark)
+    visit.says("#state", "live")
+    colours = visit.page.evaluate(
+        """() => { const style = getComputedStyle(document.documentElement);
+          const names = ["panel", "page", "text", "soft", "good", "bad", "decode", "prefill", "line1", "line2",
+            "line3"];
+          return Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()])); }"""
+    )
+    for ground in ("panel", "page"):
+        for name in ("text", "soft", "good", "bad"):
+            assert contrast(colours[name], colours[ground]) >= 4.5, (name, ground)
+    for name in ("decode", "prefill", "line1", "line2", "line3"):
+        assert contrast(colours[name], colours["panel"]) >= 3, name
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two #rrggbb colours, by WCAG's formula of relative luminance."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    bright, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def test_everything_on_the_page_has_a_name_for_those_who_hear_it(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    visit = open_page()
+    visit.says("#state", "live")
+    nameless = visit.page.evaluate(
+        """[...document.querySelectorAll("input, select, img, canvas#iterations, [role=img]")].filter((one) =>
+          !(one.labels?.length || one.hasAttribute("alt") || one.getAttribute("aria-label"))
+        ).map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    assert visit.page.locator("h1").count() == 1
+    assert visit.page.locator("#state[role=status]").count() == visit.page.locator("#banner[role=alert]").count() == 1
+    assert visit.page.locator("html[lang=en]").count() == 1
+
+
+def test_several_shards_are_added_up_and_can_be_looked_at_one_by_one(
+    open_page: OpenPage, written: WrittenStack, gateway: GatewayProcess, redis_server: RedisServer
+) -> None:
+    full(written)
+    other = WrittenStack(redis_server.client, gateway.keys, "shard-1").lead()
+    other.tell(running=3, policy="orca", tok_s=100)
+    visit = open_page()
+    visit.says("#running", "20")
+    visit.says("#policy", "sarathi")
+    visit.page.get_by_label("Shard").select_option("shard-1")
+    visit.says("#policy", "orca")
+
+
+def test_a_page_beyond_loopback_asks_for_the_key_and_says_when_it_is_wrong(
+    open_page: OpenPage, tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    redis_server.client.flushall()
+    with running_gateway(tmp_path, model, redis_server, ops_host="0.0.0.0", api_key="sk-right") as guarded:
+        full(WrittenStack(redis_server.client, guarded.keys))
+        visit = open_page(guarded.ops_url)
+        visit.says("#state", "key needed")
+        visit.page.get_by_label("API key").fill("sk-wrong")
+        visit.page.get_by_role("button", name="Show").click()
+        visit.says("#banner", "the key is not valid")
+        visit.page.get_by_label("API key").fill("sk-right")
+        visit.page.get_by_role("button", name="Show").click()
+        visit.says("#state", "live")
+        assert visit.text("#running") == "17"
