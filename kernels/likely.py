@@ -5,6 +5,8 @@ A backend calls this before it samples, since the sampler may overwrite the logi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,14 +33,18 @@ def write_likely(logits: Tensor, asked: Int32, found: Likely) -> None:
     log softmax in float32. Ids beyond the vocabulary, where that has fewer, are -1 with -inf.
     """
     most = min(found.ids.shape[1], logits.shape[1])
-    asking = np.flatnonzero(asked).tolist()
-    for first in range(0, len(asking), ROWS_AT_ONCE):
-        group = asking[first : first + ROWS_AT_ONCE]
-        part = torch.stack([logits[row] for row in group])
+    for first, end in _runs(asked):
+        part = logits[first:end]
         best = part.topk(most)
-        logprobs = best.values - part.logsumexp(-1, keepdim=True)
-        for at, row in enumerate(group):
-            found.ids[row, :most].copy_(best.indices[at])
-            found.logprobs[row, :most].copy_(logprobs[at])
-            found.ids[row, most:].fill_(-1)
-            found.logprobs[row, most:].fill_(-torch.inf)
+        found.ids[first:end, :most].copy_(best.indices)
+        found.logprobs[first:end, :most].copy_(best.values - part.logsumexp(-1, keepdim=True))
+        found.ids[first:end, most:].fill_(-1)
+        found.logprobs[first:end, most:].fill_(-torch.inf)
+
+
+def _runs(asked: Int32) -> Iterator[tuple[int, int]]:
+    """[first, end) of the rows that ask, of neighbours at most ROWS_AT_ONCE together."""
+    edges = np.flatnonzero(np.diff(asked > 0, prepend=False, append=False)).tolist()
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        for start in range(first, end, ROWS_AT_ONCE):
+            yield start, min(start + ROWS_AT_ONCE, end)

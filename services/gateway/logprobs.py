@@ -65,6 +65,7 @@ class Logprobs:
         if not held.tokens:
             return None
         found = unpack_records(bytes(held.records), self._spec.sampling.logprobs)
+        found = [_agreeing(one, token) for one, token in zip(found, held.tokens, strict=True)]
         if self._spec.endpoint == "chat":
             return {"content": self._content(held.tokens, found), "refusal": None}
         return self._columns(choice, held, found)
@@ -116,6 +117,11 @@ class Logprobs:
             return piece.decode() or f"token_id:{token}"
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _agreeing(one: TokenLogprobs, token: int) -> TokenLogprobs:
+    """The sampled token has one number, also where two kernels summed in another order."""
+    return TokenLogprobs(dict(one.best).get(token, one.sampled), one.best)
 
 
 def _number(logprob: float) -> float:

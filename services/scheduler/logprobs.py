@@ -15,23 +15,28 @@ from shared.redis_client import Value
 
 def columns(records: Records, counts: Int32) -> dict[str, bytes]:
     """Fields of a TokenBatch whose rows have counts [rows] tokens, and these a record each; none if all are empty."""
-    sizes = [len(record) for record in records]
-    if not any(sizes):
+    sizes = _sizes(records)
+    if not sizes.any():
         return {}
     by_row = np.bincount(np.repeat(np.arange(counts.size), counts), sizes, counts.size)
     return {"logprobs": b"".join(records), "logprob_sizes": pack(by_row)}
 
 
 def records(outcome: Outcome) -> list[Value]:
-    """For publish.lua: id, choice, byte offset and records of each row that has some."""
+    """For publish.lua: id, choice, byte offset and record of each token that has one."""
     found: list[Value] = []
     if outcome.logprobs is None:
         return found
-    starts = np.cumsum(outcome.counts) - outcome.counts
-    for row in np.flatnonzero(outcome.counts).tolist():
-        first = outcome.logprobs[starts[row]]
-        if first:
-            own = outcome.logprobs[starts[row] : starts[row] + outcome.counts[row]]
-            place = int(outcome.first[row]) * len(first)
-            found += [outcome.requests[row].id, int(outcome.choices[row]), place, b"".join(own)]
+    sizes = _sizes(outcome.logprobs)
+    row_of = np.repeat(np.arange(outcome.counts.size), outcome.counts)
+    place = (outcome.first - np.cumsum(outcome.counts) + outcome.counts)[row_of] + np.arange(sizes.size)
+    for token in np.flatnonzero(sizes).tolist():
+        row = row_of[token]
+        choice, offset = int(outcome.choices[row]), int(place[token] * sizes[token])
+        found += [outcome.requests[row].id, choice, offset, outcome.logprobs[token]]
     return found
+
+
+def _sizes(records: Records) -> Int32:
+    """[n] bytes of each."""
+    return np.fromiter(map(len, records), np.int32, records.size)

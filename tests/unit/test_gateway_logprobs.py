@@ -172,6 +172,9 @@ def test_a_whole_completion_has_openais_columns_and_offsets_into_its_text() -> N
 
 def test_the_sampled_token_is_told_beside_the_best_and_what_cannot_be_has_a_number() -> None:
     request = asking(2)
+    rounded = pack_record(-0.2500001, np.array([50, 60]), np.array([-0.25, -1.0], np.float32))
+    (entry,) = finished(asking(2, endpoint="chat"), [[50]], rounded)["choices"][0]["logprobs"]["content"]
+    assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -0.25
     made = pack_record(-np.inf, np.array([60, 9999]), np.array([-0.25, -1.0], np.float32))
     told = finished(request, [[50]], made)["choices"][0]["logprobs"]
     text = model().text
