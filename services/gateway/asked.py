@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from services.gateway.api_types import ChatBody, CompletionBody, GenerationBody
 from services.gateway.errors import invalid
+from shared.logprobs import record_bytes
+
+MOST_RECORD_BYTES = 64 << 20
+"""What the log-probabilities of one request may take in Redis."""
 
 
 def logprobs_asked(body: GenerationBody) -> int | None:
@@ -28,3 +32,14 @@ def choices_asked(body: GenerationBody) -> tuple[int, int]:
     if body.stream:
         raise invalid("best_of", f"best_of above n cannot be streamed: which is best shows at the end; got {best_of}")
     return best_of, n
+
+
+def check_records(choices: int, max_tokens: int, wanted: int) -> None:
+    """Raises ApiError for records (shared/logprobs.py) of so many choices that could take too much of Redis."""
+    size = choices * max_tokens * record_bytes(wanted)
+    if size > MOST_RECORD_BYTES:
+        raise invalid(
+            "logprobs",
+            f"log-probabilities of {choices} choices x {max_tokens} tokens may take {size >> 20} MiB of Redis; "
+            f"a request gets at most {MOST_RECORD_BYTES >> 20}: ask for fewer choices, tokens or most likely ones",
+        )

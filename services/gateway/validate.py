@@ -14,7 +14,7 @@ from typing import Any
 
 from protos import queue_pb2
 from services.gateway.api_types import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
-from services.gateway.asked import choices_asked, logprobs_asked
+from services.gateway.asked import check_records, choices_asked, logprobs_asked
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.tokenizer import ModelText
 from services.gateway.tool_reader import ToolUse
@@ -311,7 +311,9 @@ def _spec(
 ) -> GenerationSpec:
     n, keep = choices_asked(body)
     logprobs = logprobs_asked(body)
+    wanted = int(keep > 0) if logprobs is None else logprobs + 1
     _check_choices(len(prompts), n, limits)
+    check_records(len(prompts) * n, max_tokens, wanted)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
     if body.background and body.stream:
@@ -338,7 +340,7 @@ def _spec(
         min_tokens=min_tokens,
         stop=body.stop or [],
         stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
-        sampling=_sampling(body, model, int(keep > 0) if logprobs is None else logprobs + 1),
+        sampling=_sampling(body, model, wanted),
         priority=body.priority or "",
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),

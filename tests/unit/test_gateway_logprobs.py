@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from protos import queue_pb2
 from services.gateway.api_types import ChatBody, CompletionBody
-from services.gateway.asked import choices_asked, logprobs_asked
+from services.gateway.asked import check_records, choices_asked, logprobs_asked
 from services.gateway.errors import ApiError
 from services.gateway.generation import Generation
 from services.gateway.metrics import Metrics
@@ -242,6 +242,14 @@ def test_what_is_asked_is_checked_by_name() -> None:
         with pytest.raises(ApiError) as refused:
             check(body)
         assert refused.value.param in ("top_logprobs", "best_of") and refused.value.status == 400
+
+
+def test_records_that_could_take_too_much_of_redis_are_refused_with_the_figures() -> None:
+    check_records(100, 4000, 21)
+    check_records(128, 32768, 1)
+    with pytest.raises(ApiError) as refused:
+        check_records(128, 4000, 21)
+    assert refused.value.param == "logprobs" and "128 choices x 4000 tokens may take 80 MiB" in refused.value.message
 
 
 def finished(
