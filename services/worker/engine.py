@@ -211,6 +211,12 @@ class Engine:
             if most := min(self._slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
 
+    def prove(self) -> None:
+        """Runs steps of one token, as the warm-up did. What they raise is the engine's doing, whatever was asked of it
+        before. No flight may be out. Ends with reset()."""
+        for step in self._warm_steps.sizes([1]):
+            self._run_alone(step)
+
     def _run_largest(self) -> None:
         """The largest prefill and the largest decode; what they took is what `predicted_s` goes by."""
         step, self._warm_tokens = self._warm_steps.prefill()

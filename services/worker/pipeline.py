@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ from shared.errors import ProtocolError
 log = logging.getLogger("orcinus.worker")
 
 QUEUED_STEPS = 64
+ENDED_S = 0.2
+"""What the end of a Run gets to reach the scheduler before the process ends."""
 NEVER = 1 << 64
 Observer = Callable[[worker_pb2.Result, Chunks], None]
 
@@ -100,6 +103,7 @@ class Pipeline:
         self._watchdog = StepWatchdog()
         self._threads: list[threading.Thread] = []
         self._observe: Observer | None = None
+        self._unproved = False  # a step failed, and the engine has not shown since that it still can run one
 
     def start(self, engine: Engine, observe: Observer | None = None) -> None:
         """`observe` is called with each result and its step's chunks."""
@@ -151,11 +155,28 @@ class Pipeline:
         watched = self._watchdog.begin(f"the begin of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
         try:
             engine.reset()
+            if self._unproved:
+                self._prove(engine, run)
         except Exception as error:  # the thread must stay alive for the next Run
             self._look_at(error)
             run.fail(0, error)
         finally:
             self._watchdog.end(watched)
+
+    def _prove(self, engine: Engine, run: RunState) -> None:
+        """An engine that fails at every step would have one request after the other given up: the worker leaves. The
+        Run just ends, so that nobody is blamed for that."""
+        for _ in range(FLIGHTS):  # those of the Run before are finished first
+            self._places.acquire()
+        try:
+            engine.prove()
+            self._unproved = False
+        except Exception as error:
+            run.end()
+            time.sleep(ENDED_S)
+            end_process(f"after a step that failed the engine cannot run one token, so the worker ends itself: {error}")
+        finally:
+            self._places.release(FLIGHTS)
 
     def _submit(self, engine: Engine, item: Item) -> _Given:
         """After a failure the slots are not to be trusted until a hello."""
@@ -209,7 +230,7 @@ class Pipeline:
         elif given.flight is None:
             run.end()
 
-    @staticmethod
-    def _look_at(error: Exception) -> None:
+    def _look_at(self, error: Exception) -> None:
+        self._unproved = self._unproved or not isinstance(error, ProtocolError)
         if isinstance(error, DEVICE_LOST):
             end_process(f"the device is lost, so the worker ends itself: {error}")

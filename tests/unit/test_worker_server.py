@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
+from services.worker import pipeline
 from services.worker.engine import Engine
 from services.worker.flight import Flight
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
@@ -177,6 +178,46 @@ def test_an_exception_in_the_engine_is_an_answer_and_not_the_end(
     again.send(1, **first_step(reference.prompts[0], 24))
     assert unpack(next(again.call).tokens).tolist() == reference.outputs[0][:1]
     again.call.cancel()
+
+
+def test_an_engine_that_fails_at_everything_ends_the_worker_and_blames_no_step_for_that(
+    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    said: list[str] = []
+    monkeypatch.setattr(pipeline, "end_process", said.append)
+    run = Client(channel, epoch=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_compiled", broken)
+        run.send(1, **first_step(reference.prompts[0], 24))
+        assert "the device is gone" in next(run.call).error
+        again = Client(channel, epoch=2)
+        again.send(1, **first_step(reference.prompts[0], 24))
+        assert list(again.call) == []
+        until("it is said", lambda: said)
+    assert "cannot run one token" in said[0] and "the device is gone" in said[0]
+
+
+def test_a_draining_worker_answers_what_it_has_and_says_so_to_who_comes_late(
+    server: WorkerServer, channel: grpc.Channel, reference: Reference
+) -> None:
+    run = Client(channel, epoch=1)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][:1]
+    draining = threading.Thread(target=server.drain)
+    draining.start()
+    told = next(run.call)
+    assert told.draining and not told.id
+    run.send(2, **chunk(len(reference.prompts[0]), 1))  # sent before the scheduler knew
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
+    run.call.cancel()
+    draining.join(DEADLINE_S)
+    assert not draining.is_alive()
+    late = Client(channel, epoch=2)
+    assert next(late.call).draining
+    late.call.cancel()
 
 
 def test_steps_of_a_replaced_run_that_were_queued_are_dropped(
