@@ -23,7 +23,7 @@ from shared.grammars import MOST_GRAMMAR_BYTES, GrammarError, Grammars, NoGramma
 
 MOST_WAITING = 64
 """Grammars that wait to be compiled; more are told to come again."""
-OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,24}"}
+OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 """Of JSON: with no bound a model may write blanks until its tokens run out."""
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import orjson
 import pytest
@@ -25,7 +27,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, key=KEY, dtype="float32") as running:
+    with running_stack(
+        tmp_path_factory.mktemp("stack"), reference.path, key=KEY, dtype="float32", tool_parser="hermes"
+    ) as running:
         yield running
 
 
@@ -185,3 +189,82 @@ def test_a_broken_body_is_refused_and_the_next_request_is_served(stack: Stack, b
     assert answer.status_code == status
     assert json.loads(answer.text)["error"]["message"]
     assert stack.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+# Structured output and tools, from a model that would not say such things by itself
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+RING: Any = {"type": "function", "function": {"name": "ring", "parameters": PERSON, "strict": True}}
+FLY: Any = {"type": "function", "function": {"name": "fly"}}
+ASK: Any = [{"role": "user", "content": "x"}]
+FEW_BLANKS = {str(byte): -100 for byte in b" \t\n\r"}  # this model likes them as much as anything else
+
+
+def test_outputs_keep_to_schema_pattern_and_choices(stack: Stack, client: openai.OpenAI) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    answer = client.chat.completions.create(
+        model=stack.name, messages=ASK, response_format=schema, n=8, max_tokens=200, seed=1
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+    for field, valid in (("guided_choice", ["left", "right"]), ("guided_regex", "[a-f]{3}-[0-9]+!")):
+        stream = client.completions.create(
+            model=stack.name, prompt=["a", "b"], max_tokens=60, stream=True, extra_body={field: valid}
+        )
+        texts = ["", ""]
+        for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert all(text in valid if isinstance(valid, list) else re.fullmatch(valid, text) for text in texts)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "ring"}}])
+def test_tools_that_have_to_be_called_are_called_whole_and_streamed(
+    stack: Stack, client: openai.OpenAI, choice: Any
+) -> None:
+    arguments: dict[str, Any] = {
+        "model": stack.name, "messages": ASK, "tools": [RING, FLY], "tool_choice": choice, "seed": 5,
+        "parallel_tool_calls": False, "max_tokens": 180, "logit_bias": FEW_BLANKS,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**arguments).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function" and call.function.name in ("ring", "fly")
+    assert call.function.name == "ring" or choice == "required"
+    jsonschema.validate(json.loads(call.function.arguments), PERSON if call.function.name == "ring" else {})
+    with client.chat.completions.stream(**arguments) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    (streamed,) = final.message.tool_calls or []
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+    again = client.chat.completions.create(
+        model=stack.name, messages=[*ASK, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}],
+        max_tokens=2,
+    )  # fmt: skip
+    assert again.choices[0].message.tool_calls is None
+
+
+def test_a_bound_output_is_the_same_whatever_runs_beside_it(stack: Stack) -> None:
+    body = {"model": stack.name, "prompt": "a", "max_tokens": 99, "seed": 9, "guided_json": PERSON}
+
+    async def ask(client: httpx.AsyncClient, **fields: Any) -> str:
+        answer = await client.post(f"{stack.url}/v1/completions", json={**body, **fields}, timeout=120)
+        return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+    async def run() -> None:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}) as client:
+            alone = await ask(client)
+            others = [ask(client, seed=seed, prompt="b" * seed) for seed in range(1, 9)]
+            assert (await asyncio.gather(ask(client), *others))[0] == alone
+
+    asyncio.run(run())
