@@ -126,6 +126,7 @@ class GatewaySettings(CommonSettings):
     )
     max_choices: int = Field(128, ge=1, description="sequences of one request (prompts x n)")
     client_buffer_events: int = Field(1024, ge=16, description="events kept for a slow client before it is cut")
+    client_write_s: float = Field(30.0, gt=0, description="a client that takes nothing for so long is cut")
     keepalive_s: float = Field(10.0, gt=0, description="SSE comment while nothing else is sent")
     progress_timeout_s: float = Field(30.0, gt=0, description="/health/progress fails after this without a step")
     drain_s: float = Field(55.0, ge=0, description="time that running streams get at SIGTERM")

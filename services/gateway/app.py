@@ -15,6 +15,7 @@ from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import BodyLimit, RequestContext, RequireKey
 from services.gateway.page_guard import HostNames, PageHeaders
+from services.gateway.slow_clients import CutSlow
 from shared.settings import is_loopback
 
 
@@ -52,6 +53,7 @@ def _include(app: FastAPI, router: APIRouter) -> None:
 
 def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
     middleware = [
+        Middleware(CutSlow, seconds=gateway.settings.client_write_s, metrics=gateway.metrics),
         Middleware(RequestContext, gateway=gateway),
         *more,
         *([Middleware(RequireKey, gateway=gateway)] if needs_key else []),

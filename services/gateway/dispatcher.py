@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from protos import queue_pb2
-from services.gateway.cluster import EVERY_S, Cluster
-from services.gateway.errors import ApiError, taken_over, unavailable
+from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
+from services.gateway.errors import ApiError, slow_client, taken_over, unavailable
 from services.gateway.keys import Caller
 from services.gateway.metrics import Metrics
 from services.gateway.records import ends, fill, missing, rows_of
@@ -122,7 +122,7 @@ class Dispatcher:
         arguments: list[Value] = [
             request.SerializeToString(), prompts, spec.prompt_tokens, settings.max_queued_tokens, spec.cost_tokens,
             *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
-            spec.id if spec.background else "",
+            spec.id if spec.background else "", MEMORY_MOST,
         ]
         # fmt: on
         answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
@@ -338,9 +338,9 @@ class Dispatcher:
             self._refill(sink)
         elif outcome is Offer.OVERFLOW:
             self._metrics.slow_clients.inc()
-            reason = f"the client reads too slowly: {sink.bound} events wait"
-            sink.fail(ApiError(503, reason, code="slow_client"), cut=True)
-            self.close(sink, reason)
+            error = slow_client(sink.bound)
+            sink.fail(error, cut=True)
+            self.close(sink, "" if sink.survives else error.message)
 
     # Records: gaps and silence
 

@@ -69,7 +69,7 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
-HANDED_OVER, TAKEN_OVER = "handed_over", "taken_over"
+HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client"
 
 
 def handed_over(request_id: str) -> ApiError:
@@ -81,6 +81,16 @@ def handed_over(request_id: str) -> ApiError:
 def taken_over() -> ApiError:
     """409 for the older of two connections that read one request."""
     return ApiError(409, "the request goes on over another connection", code=TAKEN_OVER)
+
+
+def memory_low(share: float) -> ApiError:
+    """503 for new work while Redis keeps the rest of its memory for what runs."""
+    return unavailable(f"Redis uses {share:.0%} of its memory; the rest is for running requests", "redis_memory", 5)
+
+
+def slow_client(bound: int) -> ApiError:
+    """503 for a client that does not read what waits for it."""
+    return ApiError(503, f"the client reads too slowly: {bound} events wait", code=SLOW_CLIENT)
 
 
 def shown(value: object, most: int = 80) -> str:

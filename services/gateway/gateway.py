@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from services.gateway.background import Keeper
 from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecast
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.errors import ApiError, handed_over, invalid, unavailable
+from services.gateway.errors import ApiError, handed_over, invalid, memory_low, unavailable
 from services.gateway.generation import Generation
 from services.gateway.keys import Caller, Keyring
 from services.gateway.metrics import Metrics
@@ -114,8 +114,7 @@ class Gateway:
         if cluster.redis_error or cluster.snapshot is None:
             raise unavailable(f"Redis does not answer: {cluster.redis_error}", "redis_unavailable", 2)
         if cluster.snapshot.memory_share > MEMORY_MOST:
-            share = f"{cluster.snapshot.memory_share:.0%}"
-            raise unavailable(f"Redis uses {share} of its memory; the rest is for running requests", "redis_memory", 5)
+            raise memory_low(cluster.snapshot.memory_share)
         if not cluster.snapshot.leases:
             raise unavailable("no scheduler is alive", "no_scheduler", 2)
         if not self.keyring.read:
@@ -145,7 +144,7 @@ class Gateway:
             if not (spec.survives_client and await self.dispatcher.record(spec.id)):
                 raise
             return await self.resume(spec.id, tenant, started, same_as=spec)  # no new work
-        sink = Sink(spec.id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
+        sink = self._sink(spec)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
         try:
             is_new = await self.dispatcher.enqueue(spec, sink, caller, to_delivery(spec, self.model))
@@ -160,6 +159,10 @@ class Gateway:
             return await self.resume(spec.id, tenant, started, same_as=spec)
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation
+
+    def _sink(self, spec: GenerationSpec) -> Sink:
+        bound = self.settings.client_buffer_events if spec.stream else 0
+        return Sink(spec.id, spec.choices, bound, survives=spec.survives_client)
 
     async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
         """`begin` for a request that nobody waits for; spec.background is set. Raises ApiError."""
@@ -199,7 +202,7 @@ class Gateway:
             raise invalid(
                 "request_id", "the request has best_of: which choice is best shows at its end, not in a stream"
             )
-        sink = Sink(request_id, spec.choices, self.settings.client_buffer_events if spec.stream else 0)
+        sink = self._sink(spec)
         left = functools.partial(self.keeper.left.add, request_id) if spec.background and not kept else None
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position, left)
         self._refuse_while_draining()  # here: from now on `drain` knows the sink

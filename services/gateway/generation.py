@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from services.gateway.endings import Endings
-from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, unavailable
+from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, unavailable
 from services.gateway.logprobs import Logprobs
 from services.gateway.metrics import Metrics
 from services.gateway.position import NOTHING, Position
@@ -270,7 +270,7 @@ class Generation:
             self._commands.close(self.sink)
         elif self._goes_on:
             self._commands.close(self.sink)
-            if self._left is not None and (self.failure or self.sink.failure) is None:
+            if self._left is not None and not self._taken_from_here:
                 self._left()
         elif self.failure is not None:
             self._commands.close(self.sink, self.failure.message)
@@ -280,10 +280,16 @@ class Generation:
         self._endings.close()
 
     @property
+    def _taken_from_here(self) -> bool:
+        """Does somebody else deliver the request by now, or is to?"""
+        failure = self.failure or self.sink.failure
+        return failure is not None and failure.code in (TAKEN_OVER, HANDED_OVER)
+
+    @property
     def _goes_on(self) -> bool:
         """Is somebody to get what is still to come: another connection, or the client when it comes back?"""
         failure = self.failure or self.sink.failure
-        if failure is None:
+        if failure is None or failure.code == SLOW_CLIENT:
             return self.spec.survives_client
         streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
         return streams or failure.code == TAKEN_OVER

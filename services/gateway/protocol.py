@@ -35,7 +35,7 @@ class Bounds:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. Adds to the scope a way to drop it when its client does not read."""
+    """One connection. Adds to the scope ways to wait until its client has read, and to drop it."""
 
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(**given)
@@ -77,7 +77,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"orcinus.abort": {"call": self.transport.abort}}  # type: ignore[typeddict-item]
+        own = {"orcinus.abort": {"call": self.transport.abort}, "orcinus.drain": {"call": self.flow.drain}}
+        self.scope["extensions"] = own  # type: ignore[typeddict-item]
         self._in_head, self._head_bytes = True, 0
         self._wait()
 

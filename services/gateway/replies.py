@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.errors import ApiError, unavailable
+from services.gateway.errors import ApiError, memory_low, unavailable
 from shared.redis_client import Unreachable
 
 log = logging.getLogger("orcinus.gateway")
@@ -24,6 +24,8 @@ def refused(answer: list[Any], most_tokens: int, retry_after_s: Callable[[float]
             code="queue_full",
             retry_after_s=retry_after_s(float(answer[1])),
         )
+    if answer[0] == b"memory":
+        return memory_low(answer[1] / answer[2])
     if answer[0] == b"rate":
         return ApiError(
             429,

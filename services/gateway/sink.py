@@ -45,11 +45,13 @@ class Ahead:
 
 @dataclass(slots=True)
 class Sink:
-    """Mailbox of one request. `bound`: rows kept for a slow client; 0: no bound (nobody reads slowly)."""
+    """Mailbox of one request. `bound`: rows kept for a slow client; 0: no bound (nobody reads slowly). `survives`: the
+    request goes on without its client."""
 
     request_id: str
     choices: int
     bound: int = 0
+    survives: bool = False
     record_bytes: int = 0  # of each token's log-probabilities
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Claimed:
     request: NewRequest
     cancelled: bool
     error: str = ""
+    delivered: bool = True  # the heartbeat of its gateway is there
     stops: dict[int, int] = field(default_factory=dict)
     """Of choices that go on: tokens that stay, since the gateway found a stop string behind them."""
 
@@ -224,12 +225,13 @@ class Intake:
             args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number]]
         verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
         claimed = []
-        rows = zip(entries, verdicts[::3], verdicts[1::3], verdicts[2::3], strict=True)
-        for entry, verdict, enqueued_ms, gateway in rows:
+        rows = zip(entries, *(verdicts[column::4] for column in range(4)), strict=True)
+        for entry, verdict, enqueued_ms, gateway, delivered in rows:
             if verdict >= UNKNOWN:
                 await _drop(self._lease, entry.stream, entry.id)
             else:
-                claimed.append(await self._open(entry, enqueued_ms, gateway.decode(), verdict == CANCELLED))
+                item = await self._open(entry, enqueued_ms, gateway.decode(), verdict == CANCELLED)
+                claimed.append(item if delivered else replace(item, delivered=False))
         return claimed
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:

@@ -38,6 +38,7 @@ class Parking:
         self._broken: tuple[str, Set[str], Set[str]] | None = None  # what `lost` was told
         self._gateways: dict[str, str] = {}  # request -> who delivers it
         self._orphans: dict[str, float] = {}  # request -> since when nobody does
+        self._background: set[str] = set()
         self._heard: set[str] = set()
         self._missing: dict[str, float] = {}  # gateway -> when it was first seen to be missing
 
@@ -68,8 +69,14 @@ class Parking:
         """Who delivers anything."""
         return set(self._gateways.values())
 
-    def arrived(self, name: str, gateway: str, now_ns: int) -> None:
+    def arrived(self, name: str, gateway: str, now_ns: int, delivered: bool = True, background: bool = False) -> None:
+        """delivered: is the heartbeat of its gateway there? background: it waits for a gateway, however long."""
         self._gateways[name] = gateway
+        if background:
+            self._background.add(name)
+        if not delivered:
+            self._orphans[name] = now_ns / 1e9
+            self._core.park(name)
         self._judge(self._suspects.arrived(name), now_ns)
 
     def progressed(self, names: Set[str], now_ns: int) -> None:
@@ -78,6 +85,7 @@ class Parking:
     def ended(self, name: str, now_ns: int) -> None:
         self._gateways.pop(name, None)
         self._orphans.pop(name, None)
+        self._background.discard(name)
         self._suspected.discard(name)
         if self._suspects:
             self._judge(self._suspects.ended(name), now_ns)
@@ -112,7 +120,8 @@ class Parking:
             self._orphans.setdefault(name, now_s)
             if name not in self._suspects.trial:
                 self._core.park(name)  # again: what could not be parked the last time
-        for name in [name for name, since in self._orphans.items() if now_s - since > ABANDONED_S]:
+        overdue = [name for name, since in self._orphans.items() if now_s - since > ABANDONED_S]
+        for name in [name for name in overdue if name not in self._background]:
             self._abandon(name, Finish.CANCELLED, "its gateway is gone and nobody has asked for it since")
 
     def _patience_s(self, gateway: str) -> float:

@@ -186,7 +186,8 @@ class Service:
             for choice, at in item.stops.items():
                 if request.outputs and request.outputs[choice].size >= at:  # else its end brings the stop about
                     self._put(self._core.stop(request.id, choice, at, now))
-            self._parking.arrived(request.id, request.gateway, now)
+            background = item.entry.request.background
+            self._parking.arrived(request.id, request.gateway, now, item.delivered, background)
         if claimed:
             self._wake.set()
 

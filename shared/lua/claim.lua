@@ -1,8 +1,10 @@
 -- Fenced: marks requests that XREADGROUP gave to this shard as its own.
 -- KEYS: lease, queue   ARGV: epoch, shard, then (req key, prompt tokens that leave the queue if it is gone, class)
--- Returns per request: verdict, when it was enqueued (ms of Redis's clock), and the gateway that delivers it now.
+-- Returns per request: verdict, when it was enqueued (ms of Redis's clock), the gateway that delivers it now, and whether
+-- that one's heartbeat is there (1 or 0).
 -- Verdicts: 0 go on, 1 cancelled before the claim, 2 unknown (its record has expired), 3 finished already
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
+local beat = string.sub(KEYS[1], 1, #KEYS[1] - #('lease:' .. ARGV[2])) .. 'alive:gateway:'
 local verdicts = {}
 for i = 3, #ARGV, 3 do
   local record = redis.call('HMGET', ARGV[i], 'state', 'cancelled', 'enqueued_ms', 'gateway')
@@ -25,5 +27,6 @@ for i = 3, #ARGV, 3 do
   verdicts[#verdicts + 1] = verdict
   verdicts[#verdicts + 1] = tonumber(record[3] or 0)
   verdicts[#verdicts + 1] = record[4] or ''
+  verdicts[#verdicts + 1] = redis.call('EXISTS', beat .. (record[4] or ''))
 end
 return verdicts

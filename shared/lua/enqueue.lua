@@ -2,11 +2,17 @@
 -- KEYS: req, stream, queue, bucket, prompt, gateways with background requests, this gateway's
 -- ARGV: request, prompts ('' when inside the request), prompt tokens, most prompt tokens that may wait,
 --       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent (0: no limit),
---       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on), id if in the background or ''
+--       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on), id if in the background or '',
+--       share of Redis's memory that new requests may fill
 -- Returns {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
---       | {full, waiting tokens} | {rate, retry ms, what}
+--       | {full, waiting tokens} | {rate, retry ms, what} | {memory, bytes used, bytes at most}
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return {'duplicate', state} end
+
+-- The rest is for what runs. Gateways look once a second; this looks each time. What came with this call counts already.
+local memory = redis.call('INFO', 'memory')
+local bound, used = tonumber(string.match(memory, 'maxmemory:(%d+)')), tonumber(string.match(memory, 'used_memory:(%d+)'))
+if bound > 0 and used > bound * tonumber(ARGV[15]) then return {'memory', used, bound} end
 
 local tokens = tonumber(ARGV[3])
 local waiting = tonumber(redis.call('HGET', KEYS[3], 'tokens') or '0')

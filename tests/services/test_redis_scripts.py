@@ -59,7 +59,7 @@ async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
     values = {
         "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
         "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
-        "background": "",
+        "background": "", "share": 0.75,
     } | changes  # fmt: skip
     keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
     keys += [KEYS.background, KEYS.background_of("g")]
@@ -127,6 +127,37 @@ def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(within: 
         bucket = await client.hgetall(KEYS.bucket("alice"))
         assert int(bucket[b"running"]) == 1  # d
         assert float(bucket[b"tokens"]) == pytest.approx(55, abs=1)  # 100 - 30 - 30, and 15 of r's 30 came back
+
+    within(body)
+
+
+def test_new_requests_may_not_fill_what_output_needs(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        used = (await client.info("memory"))["used_memory"]
+        await client.config_set("maxmemory", 4 * used)
+        try:
+            assert (await enqueue(scripts, "a"))[0] == b"ok"
+            for part in range(23):
+                await client.set(f"what runs {part}", b"x" * (used // 10))
+            low = await enqueue(scripts, "b")
+            assert (low[0], low[1] > 3 * used, low[2]) == (b"memory", True, 4 * used)
+            assert await enqueue(scripts, "a") == [b"duplicate", b"queued"]
+        finally:
+            await client.config_set("maxmemory", 0)
+        assert await client.exists(KEYS.req("b")) == 0
+
+    within(body)
+
+
+@pytest.mark.parametrize("beats", [0, 1])
+def test_a_claim_tells_whether_the_gateway_lives(within: Callable[[Body], None], beats: int) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        epoch = await lease(scripts, "acquire")
+        await enqueue(scripts, "r")
+        if beats:
+            await client.set(KEYS.alive("gateway", "g"), 0, px=5000)
+        verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal"])
+        assert (verdicts[0], verdicts[2:]) == (0, [b"g", beats])
 
     within(body)
 
@@ -264,7 +295,7 @@ def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Call
         epoch = await lease(scripts, "acquire")
         claimed = [epoch, SHARD, KEYS.req("r"), 10, "normal", KEYS.req("gone"), 7, "normal"]
         verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], claimed)
-        assert (verdicts[::3], verdicts[2]) == ([1, 2], b"g")
+        assert (verdicts[::4], verdicts[2]) == ([1, 2], b"g")
         assert verdicts[1] == int(await client.hget(KEYS.req("r"), "enqueued_ms"))
         assert await client.hget(KEYS.queue, "tokens") == b"3"  # 10 of r; what is gone waits no more
         assert await cancel() == b"sent"

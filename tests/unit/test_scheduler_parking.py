@@ -41,10 +41,10 @@ class Shard:
     def now_ns(self) -> int:
         return int(self.now_s * SECOND)
 
-    def arrive(self, name: str, gateway: str) -> None:
+    def arrive(self, name: str, gateway: str, delivered: bool = True, background: bool = False) -> None:
         prompt = np.arange(6, dtype=np.int32)
         self.core.add(NewRequest(id=name, prompts=[prompt], max_tokens=100, gateway=gateway), self.now_ns)
-        self.parking.arrived(name, gateway, self.now_ns)
+        self.parking.arrived(name, gateway, self.now_ns, delivered, background)
 
     def look(self, *alive: str, after_s: float = 1.0) -> None:
         self.now_s += after_s
@@ -120,6 +120,34 @@ def test_a_gateway_that_never_was_heard_gets_more_time(shard: Shard) -> None:
     assert set(shard.steps(4)) == {"a"}
     shard.look(after_s=0.5)
     assert shard.steps(4) == []
+
+
+def test_one_whose_gateway_died_before_the_claim_never_runs(shard: Shard) -> None:
+    shard.arrive("a", "g1", delivered=False)
+    assert shard.steps(4) == []
+    shard.look()
+    assert shard.steps(4) == []
+    shard.core.adopt("a", "g2")
+    shard.parking.adopted("a", "g2", shard.now_ns)
+    shard.look("g2")
+    assert set(shard.steps(4)) == {"a"}
+
+
+def test_one_whose_gateway_was_only_silent_at_the_claim_runs_at_the_next_look(shard: Shard) -> None:
+    shard.arrive("a", "g1", delivered=False)
+    shard.look("g1")
+    assert set(shard.steps(4)) == {"a"}
+
+
+def test_one_in_the_background_waits_for_a_gateway_however_long(shard: Shard) -> None:
+    shard.arrive("a", "g1", background=True)
+    shard.look("g1")
+    shard.look()
+    shard.look(after_s=GONE_S)
+    shard.look(after_s=3 * ABANDONED_S)
+    assert (shard.abandoned, shard.steps(4)) == ([], [])
+    shard.parking.adopted("a", "g2", shard.now_ns)
+    assert set(shard.steps(4)) == {"a"}
 
 
 def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:

@@ -22,9 +22,10 @@ async def test_tokens_that_only_a_gateways_stream_has_are_found_whoever_delivers
         prompts = queue_pb2.Prompts(tokens=[pack([5, 6])])
         request = queue_pb2.Request(id="r", tenant="t", gateway="a", prompts=prompts, n=1, max_tokens=20)
         redis_keys = [keys.req("r"), keys.requests("normal"), keys.queue, keys.bucket("t"), keys.prompt("r")]
+        redis_keys += [keys.background, keys.background_of("a")]
         await scripts.enqueue(
             redis_keys,
-            [request.SerializeToString(), b"", 2, 100, 22, 0, 0, 0, 60_000, "t", "a", "normal", b""],
+            [request.SerializeToString(), b"", 2, 100, 22, 0, 0, 0, 60_000, "t", "a", "normal", b"", "", 0.75],
         )
         first = ScriptedScheduler(server.client, keys, settings.shard).lead()
         first.claim()
