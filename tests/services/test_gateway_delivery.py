@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from shared.logprobs import pack_record
 from tests.services.gateway_clients import Stream, posted, raw_post
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
@@ -82,6 +84,29 @@ def test_a_gap_is_filled_from_the_record(
     stream.join()
     assert (stream.tokens(), stream.reason) == (tokens, "length")
     assert gateway.metric("orcinus_gateway_refilled_rows_total") > before
+
+
+def test_log_probabilities_stay_with_their_tokens_through_gaps_and_rows_sent_twice(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    tokens = tokenizer.encode("The quick brown fox jumps over").ids
+    values = [-float(index) for index in range(len(tokens))]
+    records = [
+        pack_record(value, np.array([token]), np.array([value])) for value, token in zip(values, tokens, strict=True)
+    ]
+    stream = Stream(gateway, logprobs=1)
+    claimed = scheduler.claim()
+    assert claimed.request.sampling.logprobs == 2
+    scheduler.publish(Line(claimed.id, 0, tokens[:1], logprobs=records[:1]))
+    unread = Line(claimed.id, 1, tokens[1:4], logprobs=records[1:4])
+    scheduler.publish(unread, checkpoints=[(claimed.id, 0, 0, tokens[:4])], to_stream=False)
+    scheduler.publish(Line(claimed.id, 4, tokens[4:5], logprobs=records[4:5]))
+    scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH, logprobs=records[3:]))
+    stream.join()
+    told = [choice["logprobs"] for choice in stream.choices() if choice["logprobs"]]
+    assert [value for one in told for value in one["token_logprobs"]] == values
+    assert [value for one in told for best in one["top_logprobs"] for value in best.values()] == values
+    assert "".join(name for one in told for name in one["tokens"]) == stream.text()
 
 
 def test_a_gap_whose_tokens_are_checkpointed_later_is_waited_for(
