@@ -18,6 +18,7 @@ from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody,
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
 from services.gateway.tokenizer import ModelText
+from services.gateway.tool_reader import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
 from services.scheduler.core.core import Core
 from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
@@ -166,12 +167,13 @@ def test_measured_figures_of_the_engine_are_those_of_the_committed_result() -> N
 
 
 def names_that_exist() -> set[str]:
-    """Words in capitals with an underscore that the project knows beside its ORCINUS_ settings: compose's variables."""
+    """Words in capitals with an underscore that the project knows beside its ORCINUS_ settings: compose's variables, a mark of models."""
     image = text("deploy/Dockerfile")
     return {
         *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml")),
         *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
         *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
+        *re.findall(r"\b([A-Z]+_[A-Z]+)\b", " ".join(OPENINGS.values())),
         HIDDEN_BY,
     }
 
