@@ -7,6 +7,7 @@ token that counts, also where its text is held back, left out (special tokens) o
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,15 +36,14 @@ class _Held:
 
 
 class Logprobs:
-    """Those of one request. Sums are kept for best_of, entries until they are told."""
+    """Those of one request, kept until they are told, and what best_of goes by."""
 
     def __init__(self, spec: GenerationSpec, text: TokenText, choices: Sequence[Offsets]) -> None:
         self._spec = spec
         self._text = text
         self._choices = choices
         self._held = [_Held() for _ in choices]
-        self._sums = [0.0] * len(choices)
-        self._counts = [0] * len(choices)
+        self._sampled = [array("d") for _ in choices]  # of each token, for best_of alone
 
     def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
         """Tokens that a choice gained, from index `first` on, and the records of all of them."""
@@ -51,8 +51,7 @@ class Logprobs:
             return
         if self._spec.keep:
             found = unpack_records(records, self._spec.sampling.logprobs)
-            self._sums[choice] += math.fsum(one.sampled for one in found)
-            self._counts[choice] += len(tokens)
+            self._sampled[choice].extend(one.sampled for one in found)
         if self._spec.logprobs is not None:
             held = self._held[choice]
             held.first = held.first if held.tokens else first
@@ -75,7 +74,8 @@ class Logprobs:
         spec, every = self._spec, range(len(self._choices))
         if not spec.keep:
             return list(every)
-        means = [total / max(1, count) for total, count in zip(self._sums, self._counts, strict=True)]
+        # fsum is exact: the same choice however the rows were cut.
+        means = [math.fsum(values) / max(1, len(values)) for values in self._sampled]
         told: list[int] = []
         for first in every[:: spec.n]:
             told += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
@@ -93,13 +93,11 @@ class Logprobs:
 
     def _columns(self, choice: int, held: _Held, found: list[TokenLogprobs]) -> dict[str, Any]:
         names = [self._name(token) for token in held.tokens]
-        echoed = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
-        offsets = self._choices[choice].offsets[held.first : held.first + len(names)]
         return {
             "tokens": names,
             "token_logprobs": [_number(one.sampled) for one in found],
             "top_logprobs": [self._named(one.best, name, one.sampled) for name, one in zip(names, found, strict=True)],
-            "text_offset": [echoed + offset for offset in offsets],
+            "text_offset": self._choices[choice].offsets[held.first : held.first + len(names)],
         }
 
     def _named(self, best: list[tuple[int, float]], sampled: str, logprob: float) -> dict[str, float]:
