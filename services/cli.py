@@ -192,6 +192,19 @@ def batch(
     raise typer.Exit(0 if summary.well else 1)
 
 
+@settings_command(app, "top", CommonSettings, LauncherSettings)
+def top(
+    values: Values,
+    once: Annotated[bool, typer.Option("--once", help="print one view and end")] = False,
+    json: Json = False,
+) -> None:
+    """Show a running stack in the terminal, from Redis: q ends it. With --json one view, for programs."""
+    settings = build(CommonSettings, values)
+    from services.cli_top import run
+
+    raise typer.Exit(run(settings, build(LauncherSettings, values), once or json, json))
+
+
 @app.command()
 def version(json: Json = False) -> None:
     """Print the version."""
