@@ -41,11 +41,19 @@ class Workload:
     ttft_slo_ns: Int64 = field(default_factory=_none)
     tbt_slo_ns: Int64 = field(default_factory=_none)
     group: Int64 = field(default_factory=_none)  # whose shared prefix the prompt begins with; -1: nobody's
+    tenant: Int64 = field(default_factory=_none)  # default: all of one
     prefix_tokens: int = 0  # of a shared prefix; counted in `prompt`
 
     def __post_init__(self) -> None:
         n = len(self.arrived_ns)
-        defaults = {"max_tokens": self.output, "priority": 2, "ttft_slo_ns": 0, "tbt_slo_ns": 0, "group": -1}
+        defaults = {
+            "max_tokens": self.output,
+            "priority": 2,
+            "ttft_slo_ns": 0,
+            "tbt_slo_ns": 0,
+            "group": -1,
+            "tenant": 0,
+        }
         for name, value in defaults.items():
             if not len(getattr(self, name)):
                 column = value.copy() if isinstance(value, np.ndarray) else np.full(n, value, np.int64)
@@ -87,6 +95,7 @@ class Workload:
             arrived_ns=start_ns + int(self.arrived_ns[i]),
             ttft_slo_ns=int(self.ttft_slo_ns[i]),
             tbt_slo_ns=int(self.tbt_slo_ns[i]),
+            tenant=str(self.tenant[i]),
             payload=i,
         )
 

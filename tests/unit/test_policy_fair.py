@@ -8,10 +8,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.fair import ABSENT, Fair
+from services.scheduler.core.parts.counters import ABSENT
+from services.scheduler.core.parts.fair import Fair
 from services.scheduler.core.queues import arrival
 from services.scheduler.core.sequence import Sequence, State
 from tests.unit.policy_rows import drained, waiting
+
+
+def _serve(order: Fair, tenants: list[int], tokens: list[int]) -> None:
+    """A step gave so many tokens to these, all of class normal."""
+    order.served(np.array(tenants, np.int32), np.full(len(tenants), 2, np.int32), np.array(tokens, np.int32))
 
 
 def test_the_tenant_that_was_served_least_is_next() -> None:
@@ -24,7 +30,7 @@ def test_the_tenant_that_was_served_least_is_next() -> None:
     while (head := queue.head(0)) is not None:
         queue.pop(head)
         served.append(head.record.tenant)
-        order.served(np.array([head.record.tenant], np.int32), np.array([10], np.int32))
+        _serve(order, [head.record.tenant], [10])
     assert served == [0, 1, 2, 0, 1, 0, 0]
 
 
@@ -46,7 +52,7 @@ def test_one_that_is_taken_and_put_back_changes_nothing() -> None:
     queue = order.queue()
     for number, tenant in enumerate([0, 1]):
         queue.push(waiting(number, number, tenant=tenant), 0)
-    order.served(np.array([0, 1], np.int32), np.array([100, 500], np.int32))
+    _serve(order, [0, 1], [100, 500])
     for _ in range(3):
         head = queue.head(0)
         assert head.record.tenant == 0
@@ -62,9 +68,9 @@ def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_who_were_there
     for number, tenant in enumerate([0, 1]):
         queue.push(waiting(number, number, tenant=tenant), 0)
     for tokens in range(ABSENT + 2):
-        order.served(np.array([0, 1], np.int32), np.array([1000 if not tokens else 0, 1200 if not tokens else 0]))
+        _serve(order, [0, 1], [1000 if not tokens else 0, 1200 if not tokens else 0])
     queue.push(waiting(9, 9, tenant=2), 0)
-    assert order.counter[:3].tolist() == [1000, 1200, 1000]
+    assert order.counters.counter[:3].tolist() == [1000, 1200, 1000]
     assert [s.record.tenant for s in drained(queue, 0)] == [0, 2, 1]
 
 
@@ -73,11 +79,11 @@ def test_a_tenant_between_two_requests_keeps_its_counter() -> None:
     queue = order.queue()
     queue.push(waiting(0, 0, tenant=0), 0)
     queue.push(waiting(1, 1, tenant=1), 0)
-    order.served(np.array([0, 1], np.int32), np.array([50, 900], np.int32))
+    _serve(order, [0, 1], [50, 900])
     queue.pop(queue.head(0))  # of tenant 0, who has nothing waiting now
-    order.served(np.array([0], np.int32), np.array([10], np.int32))
+    _serve(order, [0], [10])
     queue.push(waiting(2, 2, tenant=0), 0)
-    assert order.counter[:2].tolist() == [60, 900]
+    assert order.counters.counter[:2].tolist() == [60, 900]
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,7 +106,7 @@ def test_fair_heads_are_those_of_a_search(events: list[tuple[str, int, int]]) ->
             queue.push(sequence, 0)
             all_of.append(sequence)
         elif kind == "served":
-            order.served(np.array([tenant], np.int32), np.array([tokens], np.int32))
+            _serve(order, [tenant], [tokens])
             taken.clear()
         elif kind == "drop" and all_of:
             sequence = all_of.pop(tokens % len(all_of))
@@ -116,7 +122,7 @@ def test_fair_heads_are_those_of_a_search(events: list[tuple[str, int, int]]) ->
                 taken[sequence.record.tenant] += sequence.known
         least = min(
             all_of,
-            key=lambda s: (int(order.counter[s.record.tenant]) + taken[s.record.tenant], arrival(s), s.number),
+            key=lambda s: (int(order.counters.counter[s.record.tenant]) + taken[s.record.tenant], arrival(s), s.number),
             default=None,
         )
         assert queue.head(0) is least

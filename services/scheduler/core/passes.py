@@ -95,7 +95,8 @@ class Passes:
         if shared.policy.memory.learns:
             shared.policy.memory.stepped(replica, draft.preempted)
         if shared.policy.order.counts:
-            shared.policy.order.served(replica.table.tenant[slots], lengths)
+            table = replica.table
+            shared.policy.order.served(table.tenant[slots], table.priority[slots], lengths)
         replica.last = Last(step.tokens, decodes, draft.prefill)
         return StepPlan(
             id=step.id,

@@ -49,8 +49,8 @@ class Order(Protocol):
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         """The running `slots`, first ones first."""
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
-        """Interned tenants [n] were given so many tokens [n] in this step (fairness counts them)."""
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        """Interned tenants [n] were given so many tokens [n] in this step, each in a class [n] (for fairness)."""
 
     by_class: bool  # does a waiting sequence of a better class stand before all of worse ones (but for ageing)?
     counts: bool  # does served() want to be called?

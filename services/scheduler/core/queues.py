@@ -8,7 +8,8 @@ operation takes O(log n) and nothing grows beyond what waits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -184,6 +185,25 @@ class BySlack:
             self._late.push(timely, arrival(timely))
 
 
+class Inner(Protocol):
+    """A queue of one class; true while something waits in it."""
+
+    def __bool__(self) -> bool: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    def push(self, sequence: Sequence, now_ns: int) -> None: ...
+
+    def head(self, now_ns: int) -> Sequence | None: ...
+
+    def held_back(self, now_ns: int) -> Sequence | None:
+        """The first who waits behind later ones."""
+
+    def pop(self, sequence: Sequence) -> None: ...
+
+    def drop(self, sequence: Sequence) -> None: ...
+
+
 class ByClass:
     """One queue a class, best class first; each `age_ns` waited (0: never) lifts a sequence by one class, no higher
     than realtime. Of equal classes the first come. Only the heads of the four are compared.
@@ -193,8 +213,9 @@ class ByClass:
     every 32nd while realtime or high ones wait.
     """
 
-    def __init__(self, inner: Callable[[], Keyed | BySlack], age_ns: int) -> None:
-        self._queues = [inner() for _ in range(CLASSES)]
+    def __init__(self, inner: Collection[Inner], age_ns: int) -> None:
+        """inner: the queue of each class, best class first."""
+        self._queues = list(inner)
         self._age_ns = age_ns
         self._admitted = 0
         self._out: set[int] = set()  # numbers of those popped since time passed: they may come back

@@ -1,7 +1,6 @@
 """Fairness between tenants by virtual token counters: the order `fair`.
 
-Whoever was served least is next. Source: "Fairness in Serving Large Language Models" (VTC, OSDI '24), algorithm 2, with
-prompt and output tokens of equal weight.
+Whoever was served least is next.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from services.scheduler.core.parts.counters import Counters
 from services.scheduler.core.policy import Queue
 from services.scheduler.core.queues import Heap, arrival
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32
 
-ABSENT = 16  # steps without anything waiting or served after which a tenant has been away
 Rank = tuple[int, int, int]  # tokens served, arrival and number of the first who waits
 
 
 class Fair:
-    """The counters, by interned tenant. A tenant that was away is lifted to the least counter of those who were not, so
-    that nobody saves up credit; what was counted for the absent is forgotten by that.
-    """
+    """By the counters of the tenants, whatever the class; inside a tenant by arrival."""
 
     swapped_first = False
     counts = True
@@ -32,47 +29,22 @@ class Fair:
     prefixes = False
 
     def __init__(self) -> None:
-        self.counter: Int64 = np.zeros(16, np.int64)
-        self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # step of the last service
-        self._step = 0
-        self._queue = FairQueue(self)
+        self.counters = Counters(lambda: self._queue.waiting())
+        self._queue = FairQueue(self.counters)
 
     def queue(self) -> Queue:
-        self._queue = FairQueue(self)
+        self._queue = FairQueue(self.counters)
         return self._queue
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         tenants = table.tenant[slots]
         if slots.size:
-            self._reach(int(tenants.max()))
-        return slots[np.lexsort((table.number[slots], table.arrived[slots], self.counter[tenants]))]
+            self.counters.reach(int(tenants.max()))
+        return slots[np.lexsort((table.number[slots], table.arrived[slots], self.counters.counter[tenants]))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
-        self._step += 1
-        if tenants.size:
-            self._reach(int(tenants.max()))
-            np.add.at(self.counter, tenants, tokens)
-            self._seen[tenants] = self._step
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        self.counters.served(tenants, tokens)
         self._queue.settle()
-
-    def comes(self, tenant: int) -> None:
-        """Something of `tenant` waits, and nothing did before."""
-        self._reach(tenant)
-        if self._step - self._seen[tenant] > ABSENT:
-            here = self._step - self._seen <= ABSENT
-            here[self._queue.waiting()] = True
-            here[tenant] = False
-            self.counter[tenant] = self.counter[here].min() if here.any() else 0
-        self._seen[tenant] = self._step
-
-    def goes(self, tenant: int) -> None:
-        """Something of `tenant` waits no more."""
-        self._seen[tenant] = self._step
-
-    def _reach(self, tenant: int) -> None:
-        while tenant >= self.counter.size:
-            self._seen = np.append(self._seen, np.full(self._seen.size, -ABSENT - 1))
-            self.counter = np.append(self.counter, np.zeros_like(self.counter))
 
 
 class FairQueue:
@@ -82,8 +54,8 @@ class FairQueue:
     one tenant would have a whole step to itself.
     """
 
-    def __init__(self, order: Fair) -> None:
-        self._order = order
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
         self._tenants: dict[int, Heap] = {}  # none of them empty
         self._ranks: list[tuple[Rank, int]] = []  # a heap; an entry counts if it is its tenant's rank
         self._taken: dict[Sequence, int] = {}  # since the last step
@@ -102,7 +74,7 @@ class FairQueue:
         if sequence in self._taken:
             self._charged[tenant] -= self._taken.pop(sequence)
         if tenant not in self._tenants:
-            self._order.comes(tenant)
+            self._counters.comes(tenant)
             self._tenants[tenant] = Heap()
         self._tenants[tenant].push(sequence, arrival(sequence))
         self._note(tenant)
@@ -128,7 +100,7 @@ class FairQueue:
         tenant = sequence.record.tenant
         heap = self._tenants.get(tenant)
         if heap is not None and heap.remove(sequence):
-            self._order.goes(tenant)
+            self._counters.goes(tenant)
             if not len(heap):
                 del self._tenants[tenant]
 
@@ -145,7 +117,7 @@ class FairQueue:
         if heap is None or (first := heap.first()) is None:
             self._tenants.pop(tenant, None)
             return None
-        return int(self._order.counter[tenant]) + self._charged.get(tenant, 0), arrival(first), first.number
+        return int(self._counters.counter[tenant]) + self._charged.get(tenant, 0), arrival(first), first.number
 
     def _note(self, tenant: int) -> None:
         """Its rank may have become smaller. One that has grown is noticed when it comes up."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.scheduler.core.parts.shares import ByShare
 from services.scheduler.core.policy import Queue
-from services.scheduler.core.queues import ByClass, ByPrefix, ByRatio, BySlack, Keyed, SwappedFirst, by_arrival
+from services.scheduler.core.queues import CLASSES, ByClass, ByPrefix, ByRatio, BySlack, Keyed, SwappedFirst, by_arrival
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import Int32
@@ -37,7 +38,7 @@ class FirstCome:
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         return slots[np.lexsort((table.number[slots], table.arrived[slots]))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
 
@@ -57,31 +58,34 @@ class ClassThenArrival:
         self._slack = slack
 
     def queue(self) -> Queue:
-        return ByClass(by_arrival, self._age_ns)
+        return ByClass([by_arrival() for _ in range(CLASSES)], self._age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         lifted = _lifted(table, slots, now_ns, self._age_ns)
         urgency = _due(table, slots, TTFT_NS, TBT_NS, 0) if self._slack else table.arrived[slots]
         return slots[np.lexsort((table.number[slots], urgency, lifted))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
 
 class ClassThenSlack:
     """By class with ageing, then by TTFT limit, long prompts behind those whose limits come a little later; the running
-    that decode by TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack)."""
+    that decode by TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack); so does, inside its
+    class, a tenant that was given more than the others who wait (ByShare)."""
 
     swapped_first = False
-    counts = False
+    counts = True
     by_class = True
     prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self._age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
+        self._shares: list[ByShare] = []  # by class
 
     def queue(self) -> Queue:
-        return ByClass(lambda: BySlack(self._start_by, self._key), self._age_ns)
+        self._shares = [ByShare(lambda: BySlack(self._start_by, self._key)) for _ in range(CLASSES)]
+        return ByClass(self._shares, self._age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         lifted = _lifted(table, slots, now_ns, self._age_ns)
@@ -90,8 +94,11 @@ class ClassThenSlack:
         late = (start_by < now_ns) & (table.applied[slots] <= table.prompt[slots])
         return slots[np.lexsort((table.number[slots], np.where(late, table.arrived[slots], key), late, lifted))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
-        pass
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        for priority, share in enumerate(self._shares):
+            if share.several:
+                mine = classes == priority
+                share.served(tenants[mine], tokens[mine])
 
     def _start_by(self, sequence: Sequence) -> int:
         return start_by(sequence, self._ttft_ns, self._token_ns)
@@ -122,7 +129,7 @@ class LeastSlack:
         slack = np.maximum(_due(table, slots, self._ttft_ns, TBT_NS, self._token_ns) - now_ns, 1)
         return slots[np.lexsort((table.number[slots], table.arrived[slots], slack))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
 
@@ -150,7 +157,7 @@ class ShortestPrompt:
         rest = table.known[slots] - table.planned[slots]
         return slots[np.lexsort((table.number[slots], table.arrived[slots], rest))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
 
@@ -173,7 +180,7 @@ class ResponseRatio:
         ratio = (now_ns - table.arrived[slots] + work) / work
         return slots[np.lexsort((table.number[slots], table.arrived[slots], -ratio))]
 
-    def served(self, tenants: Int32, tokens: Int32) -> None:
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
 

@@ -1,0 +1,173 @@
+"""How much a flooding tenant is felt by the others: section "Tenants" of docs/policies.md.
+
+    python -m bench.fairness           some minutes; writes bench/results/fairness.json and the page
+    python -m bench.fairness --quick   in small, in seconds; prints, writes nothing
+    python -m bench.fairness --docs    renders the page from the committed result alone
+
+Simulated. Three tenants send a share of what the replica can do; a fourth floods it. Compared with the same three while
+the fourth sends just what it was served in the flood: its fair share, since the three were served in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.machine import ROOT, commit, machine, versions
+from bench.policies import compact
+from bench.policies_docs import replaced
+from bench.policies_runs import DEVICE, SHAPE, clock, replica
+from bench.simulator.arrivals import CHAT, Spec, build
+from bench.simulator.engine import simulate
+from bench.simulator.metrics import Recorder
+from bench.simulator.workload import Workload
+
+RESULT = ROOT / "bench" / "results" / "fairness.json"
+PAGE = ROOT / "docs" / "policies.md"
+POLICIES = ("orcinus", "orcinus:order=class", "sarathi:order=fair", "sarathi")
+FLOODS = (1.5, 5.0)  # times the saturation
+OTHERS = (0.15, 0.15, 0.15)
+SATURATION_RPS = 21.08  # of `orca` on this replica and trace: bench/results/policies.json
+SEEDS = (1, 2, 3)
+SPAN_S, QUICK_SPAN_S = 300.0, 20.0
+GOAL = 1.2
+Row = dict[str, Any]
+FIGURES = {"ttft_ms": "TTFT", "gap_ms": "gap", "latency_ms": "ms per output token"}
+
+
+def arrivals(flood: float, span_s: float, seed: int) -> Workload:
+    """Poisson, with the chat trace's lengths; the others send the same whatever the first tenant does."""
+    trace = build(Spec(trace=CHAT, requests=3_000))
+    columns: list[tuple[npt.NDArray[Any], ...]] = []
+    for tenant, load in enumerate((flood, *OTHERS)):
+        rng = np.random.default_rng([seed, tenant])
+        count = int(rng.poisson(load * SATURATION_RPS * span_s))
+        at = np.sort(rng.uniform(0, span_s, count))
+        which = rng.integers(0, len(trace), count)
+        columns.append((at, np.full(count, tenant), trace.prompt[which], trace.output[which]))
+    at, tenants, prompt, output = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(at, kind="stable")
+    return Workload(
+        arrived_ns=np.rint(at[order] * 1e9).astype(np.int64),
+        prompt=prompt[order],
+        output=output[order],
+        max_tokens=np.maximum(output[order], 1_024),
+        tenant=tenants[order].astype(np.int64),
+    )
+
+
+def run(policy: str, flood: float, span_s: float, seed: int) -> tuple[Workload, Recorder]:
+    workload = arrivals(flood, span_s, seed)
+    return workload, simulate(policy, workload, replica(), clock()).seen
+
+
+def served(workload: Workload, seen: Recorder, span_s: float) -> float:
+    """Of the first tenant, in multiples of the saturation: tokens of what ended within the span."""
+    mine = workload.tenant == 0
+    ended = mine & (seen.e2e_ns + workload.arrived_ns < span_s * 1e9)
+    tokens = workload.prompt + workload.output
+    return float(tokens[ended].sum() / tokens[mine].mean() / span_s / SATURATION_RPS)
+
+
+def p99(workload: Workload, seen: Recorder) -> dict[str, float]:
+    """Of the others, in ms: TTFT, the P99 of a request's gaps, time for each output token."""
+    others = workload.tenant > 0
+    columns = seen.ttft_ns, seen.worst_ns, seen.e2e_ns / np.maximum(seen.tokens, 1)
+    values = [float(np.percentile(column[others], 99)) / 1e6 for column in columns]
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def compare(policy: str, flood: float, span_s: float, seeds: Sequence[int]) -> Row:
+    """Medians over the seeds."""
+    shares, in_flood, held = [], [], []
+    for seed in seeds:
+        workload, seen = run(policy, flood, span_s, seed)
+        shares.append(served(workload, seen, span_s))
+        in_flood.append(p99(workload, seen))
+        held.append(p99(*run(policy, shares[-1], span_s, seed)))
+
+    def median(rows: list[dict[str, float]], name: str) -> float:
+        return round(float(np.median([row[name] for row in rows])), 1)
+
+    return {
+        "policy": policy,
+        "flood": flood,
+        "share": round(float(np.median(shares)), 3),
+        **{name: {"flood": median(in_flood, name), "held": median(held, name)} for name in FIGURES},
+    }
+
+
+def section(result: Row) -> str:
+    """The page's."""
+    lines = [
+        f"Simulated: {result['shape']} on {result['device']} as above, Poisson arrivals with the lengths of the chat "
+        f"trace for {result['span_s']:.0f} s. Three tenants send {OTHERS[0]:g} of the saturation each; a fourth floods "
+        "the replica. P99 of the three in the flood / while the fourth sends only what it was served in the flood (its "
+        f"fair share); medians of {len(result['seeds'])} seeds. Made by `{result['command']}` at commit "
+        f"{result['commit']} on {result['date'][:10]}.",
+        "",
+        "| policy | flood, of saturation | its share | TTFT, ms | ratio | gap, ms | ratio | ms per output | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        cells = [f"`{row['policy']}`", f"{row['flood']:g}", f"{row['share']:.2f}"]
+        for name in FIGURES:
+            flood, held = row[name]["flood"], row[name]["held"]
+            cells += [f"{flood:,.1f} / {held:,.1f}", f"{flood / held:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    ours = [row for row in result["rows"] if row["policy"] == "orcinus"]
+    worst = {name: max(row[name]["flood"] / row[name]["held"] for row in ours) for name in FIGURES}
+    told = [f"{FIGURES[name]} {ratio:.2f} ({'holds' if ratio <= GOAL else 'missed'})" for name, ratio in worst.items()]
+    lines += ["", f"Goal: no ratio of `orcinus` above {GOAL:g}. Worst: {', '.join(told)}."]
+    return "\n".join(lines)
+
+
+def render(page: Path = PAGE) -> None:
+    page.write_text(replaced(page.read_text(), "fairness", section(json.loads(RESULT.read_text()))))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.fairness", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small, in seconds; writes nothing")
+    parser.add_argument("--docs", action="store_true", help="the page from the committed result alone")
+    given = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(given)
+    if options.docs:
+        render()
+        return 0
+    span_s, seeds, floods = (QUICK_SPAN_S, SEEDS[:1], FLOODS[:1]) if options.quick else (SPAN_S, SEEDS, FLOODS)
+    rows = []
+    for policy in POLICIES:
+        for flood in floods:
+            print(f"{policy}, flood of {flood:g} ...", file=sys.stderr, flush=True)
+            rows.append(compare(policy, flood, span_s, seeds))
+    result = {
+        "command": shlex.join(["python", "-m", "bench.fairness", *given]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "shape": SHAPE,
+        "device": DEVICE,
+        "span_s": span_s,
+        "seeds": list(seeds),
+        "rows": rows,
+    }
+    if not options.quick:
+        RESULT.write_text(compact(result))
+        render()
+    print(section(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

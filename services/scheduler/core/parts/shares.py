@@ -1,0 +1,180 @@
+"""Fairness between the tenants of one class: the queue that `class-slack` has for each class.
+
+Who was served more than the others who wait, by the counters of counters.py and an allowance, stands back until they
+have caught up. Among all others order is as without tenants, and one tenant alone never notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.parts.counters import Counters
+from services.scheduler.core.queues import MOVED, BySlack
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.table import Int64
+from services.scheduler.core.types import Int32
+
+ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served who wait
+SEVERAL = 256  # steps for which tokens go on being counted when nobody but one tenant waits
+
+
+class ByShare:
+    """The waiting of one class. In `common` stand those who are not ahead; who is found ahead at its head moves to a
+    queue of its tenant, and comes back when its tenant's counter lets it. If only tenants that are ahead wait, the one
+    with the least counter is next: no slot stays empty for fairness.
+
+    What is taken out within a step counts at once with its known tokens, until served() tells what it really got. Those
+    that ran before (preempted ones) are never held.
+    """
+
+    def __init__(self, inner: Callable[[], BySlack]) -> None:
+        self.counters = Counters(lambda: np.flatnonzero(self._here).tolist())
+        self._inner, self._common = inner, inner()
+        self._held: dict[int, BySlack] = {}  # by tenant, none of them empty
+        self._known: dict[Sequence, int] = {}  # of those in `common`: known tokens when they came
+        self._offered: dict[int, int] = {}  # by tenant, sum of these
+        self._count: dict[int, int] = {}  # sequences that wait, by tenant
+        self._here: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: in _count
+        self._taken: dict[Sequence, int] = {}  # since the last step
+        self._charged: dict[int, int] = {}  # by tenant, sum of these
+        self._rest, self._last = 0, -1  # steps for which tokens still count; the tenant that came last
+        self._now_ns, self._limit, self._may_move = -1, 0, MOVED
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._common
+        for held in self._held.values():
+            yield from held
+
+    def __bool__(self) -> bool:
+        return bool(self._count)
+
+    @property
+    def several(self) -> bool:
+        """Do tokens count? Not while there is one tenant only."""
+        return self._rest > 0 or len(self._count) > 1
+
+    def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
+        """A step gave so many tokens [n] to these tenants [n]; to be called while there are several."""
+        self._rest -= 1
+        self.counters.served(tenants, tokens)
+        self._taken.clear()
+        self._charged.clear()
+
+    def push(self, sequence: Sequence, now_ns: int) -> None:
+        tenant = sequence.record.tenant
+        if sequence in self._taken:
+            self._charged[tenant] -= self._taken.pop(sequence)
+        if tenant not in self._count:
+            self._comes(tenant)
+        self._count[tenant] += 1
+        if tenant in self._held and not sequence.outputs.size:
+            self._held[tenant].push(sequence, now_ns)
+        else:
+            self._offer(sequence, now_ns)
+
+    def head(self, now_ns: int) -> Sequence | None:
+        self._look(now_ns)
+        while (head := self._common.head(now_ns)) is not None:
+            if not self._stands_back(head, now_ns):
+                return head
+        return self._first_held(now_ns)
+
+    def held_back(self, now_ns: int) -> Sequence | None:
+        """The first of the late whose tenant is not ahead."""
+        self._look(now_ns)
+        while (late := self._common.held_back(now_ns)) is not None:
+            if not self._stands_back(late, now_ns):
+                return late
+        return None
+
+    def pop(self, sequence: Sequence) -> None:
+        if self.several:
+            tenant = sequence.record.tenant
+            self._taken[sequence] = sequence.known
+            self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        tenant = sequence.record.tenant
+        if sequence in self._known:
+            self._withdraw(sequence)
+        elif tenant in self._held:
+            self._unhold(tenant, sequence)
+        else:
+            return
+        self._count[tenant] -= 1
+        if not self._count[tenant]:
+            del self._count[tenant]
+            self._here[tenant] = False
+            self.counters.goes(tenant)
+            self._now_ns = -1
+
+    def _comes(self, tenant: int) -> None:
+        """Its first sequence waits."""
+        while tenant >= self._here.size:
+            self._here = np.append(self._here, np.zeros_like(self._here))
+        self.counters.comes(tenant)
+        if self._count or tenant != self._last:
+            self._rest = SEVERAL
+        self._count[tenant], self._here[tenant], self._last = 0, True, tenant
+        self._now_ns = -1
+
+    def _look(self, now_ns: int) -> None:
+        """Once a moment: how far anybody may be ahead, and who is not ahead any more."""
+        if now_ns == self._now_ns:
+            return
+        self._now_ns, self._may_move = now_ns, MOVED
+        if len(self._count) > 1:
+            self._limit = int(self.counters.counter[: self._here.size][self._here].min()) + ALLOWANCE
+        for tenant in list(self._held):
+            while self._may_move and tenant in self._held and self._may_offer(tenant):
+                self._may_move -= 1
+                sequence = self._held[tenant].head(now_ns)
+                if sequence is not None:
+                    self._unhold(tenant, sequence)
+                    self._offer(sequence, now_ns)
+
+    def _used(self, tenant: int) -> int:
+        return int(self.counters.counter[tenant]) + self._charged.get(tenant, 0)
+
+    def _may_offer(self, tenant: int) -> bool:
+        return len(self._count) == 1 or self._used(tenant) + self._offered.get(tenant, 0) <= self._limit
+
+    def _stands_back(self, head: Sequence, now_ns: int) -> bool:
+        """Moves the head of `common` to its tenant's own queue if that tenant is ahead of others."""
+        tenant = head.record.tenant
+        if len(self._count) == 1 or head.outputs.size or not self._may_move or self._used(tenant) <= self._limit:
+            return False
+        self._may_move -= 1
+        self._withdraw(head)
+        if tenant not in self._held:
+            self._held[tenant] = self._inner()
+        self._held[tenant].push(head, now_ns)
+        return True
+
+    def _first_held(self, now_ns: int) -> Sequence | None:
+        for tenant in sorted(self._held, key=self._used):
+            if (head := self._held[tenant].head(now_ns)) is not None:
+                return head
+        return None
+
+    def _offer(self, sequence: Sequence, now_ns: int) -> None:
+        tenant = sequence.record.tenant
+        self._common.push(sequence, now_ns)
+        self._known[sequence] = sequence.known
+        self._offered[tenant] = self._offered.get(tenant, 0) + sequence.known
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        tenant = sequence.record.tenant
+        self._common.drop(sequence)
+        self._offered[tenant] -= self._known.pop(sequence)
+        if not self._offered[tenant]:
+            del self._offered[tenant]
+
+    def _unhold(self, tenant: int, sequence: Sequence) -> None:
+        self._held[tenant].drop(sequence)
+        if not self._held[tenant]:
+            del self._held[tenant]

@@ -1,0 +1,40 @@
+"""The page's figures of a flooding tenant are those of the committed result, and what they say is counted rightly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from bench.fairness import OTHERS, PAGE, RESULT, SATURATION_RPS, arrivals, run, section, served
+from bench.policies_docs import replaced
+
+
+def test_the_page_shows_the_committed_figures() -> None:
+    page = PAGE.read_text()
+    shown = replaced(page, "fairness", section(json.loads(RESULT.read_text())))
+    assert shown == page, "run: python -m bench.fairness --docs"
+
+
+def test_the_others_send_the_same_whatever_the_first_tenant_does() -> None:
+    calm, flood = arrivals(0.1, 30.0, 1), arrivals(3.0, 30.0, 1)
+    for tenant in range(1, 1 + len(OTHERS)):
+        for column in ("arrived_ns", "prompt", "output"):
+            np.testing.assert_array_equal(
+                getattr(calm, column)[calm.tenant == tenant], getattr(flood, column)[flood.tenant == tenant]
+            )
+    assert (flood.tenant == 0).sum() > 20 * (calm.tenant == 0).sum()
+
+
+def test_a_tenant_that_floods_nobody_is_served_what_it_sends() -> None:
+    workload, seen = run("orcinus", 0.1, 30.0, 1)
+    sent = (workload.tenant == 0).sum() / 30.0 / SATURATION_RPS
+    assert served(workload, seen, 30.0) == pytest.approx(sent, rel=0.2)
+
+
+def test_under_a_flood_the_others_get_their_first_token_long_before_the_one_who_floods() -> None:
+    """Simulated time: the same on every machine."""
+    workload, seen = run("orcinus", 2.0, 30.0, 1)
+    others = workload.tenant > 0
+    assert np.percentile(seen.ttft_ns[others], 99) < 0.25 * np.percentile(seen.ttft_ns[~others], 50)
