@@ -1,4 +1,5 @@
-"""The load generator: `orcinus bench serve`. Open loop (Poisson, gamma, trace) or closed loop, streaming.
+"""The load generator: `orcinus bench serve`. Open loop (Poisson, gamma, trace) or closed loop, streaming; several loads
+one after another are a sweep.
 
 Times count from when a request was due, so a slow server cannot slow its own load down (no coordinated omission).
 When this program itself used more than 80 % of a core, its rates are not a server's figures and are not printed.
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -33,7 +33,8 @@ except ModuleNotFoundError as error:
 from bench import load_arrivals, load_client, load_report
 from bench.load_arrivals import Arrival
 from bench.load_client import Target
-from bench.stats import Record, summarise
+from bench.load_options import parser
+from bench.stats import Record, Run, Slo, summarise
 
 CLIENT_CPU_LIMIT = 0.80
 LATE_LIMIT_MS = 10.0
@@ -45,68 +46,27 @@ class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
     """The command cannot be carried out as given; its message says what to change. Exit code 2."""
 
 
-def length_range(text: str) -> tuple[int, int]:
-    """`64` or `16:128` as (low, high). Raises argparse.ArgumentTypeError."""
-    low, _, high = text.partition(":")
-    try:
-        bounds = (int(low), int(high or low))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens or LOW:HIGH") from None
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: needs 1 <= LOW <= HIGH")
-    return bounds
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must not be negative")
-    return value
-
-
-def parser() -> argparse.ArgumentParser:
-    build = argparse.ArgumentParser(
-        prog="orcinus bench serve", description="Measures an OpenAI-compatible server with streaming completions."
-    )
-    add = build.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="base URL of the server (default: %(default)s)")
-    add("--model", default="", help="model id (default: the only one in /v1/models)")
-    add("--rate", type=positive, help="open loop: requests a second, Poisson unless --burstiness is given")
-    add("--burstiness", type=positive, default=1.0, help="gamma shape of the intervals; 1: Poisson, below 1: bursts")
-    add("--concurrency", type=count, help="closed loop: so many requests at a time, the next when one ends")
-    add("--trace", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens and perhaps arrived_at")
-    add("--rate-scale", type=positive, default=1.0, help="divides the trace's arrival times")
-    add("--clip-tokens", type=count, default=0, help="cut requests to so many tokens of prompt and output together")
-    add("--requests", type=count, default=0, help="how many (default: 100, or the whole trace)")
-    add("--prompt-tokens", type=length_range, default=(128, 128), help="P or LOW:HIGH (default: 128)")
-    add("--output-tokens", type=length_range, default=(64, 64), help="O or LOW:HIGH (default: 64)")
-    add("--warmup", type=count, default=4, help="requests sent first and not counted (default: %(default)s)")
-    add("--text", action="store_true", help="send prompts as text, for servers that take no token ids")
-    add("--vocab-size", type=count, default=2048, help="token ids of prompts are below it (default: %(default)s)")
-    add("--first-id", type=count, default=256, help="smallest token id of prompts (default: %(default)s)")
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=count, default=1)
-    add("--timeout", type=positive, default=600.0, help="seconds that one request may take (default: %(default)s)")
-    add("--api-key", default="")
-    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
-    add("--output", type=Path, help="writes the JSON object to a file too")
-    add("--records", type=Path, help="writes one JSON line a request: times of every event")
-    add("--plot", type=Path, help="writes a PNG: TTFT, TBT and throughput over time")
-    return build
+def loads(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each run of a sweep: one value of --rate or --concurrency, and its number of requests."""
+    if options.rate is not None and options.concurrency is not None:
+        raise WrongUse("--rate (open loop) and --concurrency (closed loop) exclude each other")
+    if options.seconds is not None and (options.rate is None or options.requests):
+        raise WrongUse("--seconds goes with --rate, and without --requests")
+    runs = []
+    for rate in options.rate or [None]:
+        for concurrency in options.concurrency or [None]:
+            run = argparse.Namespace(**{**vars(options), "rate": rate, "concurrency": concurrency})
+            if options.seconds is not None:
+                run.requests = max(1, math.ceil(rate * options.seconds))
+            runs.append(run)
+    if len(runs) > 1 and (options.records or options.plot):
+        raise WrongUse("--records and --plot are of one run; a sweep has --csv and --html")
+    return runs
 
 
 def schedule(options: argparse.Namespace) -> tuple[list[Arrival], int]:
     """The requests of the run and how many of them were cut. Raises WrongUse."""
     open_loop = options.concurrency is None
-    if options.rate is not None and not open_loop:
-        raise WrongUse("--rate (open loop) and --concurrency (closed loop) exclude each other")
     if options.concurrency == 0:
         raise WrongUse("--concurrency must be at least 1")
     if not options.text and not options.first_id < options.vocab_size:
@@ -244,7 +204,7 @@ async def measure(
         "rate_scale": options.rate_scale,
         "warmup": options.warmup,
         "seed": options.seed,
-        **summarise(records),
+        **summarise(records, Slo(options.ttft_slo_ms / 1000, options.tbt_slo_ms / 1000)),
         "client_cpu": round(cpu, 3),
     }
     return figures, records
@@ -276,16 +236,34 @@ def judge(result: dict[str, Any]) -> int:
     return code
 
 
-def write_files(options: argparse.Namespace, result: dict[str, Any], records: list[Record]) -> None:
+def write_files(options: argparse.Namespace, result: dict[str, Any], runs: Sequence[Run]) -> None:
     if options.output:
         options.output.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
     if options.records:
         with options.records.open("wb") as file:
-            file.writelines(orjson.dumps(asdict(record)) + b"\n" for record in records)
-    if options.plot:
-        from bench import plots  # matplotlib takes a second to import and is not needed otherwise
+            file.writelines(orjson.dumps(asdict(record)) + b"\n" for record in runs[0].records)
+    if options.csv:
+        options.csv.write_text(load_report.csv_rows([run.result for run in runs]))
+    if options.plot or options.html:
+        from bench import load_html, plots  # matplotlib takes a second to import and is not needed otherwise
 
-        plots.draw(records, options.plot, f"{result['model']}: {result['loop']} loop")
+        if options.plot:
+            run = runs[0]
+            plots.draw(run.records, options.plot, f"{run.result['model']}: {run.result['loop']} loop")
+        if options.html:
+            options.html.write_text(load_html.report(result, runs))
+
+
+def run_all(options: argparse.Namespace, stderr: Console) -> list[Run]:
+    """One run after another. Raises WrongUse."""
+    runs = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    prepared = [(one, *schedule(one)) for one in loads(options)]
+    for one, arrivals, cut in prepared:
+        with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
+            figures, records = uvloop.run(measure(one, arrivals, progress))
+        runs.append(Run({**figures, "clipped": cut}, records))
+    return runs
 
 
 def main(argv: list[str]) -> int:
@@ -294,27 +272,28 @@ def main(argv: list[str]) -> int:
         options = parser().parse_args(argv)
     except SystemExit as exit_:
         return int(exit_.code or 0)
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        arrivals, cut = schedule(options)
         about = load_report.provenance(argv)
-        with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
-            result, records = uvloop.run(measure(options, arrivals, progress))
-        result = {"bench": "serve", **result, "clipped": cut, **about}
-        code = judge(result)
-        write_files(options, result, records)
+        runs = run_all(options, Console(stderr=True))
+        code = max([judge(run.result) for run in runs])
+        single = runs[0].result if len(runs) == 1 else {"runs": [run.result for run in runs]}
+        result = {"bench": "serve", **single, **about}
+        write_files(options, result, runs)
     except (WrongUse, OSError) as error:
         print(f"orcinus bench serve: {error}", file=sys.stderr)
         return 2
-    for warning in result["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
-    for kind, detail in first_details(records):
-        print(f"failed: {kind}: {detail}", file=sys.stderr)
+    for run in runs:
+        load = f"{load_report.load_name(run.result)}: " if len(runs) > 1 else ""
+        for warning in run.result["warnings"]:
+            print(f"warning: {load}{warning}", file=sys.stderr)
+        for kind, detail in first_details(run.records):
+            print(f"failed: {load}{kind}: {detail}", file=sys.stderr)
     if options.json:
         print(orjson.dumps(result).decode())
+    elif len(runs) == 1:
+        load_report.print_table(runs[0].result, Console())
     else:
-        load_report.print_table(result, Console())
+        load_report.print_sweep([run.result for run in runs], Console())
     return code
 
 

@@ -1,10 +1,12 @@
-"""What stands around the figures of a load run: machine, versions, command, commit; and the table for people.
+"""What stands around the figures of a load run: machine, versions, command, commit; tables for people, and CSV.
 
 Called by `bench/load.py`.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -42,12 +44,48 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def load_name(run: dict[str, Any]) -> str:
+    """`8 at a time`, `2 a second`, `trace x 1.5`."""
+    if run["loop"] == "closed":
+        return f"{run['concurrency']} at a time"
+    return f"{run['rate']:g} a second" if run["rate"] else f"{run['trace']} x {run['rate_scale']:g}"
+
+
+def csv_rows(runs: Sequence[dict[str, Any]]) -> str:
+    """One row a run, a column for each figure; `ttft_ms.p50` and the like for those with percentiles."""
+    columns = (
+        "loop", "rate", "concurrency", "requests", "finished", "failed", "wall_s", "throughput_tok_s", "output_tok_s",
+        "request_rps", "goodput_rps", "client_cpu",
+    )  # fmt: skip
+    percentiles = [(name, p) for name in LATENCIES for p in ("p50", "p90", "p99")]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*columns, *(f"{name}.{p}" for name, p in percentiles)])
+    for run in runs:
+        writer.writerow([*(run[column] for column in columns), *(run[name][p] for name, p in percentiles)])
+    return out.getvalue()
+
+
+def shown(value: Any) -> str:
+    """For people."""
+    return "-" if value is None else f"{value:,.1f}" if isinstance(value, float) else str(value)
+
+
+def print_sweep(runs: Sequence[dict[str, Any]], console: Console) -> None:
+    """One row a run."""
+    table = Table(title=f"{runs[0]['model']} at {runs[0]['url']}")
+    names = ("load", "finished", "output tok/s", "goodput, 1/s", "TTFT p50, ms", "p99", "TBT p50, ms", "p99")
+    for column in names:
+        table.add_column(column, justify="left" if column == "load" else "right")
+    for run in runs:
+        latencies = (shown(run[name][p]) for name in ("ttft_ms", "tbt_ms") for p in ("p50", "p99"))
+        rates = (shown(run["output_tok_s"]), shown(run["goodput_rps"]))
+        table.add_row(load_name(run), f"{run['finished']} of {run['requests']}", *rates, *latencies)
+    console.print(table)
+
+
 def print_table(result: dict[str, Any], console: Console) -> None:
     """The figures for people, on stdout when `--json` was not asked for."""
-
-    def shown(value: Any) -> str:
-        return "-" if value is None else f"{value:,.1f}" if isinstance(value, float) else str(value)
-
     table = Table(title=f"{result['model']} at {result['url']}")
     for column in ("milliseconds", "p50", "p90", "p99"):
         table.add_column(column, justify="left" if column == "milliseconds" else "right")

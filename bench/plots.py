@@ -32,14 +32,15 @@ def _weights(record: Record) -> Float64:
     return weights * (record.output_tokens / weights.sum()) if len(weights) else weights
 
 
-def _cdf(axes: Axes, seconds: Float64, title: str) -> None:
+def cdf(axes: Axes, seconds: Float64, title: str, label: str = "") -> None:
+    """Adds the share of [n] times at or below each."""
     axes.set_title(title)
     axes.set_xlabel("milliseconds")
     axes.set_ylabel("share at or below")
     axes.set_ylim(0, 1)
     if len(seconds):
         values = np.sort(seconds) * 1000
-        axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post")
+        axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=label)
     axes.grid(alpha=0.3)
 
 
@@ -49,8 +50,8 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
     figure = Figure(figsize=(13, 4), layout="constrained")
     ttft, tbt, rate = figure.subplots(1, 3)
     figure.suptitle(title)
-    _cdf(ttft, np.asarray([record.ttft_s() for record in done]), "time to first token")
-    _cdf(tbt, np.concatenate([record.gaps_s() for record in done]) if done else np.zeros(0), "time between tokens")
+    cdf(ttft, np.asarray([record.ttft_s() for record in done]), "time to first token")
+    cdf(tbt, np.concatenate([record.gaps_s() for record in done]) if done else np.zeros(0), "time between tokens")
     seconds, counts = tokens_per_second(records)
     rate.step(seconds, counts, where="post")
     rate.set_title("output tokens a second")

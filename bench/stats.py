@@ -17,9 +17,15 @@ import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
 
-GOOD_TTFT_S = 2.0
-GOOD_GAP_S = 0.100
 PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What makes a request a good one: TTFT, and the P99 of its gaps (below 100 gaps the largest)."""
+
+    ttft_s: float = 2.0
+    gap_s: float = 0.100
 
 
 @dataclass(slots=True)
@@ -65,15 +71,26 @@ class Record:
             return math.nan
         return (self.event_s[-1] - self.event_s[0]) / (self.output_tokens - 1)
 
-    def is_good(self) -> bool:
-        """TTFT at most 2 s and the P99 of its gaps (below 100 gaps the largest) at most 100 ms."""
-        if not self.finished or self.ttft_s() > GOOD_TTFT_S:
+    def is_good(self, slo: Slo) -> bool:
+        """Finished, and within both limits."""
+        if not self.finished or self.ttft_s() > slo.ttft_s:
             return False
         gaps = self.gaps_s()
         if not len(gaps):
             return True
         worst = np.percentile(gaps, 99) if len(gaps) >= 100 else gaps.max()
-        return bool(worst <= GOOD_GAP_S)
+        return bool(worst <= slo.gap_s)
+
+
+@dataclass(slots=True)
+class Run:
+    """One load: its figures (`summarise` and what stood around it) and its records."""
+
+    result: dict[str, Any]
+    records: list[Record]
+
+
+DEFAULT_SLO = Slo()
 
 
 def percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
@@ -84,7 +101,7 @@ def percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
     return {f"p{q}": round(float(np.percentile(values, q)) * 1000, 3) for q in PERCENTILES}
 
 
-def summarise(records: Sequence[Record]) -> dict[str, Any]:
+def summarise(records: Sequence[Record], slo: Slo = DEFAULT_SLO) -> dict[str, Any]:
     """The figures of a run.
 
     - `wall_s`: from the first due time to the end of the last stream, failed ones too; every rate divides by it.
@@ -118,7 +135,8 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "throughput_tok_s": rate(prompt + output),
         "output_tok_s": rate(output),
         "request_rps": rate(len(done)),
-        "goodput_rps": rate(sum(record.is_good() for record in done)),
+        "slo_ms": {"ttft": round(slo.ttft_s * 1000, 3), "gap": round(slo.gap_s * 1000, 3)},
+        "goodput_rps": rate(sum(record.is_good(slo) for record in done)),
         "ttft_ms": percentiles_ms(record.ttft_s() for record in done),
         "tbt_ms": percentiles_ms(gaps),
         "tpot_ms": percentiles_ms(record.tpot_s() for record in done),

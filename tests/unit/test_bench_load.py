@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench import load
+from bench import load, load_html
 from bench.load_client import SseLines
+from bench.stats import Run
 from shared.settings import ROOT
 
 
@@ -279,6 +282,55 @@ def test_a_trace_gives_each_request_its_lengths(
     assert result["clipped"] == 1
 
 
+def test_several_loads_run_one_after_another_and_are_rows_of_one_result(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, result = run(
+        capsys, "--url", server.url, "--concurrency", "1,3", "--requests", "4", "--warmup", "0",
+        "--csv", str(tmp_path / "r.csv"), "--html", str(tmp_path / "r.html"),
+    )  # fmt: skip
+    assert code == 0
+    assert [(one["concurrency"], one["finished"]) for one in result["runs"]] == [(1, 4), (3, 4)]
+    assert len(server.bodies) == 8
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    assert [float(row["ttft_ms.p99"]) for row in rows] == [one["ttft_ms"]["p99"] for one in result["runs"]]
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<svg") == 2
+    assert "3 at a time" in page
+    assert "<script" not in page
+    assert "http://www.w3.org" in page  # only names of formats
+    assert not re.findall(r"(?:src|href)=[\"']?http", page.replace("xlink:href", ""))
+
+
+def test_seconds_say_how_many_requests_each_rate_sends(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, result = run(capsys, "--url", server.url, "--rate", "20,50", "--seconds", "0.2", "--warmup", "0")
+    assert [one["requests"] for one in result["runs"]] == [4, 10]
+
+
+def test_goodput_goes_by_the_limits_that_are_given(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--url", server.url, "--concurrency", "1", "--requests", "3", "--warmup", "0")
+    _, strict = run(capsys, *arguments, "--ttft-slo-ms", "0.0001")
+    _, loose = run(capsys, *arguments, "--ttft-slo-ms", "60000", "--tbt-slo-ms", "60000")
+    assert strict["goodput_rps"] == 0
+    assert loose["goodput_rps"] == loose["request_rps"] > 0
+
+
+def test_what_the_server_says_is_escaped_in_the_report(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = load.main(
+        ["--url", server.url, "--concurrency", "1", "--requests", "1", "--html", str(tmp_path / "r.html"), "--json"]
+    )
+    assert code == 0
+    result = json.loads(capsys.readouterr().out)
+    evil = {**result, "command": "<script>alert(1)</script>"}
+    page = load_html.report(evil, [Run({**result, "model": "<b>x</b>"}, [])])
+    assert "<script" not in page
+    assert "<b>" not in page
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -287,6 +339,11 @@ def test_a_trace_gives_each_request_its_lengths(
         ["--concurrency", "0"],
         ["--rate", "0"],
         ["--rate", "1", "--prompt-tokens", "9:3"],
+        ["--rate", "1,x"],
+        ["--rate", "1,2", "--records", "r.jsonl"],
+        ["--rate", "1,2", "--plot", "r.png"],
+        ["--seconds", "5", "--concurrency", "1"],
+        ["--seconds", "5", "--rate", "1", "--requests", "3"],
         ["--rate", "1", "--first-id", "50", "--vocab-size", "50"],
         ["--trace", "no-such-file.csv"],
         ["--concurrency", "1", "--url", "http://127.0.0.1:1"],

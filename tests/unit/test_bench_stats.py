@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bench.stats import Record, percentiles_ms, summarise
+from bench.stats import DEFAULT_SLO, Record, percentiles_ms, summarise
 
 
 def finished(scheduled: float, events: list[float], tokens: list[int], end: float, prompt: int = 10) -> Record:
@@ -77,7 +77,7 @@ def test_goodput_takes_ttft_and_the_p99_of_the_requests_own_gaps(ttft: float, ga
     # Sums of floats are off by some ulps; a hair inside the bound keeps the exact case exact.
     if good:
         record.event_s = [t * (1 - 1e-12) for t in record.event_s]
-    assert record.is_good() is good
+    assert record.is_good(DEFAULT_SLO) is good
 
 
 def test_a_failed_request_is_counted_by_kind_and_enters_no_latency() -> None:
