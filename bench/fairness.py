@@ -128,6 +128,11 @@ def section(result: Row) -> str:
     worst = {name: max(row[name]["flood"] / row[name]["held"] for row in ours) for name in FIGURES}
     told = [f"{FIGURES[name]} {ratio:.2f} ({'holds' if ratio <= GOAL else 'missed'})" for name, ratio in worst.items()]
     lines += ["", f"Goal: no ratio of `orcinus` above {GOAL:g}. Worst: {', '.join(told)}."]
+    lines += [
+        "What is left of the flood in the others' first token is the length of a step: with prompts always at hand "
+        "`orcinus` fills its steps up to the TBT limit, and a newcomer waits for those under way. A small fixed budget "
+        "(`sarathi`) does not know this, and is slower for everybody when nobody floods."
+    ]
     return "\n".join(lines)
 
 
