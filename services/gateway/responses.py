@@ -5,6 +5,7 @@ The events of a stream add up to the object that the whole answer would be.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ import orjson
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Usage
 from services.gateway.responses_body import ResponsesBody
+from services.gateway.tool_reader import CallPiece
 
 INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
 """Finish reasons that leave a response incomplete -> what `incomplete_details` calls them."""
@@ -95,10 +97,14 @@ def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) 
     return begun | {"status": "cancelled"}
 
 
+def text_part(text: str) -> dict[str, Any]:
+    """The one part of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
 def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
-    """The one message of a response."""
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    content = [part] if status != "in_progress" else []
+    """The one message of a response; without its part while that is not begun."""
+    content = [] if status == "in_progress" else [text_part(text)]
     item_id = "msg_" + response_id.removeprefix("resp_")
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
@@ -116,6 +122,19 @@ def _status(reason: str) -> str:
     return "incomplete" if reason in INCOMPLETE else "completed"
 
 
+MESSAGE = -1
+"""The key of the message among the items of a stream; calls have their index."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """One item of the output while it comes. pieces: of its text or arguments."""
+
+    at: dict[str, Any]  # item_id and output_index
+    begun: dict[str, Any]
+    pieces: list[str]
+
+
 class ResponseEvents:
     """Turns deltas into typed events; the writer of an EventStream (streams.py)."""
 
@@ -123,40 +142,33 @@ class ResponseEvents:
         self._generation = generation
         self._shell = shell
         self._number = 0
-        self._texts: list[str] = []
-        self._open = False
+        self._items: dict[int, _Item] = {}
 
     def echo(self) -> bytes:
         """What comes before the first token."""
-        return self._event("response.created", response=self._shell) + self._event(
-            "response.in_progress", response=self._shell
-        )
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._shell) for kind in kinds)
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Events of one delivery; empty when all its text is still held back."""
         parts = []
         for delta in deltas:
             if delta.text:
-                parts += [
-                    self._opened(),
-                    self._event("response.output_text.delta", **self._at, delta=delta.text, logprobs=[]),
-                ]
-                self._texts.append(delta.text)
+                parts.append(self._text(delta.text))
+            parts += [self._call(piece) for piece in delta.calls]
         return b"".join(parts)
 
     def end(self, usage: Usage) -> bytes:
-        """The message as a whole, and the response with it."""
+        """Each item as a whole, and the response with them."""
         reason = self._generation.choices[0].finish_reason or "stop"
-        text = "".join(self._texts)
-        item = message_item(self._shell["id"], text, _status(reason))
-        response = finished(self._shell, [item], reason, usage.body())
-        return b"".join((
-            self._opened(),
-            self._event("response.output_text.done", **self._at, text=text, logprobs=[]),
-            self._event("response.content_part.done", **self._at, part=item["content"][0]),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{response['status']}", response=response),
-        ))  # fmt: skip
+        told = b"" if self._items else self._message()[1]
+        output = []
+        for key, item in self._items.items():
+            done, event = self._done(key, item, _status(reason))
+            output.append(done)
+            told += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
+        response = finished(self._shell, output, reason, usage.body())
+        return told + self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: ApiError) -> bytes:
         """An error after the first byte; the stream ends behind it."""
@@ -164,23 +176,45 @@ class ResponseEvents:
         told = self._event("error", **failed, param=error.param)
         return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": failed})
 
-    @property
-    def _at(self) -> dict[str, Any]:
-        return {
-            "item_id": message_item(self._shell["id"], "", "in_progress")["id"],
-            "output_index": 0,
-            "content_index": 0,
-        }
+    def _text(self, text: str) -> bytes:
+        item, told = self._message()
+        item.pieces.append(text)
+        return told + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
 
-    def _opened(self) -> bytes:
-        """The message and its one part, before their first text."""
-        if self._open:
-            return b""
-        self._open = True
-        item = message_item(self._shell["id"], "", "in_progress")
-        part = message_item(self._shell["id"], "", "completed")["content"][0]
-        added = self._event("response.output_item.added", output_index=0, item=item)
-        return added + self._event("response.content_part.added", **self._at, part=part)
+    def _message(self) -> tuple[_Item, bytes]:
+        """The message and its one part, begun when they are first needed."""
+        if MESSAGE in self._items:
+            return self._items[MESSAGE], b""
+        item, told = self._begin(MESSAGE, message_item(self._shell["id"], "", "in_progress"))
+        return item, told + self._event("response.content_part.added", **item.at, content_index=0, part=text_part(""))
+
+    def _call(self, piece: CallPiece) -> bytes:
+        told = b""
+        if piece.index not in self._items:
+            begun = call_item(self._shell["id"], piece.index, piece.id, piece.name, "", "in_progress")
+            told = self._begin(piece.index, begun)[1]
+        item = self._items[piece.index]
+        item.pieces.append(piece.arguments)
+        if piece.arguments:
+            told += self._event("response.function_call_arguments.delta", **item.at, delta=piece.arguments)
+        return told
+
+    def _begin(self, key: int, begun: dict[str, Any]) -> tuple[_Item, bytes]:
+        item = _Item({"item_id": begun["id"], "output_index": len(self._items)}, begun, [])
+        self._items[key] = item
+        added = self._event("response.output_item.added", output_index=item.at["output_index"], item=begun)
+        return item, added
+
+    def _done(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
+        """An item at its end, and the events that say what it holds."""
+        whole = "".join(item.pieces)
+        if key != MESSAGE:
+            done = item.begun | {"status": status, "arguments": whole}
+            name = done["name"]
+            return done, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=whole)
+        done = message_item(self._shell["id"], whole, status)
+        told = self._event("response.output_text.done", **item.at, content_index=0, text=whole, logprobs=[])
+        return done, told + self._event("response.content_part.done", **item.at, content_index=0, part=text_part(whole))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **fields}

@@ -17,6 +17,7 @@ from tests.stack import Stack, running_stack
 from tests.waiting import free_port
 
 KEY = "sk-clients"
+TOOLS = {"tool_parser": "hermes"}  # the demo model's template knows none: calls are those that a grammar makes it write
 SUITES = Path(__file__).parent / "suites"
 PYTHON = {
     "openai-2": "suite_openai.py",
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, DEMO_MODEL, key=KEY, dtype="float32", grpc_port=free_port()) as running:
+    with running_stack(directory, DEMO_MODEL, key=KEY, dtype="float32", grpc_port=free_port(), **TOOLS) as running:
         yield running
 
 

@@ -83,3 +83,40 @@ def continued(server: Server) -> str:
     """How the model goes on, greedily and in 12 tokens, behind `def add(`."""
     answer = server.post("/v1/completions", {"prompt": "def add(", "max_tokens": 12, "temperature": 0})
     return answer["choices"][0]["text"]
+
+
+@pytest.fixture(scope="session")
+def add_tool() -> dict[str, Any]:
+    """A function as chat offers it. The demo model fills what a grammar leaves free with blanks, so calls get room."""
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    parameters = {
+        "type": "object", "properties": {"a": digit, "b": digit}, "required": ["a", "b"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    return {"type": "function", "function": {"name": "add", "description": "adds", "parameters": parameters}}
+
+
+@pytest.fixture(scope="session")
+def answer_schema() -> dict[str, Any]:
+    """A schema whose instances are few."""
+    properties = {"sure": {"type": "boolean"}, "size": {"enum": ["small", "big"]}}
+    return {
+        "type": "object", "title": "Answer", "properties": properties, "required": ["sure", "size"],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def fits(value: dict[str, Any]) -> bool:
+    """Whether a value is an instance of `answer_schema`."""
+    return set(value) == {"sure", "size"} and isinstance(value["sure"], bool) and value["size"] in ("small", "big")
+
+
+@pytest.fixture(scope="session")
+def is_answer() -> Callable[[dict[str, Any]], bool]:
+    return fits
+
+
+@pytest.fixture(scope="session")
+def is_sum() -> Callable[[dict[str, Any]], bool]:
+    """Whether a value is what `add` takes."""
+    return lambda value: set(value) == {"a", "b"} and all(value[name] in range(10) for name in "ab")

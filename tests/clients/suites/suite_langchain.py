@@ -76,6 +76,26 @@ def test_logprobs(server: Any, chat: Any) -> None:
     assert len(answer.response_metadata["logprobs"]["content"]) == 12
 
 
+def test_tool(server: Any, chat: Any, add_tool: Any, is_sum: Any) -> None:
+    model = chat_model(server, max_tokens=600, temperature=1, seed=3).bind_tools(
+        [add_tool], tool_choice="any", parallel_tool_calls=False
+    )
+    (call,) = model.invoke(chat[0]["content"]).tool_calls
+    assert call["name"] == "add"
+    assert is_sum(call["args"])
+    whole = None
+    for chunk in model.stream(chat[0]["content"]):
+        whole = chunk if whole is None else whole + chunk
+    assert [one["args"] for one in whole.tool_calls] == [call["args"]]
+
+
+def test_structured_output(server: Any, chat: Any, answer_schema: Any, is_answer: Any) -> None:
+    model = chat_model(server, max_tokens=600, temperature=1, seed=3).with_structured_output(
+        answer_schema, method="json_schema"
+    )
+    assert is_answer(model.invoke(chat[0]["content"]))
+
+
 def test_leaving_a_stream_cancels(server: Any) -> None:
     model = chat_model(server, max_tokens=900, extra_body={"ignore_eos": True}, include_response_headers=True)
     stream = model.stream("hi")

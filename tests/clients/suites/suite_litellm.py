@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import litellm
@@ -69,8 +70,28 @@ def test_logprobs(where: dict[str, Any], chat: Any) -> None:
     assert len(answer.choices[0].logprobs.content) == 6
 
 
+def test_tool(where: dict[str, Any], chat: Any, add_tool: Any, is_sum: Any) -> None:
+    answer = litellm.completion(
+        **where, messages=chat, max_tokens=600, seed=3, tools=[add_tool], tool_choice="required"
+    )
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "add"
+    assert is_sum(json.loads(call.function.arguments))
+
+
+def test_response_format(where: dict[str, Any], chat: Any, answer_schema: Any, is_answer: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": answer_schema}}
+    answer = litellm.completion(**where, messages=chat, max_tokens=600, seed=3, response_format=form)
+    assert is_answer(json.loads(answer.choices[0].message.content))
+
+
 def test_leaving_a_stream_cancels(where: dict[str, Any], chat: Any, server: Any) -> None:
     stream = litellm.completion(**where, messages=chat, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
     request_id = next(stream).id
     stream.completion_stream.close()
     assert server.ended(request_id)["finish_reasons"] == ["cancelled"]
+
+
+def test_response(where: dict[str, Any], said: str, chat: Any) -> None:
+    answer = litellm.responses(**where, input=chat[0]["content"], max_output_tokens=12, temperature=0)
+    assert answer.output[0].content[0].text == said

@@ -89,6 +89,27 @@ test("logprobs", async () => {
   assert.equal(answer.choices[0].logprobs.content.length, 12);
 });
 
+const digit = { type: "integer", minimum: 0, maximum: 9 };
+const parameters = { type: "object", properties: { a: digit, b: digit }, required: ["a", "b"], additionalProperties: false };
+
+test("tool", async () => {
+  const tools = [{ type: "function", function: { name: "add", parameters } }];
+  const body = { model, max_tokens: 600, seed: 3, messages: chat, tools, tool_choice: "required", parallel_tool_calls: false };
+  const choice = (await client.chat.completions.create(body)).choices[0];
+  const call = choice.message.tool_calls[0].function;
+  assert.deepEqual([choice.finish_reason, call.name], ["tool_calls", "add"]);
+  assert.deepEqual(Object.keys(JSON.parse(call.arguments)).sort(), ["a", "b"]);
+  const streamed = await client.chat.completions.stream(body).finalMessage();
+  assert.equal(streamed.tool_calls[0].function.arguments, call.arguments);
+});
+
+test("response format", async () => {
+  const form = { type: "json_schema", json_schema: { name: "sum", schema: parameters } };
+  const body = { model, messages: chat, max_tokens: 600, seed: 3, response_format: form };
+  const answer = await client.chat.completions.create(body);
+  assert.deepEqual(Object.keys(JSON.parse(answer.choices[0].message.content)).sort(), ["a", "b"]);
+});
+
 test("leaving a stream cancels", async () => {
   const stream = await client.completions.create({ model, prompt: "x", max_tokens: 900, stream: true, ignore_eos: true });
   let id = null;

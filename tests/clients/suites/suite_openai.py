@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,53 @@ def test_logprobs(client: openai.OpenAI, server: Any, chat: Any, said: str) -> N
     assert b"".join(bytes(token.bytes) for token in tokens).decode() == said
     assert [token.top_logprobs[0].token for token in tokens] == [token.token for token in tokens]  # greedy
     assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in tokens)
+
+
+def test_tool(client: openai.OpenAI, server: Any, chat: Any, add_tool: Any, is_sum: Any) -> None:
+    arguments: dict[str, Any] = {
+        "model": server.model, "messages": chat, "max_tokens": 600, "seed": 3, "tools": [add_tool],
+        "tool_choice": "required", "parallel_tool_calls": False,
+    }  # fmt: skip
+    choice = client.chat.completions.create(**arguments).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add"
+    assert is_sum(json.loads(call.function.arguments))
+    with client.chat.completions.stream(**arguments) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert (streamed.function.name, streamed.function.arguments) == ("add", call.function.arguments)
+
+
+def test_response_format(client: openai.OpenAI, server: Any, chat: Any, answer_schema: Any, is_answer: Any) -> None:
+    answer = client.chat.completions.create(
+        model=server.model, messages=chat, max_tokens=600, seed=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": answer_schema}},
+    )  # fmt: skip
+    assert is_answer(json.loads(answer.choices[0].message.content))
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_response_with_a_tool(client: openai.OpenAI, server: Any, chat: Any, add_tool: Any, is_sum: Any) -> None:
+    arguments: dict[str, Any] = {
+        "model": server.model, "input": chat, "max_output_tokens": 600, "tool_choice": "required",
+        "tools": [{"type": "function", **add_tool["function"]}], "parallel_tool_calls": False,
+        "extra_body": {"seed": 3},
+    }  # fmt: skip
+    answer = client.responses.create(**arguments)
+    (call,) = answer.output
+    assert (call.type, call.name, answer.status) == ("function_call", "add", "completed")
+    assert is_sum(json.loads(call.arguments))
+    with client.responses.stream(**arguments) as stream:
+        (streamed,) = stream.get_final_response().output
+    assert (streamed.name, streamed.arguments) == ("add", call.arguments)
+
+
+def test_response_with_a_schema(client: openai.OpenAI, server: Any, answer_schema: Any, is_answer: Any) -> None:
+    answer = client.responses.create(
+        model=server.model, input="hi", max_output_tokens=600, extra_body={"seed": 3},
+        text={"format": {"type": "json_schema", "name": "answer", "schema": answer_schema, "strict": True}},
+    )  # fmt: skip
+    assert is_answer(json.loads(answer.output_text))
 
 
 def test_leaving_a_stream_cancels(client: openai.OpenAI, server: Any) -> None:

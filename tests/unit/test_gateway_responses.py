@@ -1,0 +1,120 @@
+"""What `/v1/responses` adds to chat: items of the input as messages, and events that add up to the whole response."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.gateway.errors import ApiError
+from services.gateway.generation import Delta, Usage
+from services.gateway.responses import ResponseEvents, of_chat, shell
+from services.gateway.responses_body import ResponsesBody, chat_body, in_words_of_responses
+from services.gateway.tool_reader import CallPiece
+
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+
+
+def body(**fields: Any) -> ResponsesBody:
+    return ResponsesBody(**{"model": "m", "input": "hi", **fields})
+
+
+def test_calls_of_one_turn_become_one_message_and_their_outputs_follow() -> None:
+    call = {
+        "type": "function_call",
+        "call_id": "c1",
+        "name": "add",
+        "arguments": "{}",
+        "id": "fc_1",
+        "status": "completed",
+    }
+    items = [
+        {"role": "user", "content": "add"},
+        call,
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "7"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "8"}]},
+    ]
+    chat = chat_body(body(input=items, tools=[TOOL]))
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "tool"]
+    assert [one.id for one in chat.messages[1].tool_calls or []] == ["c1", "c2"]
+    assert [(message.tool_call_id, message.content) for message in chat.messages[2:]] == [("c1", "7"), ("c2", "8")]
+
+
+def test_tools_choice_and_form_are_those_of_chat() -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    chat = chat_body(body(tools=[TOOL], tool_choice={"type": "function", "name": "add"}, text={"format": form}))
+    assert chat.tools is not None
+    assert (chat.tools[0].function.name, chat.tools[0].function.strict) == ("add", True)
+    assert chat.tool_choice is not None and not isinstance(chat.tool_choice, str)
+    assert chat.tool_choice.function.name == "add"
+    assert chat.response_format is not None
+    assert chat.response_format.model_dump(exclude_none=True)["json_schema"]["name"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "heard", "place"),
+    [
+        (
+            "Invalid value for 'messages[2].content': no",
+            "messages[2].content",
+            "Invalid value for 'input': no",
+            "input",
+        ),
+        ("your messages has 9 tokens", "messages", "your input has 9 tokens", "input"),
+        ("max_tokens must be less", "max_tokens", "max_output_tokens must be less", "max_output_tokens"),
+        ("response_format is wrong", "response_format", "text.format is wrong", "text.format"),
+        ("temperature is wrong", "temperature", "temperature is wrong", "temperature"),
+    ],
+)
+def test_errors_name_the_fields_of_this_endpoint(said: str, param: str, heard: str, place: str) -> None:
+    error = in_words_of_responses(ApiError(400, said, param=param))
+    assert (error.message, error.param) == (heard, place)
+
+
+PIECES = [
+    Delta(0, "Let me", [1], None),
+    Delta(0, " see", [2], None, [CallPiece(0, "call_a", "add", "")]),
+    Delta(0, "", [3], None, [CallPiece(0, "", "", '{"a"'), CallPiece(0, "", "", ": 1}")]),
+    Delta(0, "", [4], "tool_calls", [CallPiece(1, "call_b", "sub", "{}")]),
+]
+CALLS = [
+    {"id": "call_a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+    {"id": "call_b", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("deltas", "message"),
+    [
+        (PIECES, {"content": "Let me see", "tool_calls": CALLS}),
+        ([PIECES[3]], {"content": None, "tool_calls": [{**CALLS[1]}]}),
+        ([Delta(0, "hello", [1], "stop")], {"content": "hello"}),
+        ([Delta(0, "", [1], "length")], {"content": ""}),
+    ],
+    ids=["text and calls", "a call alone", "text alone", "nothing"],
+)
+def test_events_add_up_to_the_response_of_the_whole_answer(deltas: list[Delta], message: dict[str, Any]) -> None:
+    reason = deltas[-1].finish_reason
+    if message.get("tool_calls") == [CALLS[1]]:
+        deltas = [Delta(0, "", [4], reason, [CallPiece(0, "call_b", "sub", "{}")])]
+    begun = shell(body(), "resp_1", 5)
+    usage = Usage(3, 4)
+    generation: Any = SimpleNamespace(choices=[SimpleNamespace(finish_reason=reason)])
+    writer = ResponseEvents(generation, begun)
+    told = writer.echo() + b"".join(writer.events([delta]) for delta in deltas) + writer.end(usage)
+    events = [json.loads(part.split(b"data: ")[1]) for part in told.split(b"\n\n")[:-1]]
+    choice = {"message": message, "finish_reason": reason}
+    expected = of_chat(begun, {"choices": [choice], "usage": usage.body()})
+    assert events[-1]["response"] == expected
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items: dict[int, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            items[event["output_index"]] = items.get(event["output_index"], "") + event["delta"]
+    wholes = [item.get("arguments") or item["content"][0]["text"] for item in expected["output"]]
+    assert [items.get(index, "") for index in range(len(wholes))] == wholes
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == expected["output"]
