@@ -42,7 +42,6 @@ def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
         banned_ids=s.banned_ids,
         stop_ids=request.stop_token_ids,
         min_tokens=request.min_tokens,
-        mask_key=s.mask_key,
         grammar=s.grammar,
     )
 

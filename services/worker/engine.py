@@ -26,7 +26,7 @@ from protos import worker_pb2
 from services.worker.backend import choose, device_of
 from services.worker.cache import plan_pool, room_for, wanted_lengths
 from services.worker.copies import Copies
-from services.worker.flight import GRAMMAR, NO_MASK, Flight, Flights, Marks
+from services.worker.flight import GRAMMAR, Flight, Flights, Marks
 from services.worker.grammar import SlotGrammars
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
@@ -347,9 +347,6 @@ class Engine:
                 table.sampling.set_mask(slot, mask)
             for slot, why in wrong.items():
                 self._flights.fail(flight, slot, GRAMMAR, why)
-            for slot in slots[table.sampling.needs_mask[slots]].tolist():
-                if not table.sampling.has_mask(slot):
-                    self._flights.fail(flight, slot, *NO_MASK)
             flight.places = places = table.known[slots]
             flight.logprobs = table.sampling.logprobs[slots]
             rows = table.sampling.rows(slots, places, table.prompt[slots], table.tokens)

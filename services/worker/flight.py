@@ -31,7 +31,6 @@ WHY = {
     STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
     STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
 }
-NO_MASK = ("no_mask", "no allow-bitmask came for this step")
 GRAMMAR = "grammar"
 """The code of a sequence whose grammar cannot be followed; the message says why."""
 

@@ -38,7 +38,6 @@ class SamplingTable:
 
     def __init__(self, max_seqs: int, vocab: int) -> None:
         self.vocab = vocab
-        self.mask_words = -(-vocab // 32)
         self.temperature = np.zeros(max_seqs, np.float32)
         self.top_p = np.ones(max_seqs, np.float32)
         self.top_k = np.zeros(max_seqs, np.int32)
@@ -49,7 +48,6 @@ class SamplingTable:
         self.repetition = np.ones(max_seqs, np.float32)
         self.penalised = np.zeros(max_seqs, np.bool_)
         self.logprobs = np.zeros(max_seqs, np.int32)  # as in the message
-        self.needs_mask = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
         self._masks: dict[int, npt.NDArray[np.uint32]] = {}
@@ -59,7 +57,7 @@ class SamplingTable:
         self._ids.clear()
         self._masks.clear()
 
-    def enter(self, slot: int, message: worker_pb2.Sampling, allow_bitmask: bytes) -> str:
+    def enter(self, slot: int, message: worker_pb2.Sampling) -> str:
         """Takes the sampling of an entering sequence; returns what is wrong with it, or nothing."""
         self._ids.pop(slot, None)
         self._masks.pop(slot, None)
@@ -76,28 +74,17 @@ class SamplingTable:
             message.presence_penalty or message.frequency_penalty or message.repetition_penalty not in (0.0, 1.0)
         )
         self.logprobs[slot] = min(message.logprobs, MOST + 1)
-        self.needs_mask[slot] = bool(message.mask_key)
         self._has_ids[slot] = bool(message.bias_ids or message.banned_ids or message.stop_ids)
         try:
-            if allow_bitmask:
-                self.set_mask(slot, allow_bitmask)
             if self._has_ids[slot]:
                 self._ids[slot] = self._read_ids(message)
         except ValueError as error:
             return str(error)
         return _wrong_number(message)
 
-    def set_mask(self, slot: int, allow_bitmask: bytes) -> None:
-        """The ids that the slot's next token may have. Raises ValueError for a wrong length."""
-        words = np.frombuffer(allow_bitmask, "<u4")
-        if len(words) != self.mask_words:
-            raise ValueError(
-                f"allow_bitmask has {len(words)} words, a vocabulary of {self.vocab} has {self.mask_words}"
-            )
-        self._masks[slot] = words
-
-    def has_mask(self, slot: int) -> bool:
-        return slot in self._masks
+    def set_mask(self, slot: int, mask: bytes) -> None:
+        """The ids that the slot's next token may have: bit i of little-endian word w allows id 32 w + i."""
+        self._masks[slot] = np.frombuffer(mask, "<u4")
 
     def rows(self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> SamplingRows:
         """The rows of one iteration. known, prompt [R]; tokens [max_seqs, ...] of all slots. Uses up their masks."""

@@ -63,15 +63,13 @@ class SlotTable:
         self.sampling.clear()
 
     def apply(self, step: worker_pb2.Step, copies: Copies) -> Chunks:
-        """Frees, begins copies, enters, appends, masks; returns the chunks to compute. Raises ProtocolError."""
+        """Frees, begins copies, enters, appends; returns the chunks to compute. Raises ProtocolError."""
         self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
         self._swap(step, copies)
         for enter in step.enters:
             self._enter(enter)
         if step.append_slots or step.append_blocks:
             self._append(step)
-        for mask in step.masks:
-            self._mask(mask)
         return self._chunks(step)
 
     def batch(self, chunks: Chunks) -> Batch:
@@ -195,7 +193,7 @@ class SlotTable:
         self.prompt[slot] = enter.prompt_tokens
         self.tables[slot, : len(blocks)] = blocks
         self.table_blocks[slot] = len(blocks)
-        wrong = self.sampling.enter(slot, enter.sampling, enter.allow_bitmask)
+        wrong = self.sampling.enter(slot, enter.sampling)
         if wrong:
             self.fail(slot, "invalid_sampling", wrong)
         elif tokens.min() < 0 or tokens.max() >= self.vocab:
@@ -220,14 +218,6 @@ class SlotTable:
             raise ProtocolError(f"append_slots: slot {slot} would have more than {self.max_blocks} blocks")
         self.tables[ordered, place] = blocks[order]
         self.table_blocks[ordered[first]] += counts.astype(np.int32)
-
-    def _mask(self, mask: worker_pb2.Mask) -> None:
-        if mask.slot >= self.max_seqs or not self.active[mask.slot]:
-            raise ProtocolError(f"masks: slot {mask.slot} holds no sequence")
-        try:
-            self.sampling.set_mask(mask.slot, mask.allow_bitmask)
-        except ValueError as error:
-            raise ProtocolError(f"masks: slot {mask.slot}: {error}") from error
 
     def _chunks(self, step: worker_pb2.Step) -> Chunks:
         slots = self._column(step.chunk_slots, "chunk_slots", self.max_seqs)

@@ -167,7 +167,7 @@ def test_measured_figures_of_the_engine_are_those_of_the_committed_result() -> N
 
 
 def names_that_exist() -> set[str]:
-    """Words in capitals with an underscore that the project knows beside its ORCINUS_ settings: compose's variables, a mark of models."""
+    """Words in capitals with an underscore that are no settings of ours: compose's variables, a mark of models."""
     image = text("deploy/Dockerfile")
     return {
         *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml")),

@@ -14,6 +14,7 @@ from services.worker.engine import Engine
 from services.worker.flight import Flight
 from services.worker.slots import SlotTable
 from shared.columns import pack, unpack
+from shared.logprobs import unpack_records
 from tests import in_process
 from tests.models import VOCAB, Reference, make_llama
 from tests.shared_prefixes import Load, policy_model, shared_prefixes
@@ -107,7 +108,7 @@ def test_draws_with_seeds_and_penalties_are_those_of_the_engine_that_waits(
     def requests() -> list[Any]:
         return [
             in_process.request(f"r{i}", prompt, 24, temperature=0.9 * (i % 3), seed=40 + i, repetition_penalty=1.5,
-                               frequency_penalty=2.0 * (i % 2), top_k=30)
+                               frequency_penalty=2.0 * (i % 2), top_k=30, logprobs=i % 3 + i % 2)
             for i, prompt in enumerate(reference.prompts)
         ]  # fmt: skip
 
@@ -116,6 +117,12 @@ def test_draws_with_seeds_and_penalties_are_those_of_the_engine_that_waits(
     waits, _ = in_process.run(calm, requests(), "orcinus", lookahead=1)
     late, _ = in_process.run(engine, requests(), "orcinus", lookahead=1)
     assert late.tokens == waits.tokens
+    for i in range(len(reference.prompts)):
+        wanted = i % 3 + i % 2  # not all ask, and for different numbers
+        told, expected = (unpack_records(one.logprobs.get((f"r{i}", 0), b""), wanted) for one in (late, waits))
+        assert len(told) == len(expected) == 24 * (wanted > 0)
+        assert [one.sampled for one in told] == pytest.approx([one.sampled for one in expected], abs=1e-4)
+        assert [best for one in told for best, _ in one.best] == [best for one in expected for best, _ in one.best]
     assert [late.tokens[f"r{i}", 0] for i in range(4)] != reference.outputs
 
 
@@ -190,10 +197,10 @@ def test_a_sequence_that_fails_with_a_step_in_flight_fails_there_too_and_its_slo
 
 def test_a_failure_of_one_draw_alone_is_told_again_by_the_step_in_flight(engine: Engine, reference: Reference) -> None:
     prompt = reference.prompts[0]
-    nothing = bytes(4 * -(-VOCAB // 32))
+    nothing = worker_pb2.Sampling(stop_ids=pack(range(VOCAB)), min_tokens=1)
     ahead = Ahead(engine)
-    first = ahead.submit({1: (0, len(prompt))}, enters=[enter(1, prompt, allow_bitmask=nothing)])
-    second = ahead.submit({1: (len(prompt), 1)})  # the mask was for one token: this draw would be fine
+    first = ahead.submit({1: (0, len(prompt))}, enters=[enter(1, prompt, sampling=nothing)])
+    second = ahead.submit({1: (len(prompt), 1)})  # the ban was for one token: this draw would be fine
     for flight in (first, second):
         result = ahead.finish(flight)
         assert [(error.slot, error.code) for error in result.errors] == [(1, "nothing_allowed")]
@@ -214,17 +221,17 @@ def test_a_sequence_that_fails_after_its_slot_was_taken_again_does_not_fail_the_
     assert ahead.outputs == {1: reference.outputs[1][:2]}
 
 
-def test_a_mask_that_did_not_come_fails_its_sequence_here_and_in_the_step_in_flight(
+def test_a_grammar_that_is_none_fails_its_sequence_here_and_in_the_step_in_flight(
     engine: Engine, reference: Reference
 ) -> None:
     prompt = reference.prompts[0]
-    masked = enter(1, prompt, sampling=worker_pb2.Sampling(mask_key="json"))
+    masked = enter(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
     ahead = Ahead(engine)
     flights = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, enter(0, prompt)])]
     flights.append(ahead.submit({0: (len(prompt), 1), 1: (len(prompt), 1)}))
     for flight in flights:
         result = ahead.finish(flight)
-        assert [(error.slot, error.code) for error in result.errors] == [(1, "no_mask")]
+        assert [(error.slot, error.code) for error in result.errors] == [(1, "grammar")]
     assert ahead.outputs == {0: reference.outputs[0][:2]}
 
 

@@ -93,8 +93,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"swap_out_gpu": pack([0]), "swap_out_host": pack([4])}, "swap_out_host: 4 is outside"),
     ({"swap_out_gpu": pack([0, 1]), "swap_out_host": pack([0])}, "columns of 2 and 1"),
     ({"swap_in_host": pack([0]), "swap_in_gpu": pack([1, 2])}, "columns of 1 and 2"),
-    ({"masks": [worker_pb2.Mask(slot=0, allow_bitmask=bytes(40))]}, "masks: slot 0 holds no sequence"),
-    ({"masks": [worker_pb2.Mask(slot=1, allow_bitmask=bytes(36))]}, "has 9 words, a vocabulary of 320 has 10"),
     ({"hello": worker_pb2.Hello(shard="s")}, "hello"),
 ]
 
@@ -147,7 +145,7 @@ def test_a_step_without_chunks_is_answered(driver: Driver) -> None:
             "invalid_sampling",
             "not finite",
         ),
-        ({"sampling": {"mask_key": "json"}}, "no_mask", "no allow-bitmask"),
+        ({"sampling": {"grammar": "none at all"}}, "grammar", "cannot be followed"),
         ({"sampling": {"banned_ids": pack(range(VOCAB))}}, "nothing_allowed", "no token to choose"),
     ],
 )
@@ -208,22 +206,6 @@ def test_stop_ids_are_banned_until_enough_tokens_were_produced(driver: Driver, r
         sampling.min_tokens = least
         driver.enter(slot, prompt + output[:3], prompt=len(prompt), sampling=sampling)
         assert driver.run(slot, 4)[3] == expected
-
-
-def test_a_mask_binds_the_next_token_only_and_comes_with_enter_or_with_the_step(driver: Driver) -> None:
-    def only(token: int) -> bytes:
-        bits = np.zeros(VOCAB, np.uint8)
-        bits[token] = 1
-        return np.packbits(bits, bitorder="little").tobytes()
-
-    driver.enter(2, PROMPT, allow_bitmask=only(311))
-    assert unpack(driver.step({2: 64}).tokens).tolist() == [311]
-    free = unpack(driver.step({2: 64}).tokens).tolist()
-    driver.enter(3, [*PROMPT, 311])
-    assert unpack(driver.step({3: 64}).tokens).tolist() == free
-    masked = driver.step({2: 64}, masks=[worker_pb2.Mask(slot=2, allow_bitmask=only(17))])
-    assert unpack(masked.tokens).tolist() == [17]
-    assert free not in ([17], [311]), "these would show nothing"
 
 
 def test_bias_and_penalties_reach_the_sampler(driver: Driver) -> None:
