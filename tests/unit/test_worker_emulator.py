@@ -22,6 +22,7 @@ from services.worker import engine as engine_module
 from services.worker.engine import Engine
 from services.worker.server import OPTIONS
 from shared.columns import pack, unpack
+from shared.logprobs import unpack_records
 from tests import in_process
 from tests.kernels.cuda_programs import needs_compiler
 from tests.models import Reference, make_llama, random_prompts
@@ -67,11 +68,17 @@ def test_preempting_swapping_and_sharing_beside_steps_in_flight_gives_transforme
 ) -> None:
     engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12)
     engine.warm_up()
-    requests = [in_process.request(f"r{i}", prompt, OUTPUTS) for i, prompt in enumerate(reference.prompts)]
+    requests = [
+        in_process.request(f"r{i}", prompt, OUTPUTS, logprobs=3 * (i % 2)) for i, prompt in enumerate(reference.prompts)
+    ]
     policy = "orcinus:memory=watermark,relief=newest-swap"
     recorded, core = in_process.run(engine, requests, policy, lookahead=1, prefix_cache=True)
     assert not recorded.errors
     assert [recorded.tokens[f"r{i}", 0] for i in range(len(requests))] == reference.outputs
+    for i in range(1, len(requests), 2):
+        told = unpack_records(recorded.logprobs[f"r{i}", 0], 3)
+        assert [one.best[0][0] for one in told] == reference.outputs[i]
+        assert [one.sampled for one in told] == pytest.approx([one.best[0][1] for one in told], abs=1e-4)
     stats = core.stats()
     assert stats["swapped_blocks"] > 0 and stats["prefix_hit_tokens"] > 0 and stats["blocks_draining"] == 0
 
