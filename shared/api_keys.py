@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import orjson
 
@@ -44,7 +44,13 @@ class KeyRecord:
     @classmethod
     def decode(cls, stored: bytes) -> KeyRecord:
         """Raises ValueError or TypeError for what is no record."""
-        return cls(**orjson.loads(stored))
+        record = cls(**orjson.loads(stored))
+        kinds = {"str": str, "int": int}
+        if not all(type(getattr(record, field.name)) is kinds[str(field.type)] for field in fields(cls)):
+            raise TypeError("a field is of the wrong type")
+        if record.max_priority not in CLASSES:
+            raise ValueError(f"there is no class {record.max_priority!r}")
+        return record
 
     def state(self, now_s: float) -> str:
         """active | revoked | expired"""

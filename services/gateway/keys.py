@@ -192,7 +192,7 @@ class Keyring:
             except (ValueError, TypeError) as error:
                 log.error("the record of key %s cannot be read, so it opens nothing: %s", name.decode(), error)
                 record = KeyRecord(name.decode(), "", "", "", revoked_s=1)
-            found[record.id] = record
+            found[name.decode()] = record
         return found
 
 

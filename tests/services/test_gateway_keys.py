@@ -162,6 +162,23 @@ def test_neither_redis_nor_the_log_holds_a_key(
     assert secret not in str(shown) and "digest" not in str(shown)
 
 
+def test_a_record_that_cannot_be_read_opens_nothing_and_harms_no_other(
+    gateway: GatewayProcess, made: dict[str, Any], redis_server: RedisServer
+) -> None:
+    keys, client = gateway.keys, redis_server.client
+    good = json.loads(client.hget(keys.api_keys, made["bob"]["id"]))  # type: ignore[arg-type]
+    bad = [b"\xff", b"[]", b"{}", b"1", *(json.dumps(good | change).encode() for change in (
+        {"digest": None}, {"expires_s": "soon"}, {"max_priority": "now"}, {"id": []}, {"more": 1},
+    ))]  # fmt: skip
+    client.hset(keys.api_keys, mapping={f"{number:012x}": record for number, record in enumerate(bad)})
+    client.incr(keys.keys_version)
+    until("it said so of all", lambda: gateway.log().count("cannot be read") == len(bad))
+    assert models(gateway, f"sk-orc-{1:012x}-{'a' * 43}").status_code == 401
+    assert models(gateway, made["bob"]["key"]).status_code == 200
+    client.hdel(keys.api_keys, *(f"{number:012x}" for number in range(len(bad))))
+    client.incr(keys.keys_version)
+
+
 def test_wrong_words_make_no_key(orcinus: Made) -> None:
     for words in (("--expires", "2001-01-01"), ("--expires", "soon"), ("--max-priority", "now"), ("--tenant", "a b")):
         with pytest.raises(Exception, match=words[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from deploy import certs
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.redis_server import client, configure
 from tests.waiting import free_port, until
@@ -55,7 +57,8 @@ def test_lease_of_the_scheduler_before_does_not_count(server: redis.Redis) -> No
     assert probe.ready()
 
 
-def test_gateway_is_ready_when_its_health_address_says_so() -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_gateway_is_ready_when_its_health_address_says_so(tls: bool, tmp_path: Path) -> None:
     status = 503
 
     class Health(http.server.BaseHTTPRequestHandler):
@@ -67,10 +70,15 @@ def test_gateway_is_ready_when_its_health_address_says_so() -> None:
             return
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as gateway:
+        if tls:
+            certs.make(tmp_path, [])
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway-key.pem")
+            gateway.socket = context.wrap_socket(gateway.socket, server_side=True)
         thread = threading.Thread(target=gateway.serve_forever)
         thread.start()
         try:
-            probe = GatewayProbe("0.0.0.0", gateway.server_address[1])
+            probe = GatewayProbe("0.0.0.0", gateway.server_address[1], tls)
             assert not probe.ready()
             status = 200
             assert probe.ready()
