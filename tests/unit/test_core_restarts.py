@@ -93,6 +93,27 @@ def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is
     assert not h.core.add(waits, h.now).errors  # the same id may come again
 
 
+def test_a_request_that_ran_is_let_go_with_a_checkpoint_and_goes_on_elsewhere() -> None:
+    h, other = house(), house()
+    h.add(request("goes", 4, 20, seed=1))
+    h.add(request("stays", 4, 20, seed=2))
+    rounds(h, 6)
+    assert h.core.release("goes", begun=True)
+    assert not h.core.release("goes", begun=True)
+    h.core.check()
+    h.take(h.core.checkpoint())
+    told = h.published["goes", 0]
+    assert told and h.records["goes", 0] == told
+    again = request("goes", 4, 20, seed=1)
+    again.outputs = [np.array(told, np.int32)]
+    other.add(again)
+    other.finish()
+    assert other.published["goes", 0][: len(told)] == told
+    del h.requests["goes"]
+    h.finish()  # answers to steps that it was in are dropped: no row of it any more
+    assert h.published["goes", 0] == told
+
+
 def test_a_restarted_request_with_outputs_is_not_released() -> None:
     core = Core()
     new = request("r", 4, 8, seed=1)
