@@ -32,6 +32,9 @@ SLOW_S, SLOW_PAUSE_S = 10.0, (0.05, 0.4)
 """So long a slow client takes one event and pauses, before it reads what is left as fast as it can."""
 NARROW_BYTES = 2048
 """What a slow client's socket and its reader hold; the rest has to wait at the gateway."""
+WIDE_BYTES = 1 << 20
+SEGMENT_BYTES = 536
+"""Of a slow client's connection: the kernel lets a sender fill buffers by the segment, which are large on loopback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ def session(narrow: bool = False) -> aiohttp.ClientSession:
     def narrow_socket(address: Any) -> socket.socket:
         made = socket.socket(*address[:3])
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
         return made
 
     return aiohttp.ClientSession(
@@ -71,7 +75,8 @@ class Client:
         self._read = 0  # events so far
         self._acted = False  # the plan was carried out
         self._cancelling: asyncio.Task[None] | None = None
-        self._hurries_s = time.monotonic() + (SLOW_S if order.history.plan == "slow" else 0.0)
+        self._slow = order.history.plan == "slow"
+        self._hurries_s = time.monotonic() + SLOW_S
 
     async def run(self) -> History:
         """Reads until an end that is final, or until patience is over."""
@@ -157,9 +162,19 @@ class Client:
             if self._leaves():
                 connection.end = LEFT
                 return
-            if time.monotonic() < self._hurries_s:
-                await asyncio.sleep(self._rng.uniform(*SLOW_PAUSE_S))
+            if self._slow:
+                await self._dawdle(answer)
         connection.end, connection.text = CUT, "the stream ended without a word"
+
+    async def _dawdle(self, answer: aiohttp.ClientResponse) -> None:
+        """A pause, or, when it was slow for long enough, a wide socket."""
+        if time.monotonic() < self._hurries_s:
+            await asyncio.sleep(self._rng.uniform(*SLOW_PAUSE_S))
+            return
+        self._slow = False
+        if answer.connection is not None and answer.connection.transport is not None:
+            narrow = answer.connection.transport.get_extra_info("socket")
+            narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WIDE_BYTES)
 
     def _leaves(self) -> bool:
         """Carries the plan out when it is time; is it to hang up?"""

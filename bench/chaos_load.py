@@ -24,6 +24,9 @@ PLANS: tuple[tuple[Plan, int], ...] = (("stay", 12), ("return", 4), ("leave", 2)
 SLOW_CHOICES = 4
 """Of what slow clients ask for: much, so that it does not fit into what lies between a gateway and them."""
 
+LONG_TOKENS = 600
+"""Of a prompt that fills more blocks than its share."""
+
 MUCH = f"much x{SLOW_CHOICES} stream"
 """The template of slow clients alone."""
 
@@ -70,7 +73,13 @@ def templates(model: str, tokens: int, seed: int) -> list[Template]:
     chat = {**found[0].body, "messages": [{"role": "user", "content": words}], "priority": "high"}
     del chat["prompt"]
     much = {**found[0].body, "n": SLOW_CHOICES, "max_tokens": tokens, "priority": "low"}
-    return [*found, Template("chat stream", chat, "/v1/chat/completions"), Template(MUCH, much)]
+    long = {**found[0].body, "prompt": [rng.randrange(300, 1900) for _ in range(LONG_TOKENS)], "priority": "normal"}
+    return [
+        *found,
+        Template("chat stream", chat, "/v1/chat/completions"),
+        Template("long prompt stream", long),
+        Template(MUCH, much),
+    ]
 
 
 def with_stop(template: Template, outcome: Outcome) -> Template | None:

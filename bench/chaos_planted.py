@@ -7,7 +7,6 @@ starts the real service with one part replaced. `Scenario.programs` takes `progr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import sys
@@ -16,28 +15,29 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from redis.asyncio import Redis
-
 from services import cli
 from services.gateway.sink import Offer, Row, Sink
+from services.scheduler import service
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.core import Core
 from services.scheduler.lease import Lease
+from services.scheduler.worker_link import Registration, find_worker
 from shared import redis_client
-from shared.redis_client import Script, Unavailable, Value
+from shared.errors import LeaseLostError
+from shared.redis_client import Script, Value
 
-EVERY = 40
-"""A token or a block goes wrong each so many times: never in the few requests before the load."""
+SPARED, EVERY = 4, 5
+"""The first requests, which say what is right, are left alone; then one of so many tokens or blocks goes wrong."""
 
 
-def _without(words: str) -> type[Script]:
-    """Scripts that lack the lines with these words."""
+def _without(words: str, but: str = "") -> type[Script]:
+    """Scripts, all `but` one, that lack the lines with these words."""
 
     class Edited(Script):
-        def __init__(self, client: Redis, name: str) -> None:
-            super().__init__(client, name)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             lines = self._source.splitlines(keepends=True)
-            self._source = b"".join(line for line in lines if words.encode() not in line)
+            self._source = b"".join(line for line in lines if self.name == but or words.encode() not in line)
             self._sha = hashlib.sha1(self._source).hexdigest()  # noqa: S324 - Redis names scripts so
 
     return Edited
@@ -62,7 +62,8 @@ def _leaked_block() -> Iterator[None]:
     real, calls = BlockPool.give, count(1)
 
     def give(self: BlockPool, blocks: Any) -> None:
-        real(self, blocks[:-1] if next(calls) % EVERY == 0 else blocks)
+        number = next(calls)
+        real(self, blocks[:-1] if number > SPARED and number % EVERY == 0 else blocks)
 
     with patch.object(BlockPool, "give", give), patch.object(Core, "check", lambda _: None):
         yield
@@ -72,10 +73,13 @@ def _leaked_block() -> Iterator[None]:
 def _doubled_token() -> Iterator[None]:
     """Tokens that come again are taken for the next ones."""
     real, calls = Sink.offer, count(1)
+    seen: set[str] = set()
 
     def offer(self: Sink, row: Row, first: int) -> Offer:
         taken = real(self, row, first)
-        if taken is Offer.TAKEN and row.tokens and not row.finish and next(calls) % EVERY == 0:
+        seen.add(self.request_id)
+        fresh = taken is Offer.TAKEN and row.tokens and not row.finish
+        if fresh and len(seen) > SPARED and next(calls) % EVERY == 0:
             real(self, row, first + len(row.tokens))
         return taken
 
@@ -85,15 +89,24 @@ def _doubled_token() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignored_epoch() -> Iterator[None]:
-    """A scheduler whose shard is another's goes on, and no script refuses it."""
+    """A scheduler whose shard is another's goes on, and no script refuses what it writes. It gets no worker: two that
+    take one from each other would never come to an end."""
+    real_keep = Lease.keep
 
     async def keep(self: Lease) -> None:
         while True:
-            await asyncio.sleep(self._lease_ms / 4000)
-            with contextlib.suppress(*Unavailable):
-                await self._script(self._keys, ["renew", self._lease_ms, self.epoch])
+            await real_keep(self)
 
-    with patch.object(Lease, "keep", keep), patch.object(redis_client, "Script", _without("FENCED")):
+    async def find(*arguments: Any) -> Registration | None:
+        with contextlib.suppress(LeaseLostError):
+            return await find_worker(*arguments)
+        return None
+
+    with (
+        patch.object(Lease, "keep", keep),
+        patch.object(service, "find_worker", find),
+        patch.object(redis_client, "Script", _without("FENCED", but="take_worker")),
+    ):
         yield
 
 

@@ -179,7 +179,7 @@ class ChaosStack:
                 await proxy.start()
             for process in self.processes.values():
                 await process.start()
-            await until("the stack is ready", self.ready, START_S)
+            await until("the stack is ready", self._started, START_S)
         except BaseException:
             await self.__aexit__()
             raise
@@ -193,6 +193,12 @@ class ChaosStack:
         for proxy in (*self.proxies.values(), self.worker_proxy):
             await proxy.stop()
         await self.redis.aclose()
+
+    async def _started(self) -> bool:
+        for name, process in self.processes.items():
+            if process.exits:
+                raise NotReadyError(f"{name} ended with {process.exits} while the stack started: see {process.log}")
+        return await self.ready()
 
     # What it is told
 
