@@ -21,6 +21,7 @@ from services.gateway.reaper import Reaper
 from services.gateway.sink import Sink
 from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
+from services.gateway.tracing import Tracing
 from services.gateway.validate import GenerationSpec, Limits
 from services.gateway.wire import from_delivery, to_delivery
 from shared import ids
@@ -38,6 +39,7 @@ class Gateway:
         self.model = model
         self.id = ids.process_id("gateway")
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
+        self.tracing = Tracing(settings, self.id)
         self.keyring = Keyring(settings)
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
@@ -63,6 +65,7 @@ class Gateway:
         await self.keyring.close()
         await self.reaper.close()
         await self.cluster.close()
+        await asyncio.to_thread(self.tracing.close)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -146,6 +149,7 @@ class Gateway:
             return await self.resume(spec.id, tenant, started, same_as=spec)  # no new work
         sink = self._sink(spec)
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
+        generation.span = self.tracing.begin(spec, started)
         try:
             is_new = await self.dispatcher.enqueue(spec, sink, caller, to_delivery(spec, self.model))
         except ApiError:

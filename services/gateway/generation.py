@@ -21,6 +21,7 @@ from services.gateway.sink import Row, Sink
 from services.gateway.stops import StopMatcher
 from services.gateway.tokenizer import ModelText
 from services.gateway.tool_reader import CallPiece, ToolReader
+from services.gateway.tracing import RequestSpan
 from services.gateway.validate import GenerationSpec
 
 
@@ -166,6 +167,7 @@ class Generation:
         self._started = started
         self._last: float | None = None
         self._closed = False
+        self.span: RequestSpan | None = None  # set where traces are sent
         self._left = left
         self._endings = Endings(sink.wake)
         self._ended: ApiError | None = None  # told by the next call of `next`
@@ -263,6 +265,8 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self.span is not None:
+            self.span.end(self)
         if self.done:
             reasons = [choice.finish_reason for choice in self.choices]
             took_s = time.monotonic() - self._started
@@ -301,6 +305,8 @@ class Generation:
         now = time.monotonic()
         self._metrics.output_tokens.inc(tokens)
         if self._last is None:
+            if self.span is not None:
+                self.span.first_token()
             self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
         else:
             self._metrics.gap.observe(now - self._last)

@@ -6,8 +6,10 @@ import uvloop
 
 from services.scheduler.metrics import Metrics
 from services.scheduler.service import Service
+from services.scheduler.spans import Spans
 from shared import logs
 from shared.channels import channel_credentials
+from shared.ids import process_id
 from shared.metrics import serve as serve_metrics
 from shared.settings import SchedulerSettings
 
@@ -15,14 +17,19 @@ from shared.settings import SchedulerSettings
 def run(settings: SchedulerSettings) -> int:
     """Blocks. 0 after SIGTERM or SIGINT, 1 when another scheduler took the shard.
 
-    Raises ConfigurationError for certificates that will not do.
+    Raises ConfigurationError for certificates that will not do, and for traces without their SDK.
     """
     logs.setup("scheduler", settings.log_level, settings.log_json)
     channel_credentials(settings)  # read at each dialling; what is wrong with them shows now
-    metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
+    spans = Spans(settings, process_id("scheduler")) if settings.otlp_endpoint else None
+    metrics = Metrics(settings.served_model_name, settings.metrics_aliases, spans.ended if spans else None)
     serve_metrics(metrics.registry, settings.metrics_host, settings.scheduler_metrics_port, "--scheduler-metrics-port")
 
     async def serve() -> int:
         return await Service(settings, metrics).run()
 
-    return uvloop.run(serve())
+    try:
+        return uvloop.run(serve())
+    finally:
+        if spans:
+            spans.close()

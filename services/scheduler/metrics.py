@@ -5,7 +5,7 @@ Nothing here is done for one token: an iteration costs a few calls, a request a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.scheduler.core.types import FinishedRequest
 from services.scheduler.lives import Life
 from shared.keys import CLASSES
 from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
@@ -114,7 +115,11 @@ class _Reports(Collector):
 class Metrics:
     """One registry; `serve` of shared/metrics.py shows it."""
 
-    def __init__(self, model: str = "", aliases: bool = False) -> None:
+    def __init__(
+        self, model: str = "", aliases: bool = False, also: Callable[[FinishedRequest, Life], None] | None = None
+    ) -> None:
+        """`also` is called with each request that got tokens, at its end."""
+        self._also = also
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._reports = _Reports()
@@ -178,9 +183,11 @@ class Metrics:
         if between_ns.size:
             self._gap.observe(between_ns / 1e9)
 
-    def ended(self, arrived_ns: int, life: Life) -> None:
+    def ended(self, finished: FinishedRequest, life: Life) -> None:
         """A request that got tokens has ended."""
-        self._queue.observe(max(0, life.started_ns - arrived_ns) / 1e9)
+        self._queue.observe(max(0, life.started_ns - finished.request.arrived_ns) / 1e9)
         self._prefill.observe((life.first_token_ns - life.started_ns) / 1e9)
         self._decode.observe((life.ended_ns - life.first_token_ns) / 1e9)
         self._inference.observe((life.ended_ns - life.started_ns) / 1e9)
+        if self._also is not None:
+            self._also(finished, life)

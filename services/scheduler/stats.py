@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.types import FinishedRequest, Outcome
+from services.scheduler.core.types import Outcome
 from services.scheduler.iterations import Iterations
-from services.scheduler.lives import Life, Lives
+from services.scheduler.lives import Lives
 from services.scheduler.metrics import Metrics
 from shared.keys import CLASSES
 
@@ -98,7 +98,7 @@ class Stats:
 
     def __init__(self, started_ns: int, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
-        self._lives = Lives(self._ended)
+        self._lives = Lives(self._metrics.ended)
         self.iterations = Iterations()
         self._ttft_ms = Window()
         self._tbt_ms = Window()
@@ -209,9 +209,6 @@ class Stats:
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._metrics.report(fields)
         return fields
-
-    def _ended(self, finished: FinishedRequest, life: Life) -> None:
-        self._metrics.ended(finished.request.arrived_ns, life)
 
     def _predicted(self, core: dict[str, Any], predicted_ns: Sequence[int], now_ns: int) -> dict[str, float | int]:
         """When a request that comes now gets its first token, by class. Prompts may wait for time (the core's
