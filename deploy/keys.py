@@ -1,4 +1,4 @@
-"""Makes the stack's secrets on its first start: the gateway's key, which it prints once, and Redis's password.
+"""Makes the stack's secrets on its first start: the gateway's key, which it prints once, and the users of Redis.
 
 Runs as the one-shot service `keys` of compose.yaml, before anything that reads them. What is there already is never
 changed: a secret is renewed by removing its volume. `docker compose run --rm keys show` prints the key again.
@@ -11,9 +11,10 @@ import secrets
 import sys
 from pathlib import Path
 
-API_KEYS = Path("/secrets/api/keys")
-REDIS_PASSWORD = Path("/secrets/redis/password")
-REDIS_CONF = Path("/secrets/redis/redis.conf")
+from deploy import redis_users
+
+SECRETS = Path("/secrets")
+API_KEYS = SECRETS / "api" / "keys"
 
 
 def write_once(path: Path, text: str, mode: int) -> bool:
@@ -44,9 +45,9 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(f"keys: unknown argument {arguments[0]!r}; there is only 'show'", file=sys.stderr)
         return 2
-    # Redis runs under another user; it reads its two files through its supplementary group.
-    write_once(REDIS_PASSWORD, secrets.token_hex(32), 0o640)
-    write_once(REDIS_CONF, f"requirepass {REDIS_PASSWORD.read_text()}\n", 0o640)
+    # Redis runs under another system user; it reads its files through its supplementary group.
+    passwords = {role: SECRETS / f"redis-{role}" / "password" for role in redis_users.ROLES}
+    redis_users.make(passwords, SECRETS / "redis-users" / "users.acl")
     key = f"sk-orcinus-{secrets.token_urlsafe(32)}"
     if write_once(API_KEYS, f"{key}\n", 0o600):
         print(f"API key (shown only this once): {key}")

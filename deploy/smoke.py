@@ -155,7 +155,7 @@ def completion_streams(stack: Stack, model: str) -> None:
 def backend_is_named(stack: Stack, model: str) -> None:
     """A worker that fell back to plain torch is a failure, for the image carries the CPU kernels of x86-64."""
     key = f"orcinus:{{{model}}}:stats:shard-0"
-    read = f"REDISCLI_AUTH=$(cat /secrets/redis/password) redis-cli hget '{key}' backend"
+    read = f"REDISCLI_AUTH=$(cat /secrets/redis-ops/password) redis-cli --user ops hget '{key}' backend"
     backend = stack.compose("exec", "-T", "redis", "sh", "-c", read).strip()
     check(bool(backend), f"{key} names the worker's backend")
     if platform.machine() in ("x86_64", "AMD64"):

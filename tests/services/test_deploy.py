@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.specifiers import SpecifierSet
 
+from deploy import keys, redis_users
 from kernels.cuda import loader
 from tests.services.launcher_support import ROOT, clean_env
 
@@ -55,6 +59,64 @@ def test_the_gpu_file_changes_the_worker_alone_and_keeps_it_confined() -> None:
     assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", ["3"], ["gpu"])
     for kept in ("read_only", "cap_drop", "security_opt", "networks", "volumes", "healthcheck", "command"):
         assert worker[kept] == without["worker"][kept], kept
+
+
+def services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    return found
+
+
+@pytest.mark.parametrize("name", services())
+def test_a_container_has_no_root_no_capability_no_writable_root_and_bounds(name: str) -> None:
+    one = services()[name]
+    assert one["read_only"] is True and one["cap_drop"] == ["ALL"] and not one.get("cap_add")
+    assert one["security_opt"] == ["no-new-privileges:true"] and not one.get("privileged")
+    assert one["mem_limit"] and one["pids_limit"]
+    assert not {"devices", "ipc", "pid", "userns_mode", "volumes_from"} & one.keys()
+    assert not [volume for volume in one.get("volumes", []) if "docker.sock" in str(volume)]
+    if "build" not in one:  # ours have a USER, below
+        assert not str(one["user"]).startswith(("0", "root"))
+    assert all(str(port).startswith("127.0.0.1:") for port in one.get("ports", []))
+
+
+def test_only_the_gateway_is_between_the_networks_and_published() -> None:
+    core = yaml.safe_load((ROOT / "compose.yaml").read_text())["networks"]["core"]
+    assert core["internal"] is True
+    ours = {name: one for name, one in services().items() if name in {"redis", "worker", "scheduler", "gateway", "ops"}}
+    assert {name: one["networks"] for name, one in ours.items()} == {
+        "redis": ["core"], "worker": ["core"], "scheduler": ["core"], "gateway": ["edge", "core"], "ops": ["core"],
+    }  # fmt: skip
+    assert [name for name, one in ours.items() if one.get("ports")] == ["gateway"]
+    assert services()["keys"]["network_mode"] == "none"
+
+
+def test_each_service_has_the_password_of_its_own_user_of_redis_alone() -> None:
+    for role in redis_users.ROLES:
+        one = services()[role]
+        mounted = [volume for volume in one["volumes"] if "/secrets/redis" in volume]
+        assert mounted == [f"redis-{role}:/secrets/redis:ro"]
+        assert one["environment"]["ORCINUS_REDIS_USERNAME"] == role
+
+
+def test_secrets_are_made_once_and_rules_follow_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "SECRETS", tmp_path)
+    monkeypatch.setattr(keys, "API_KEYS", tmp_path / "api" / "keys")
+    for name in ("api", "redis-users", *(f"redis-{role}" for role in redis_users.ROLES)):
+        (tmp_path / name).mkdir()
+    umask = os.umask(0o077)
+    try:
+        assert keys.main([]) == 0
+        made = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+        (tmp_path / "redis-users" / "users.acl").write_text("the rules of an older version")
+        assert keys.main([]) == 0
+    finally:
+        os.umask(umask)
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == made
+    passwords = [(tmp_path / f"redis-{role}" / "password").read_text() for role in redis_users.ROLES]
+    acl = made[tmp_path / "redis-users" / "users.acl"]
+    assert len(set(passwords)) == 4 and not [one for one in passwords if one in acl]
+    assert [line.split()[1] for line in acl.splitlines()] == ["default", *redis_users.ROLES] and "{gateway}" not in acl
+    assert all(path.stat().st_mode & 0o777 in (0o600, 0o640) for path in made)
 
 
 def test_images_take_the_pins_of_pyproject_and_for_a_gpu_no_build_for_cpus() -> None:

@@ -1,0 +1,69 @@
+"""deploy/redis/users.acl allows every command that a service's code says, in Python or in a script."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import redis
+
+from shared.settings import ROOT
+
+ROLES = {
+    "gateway": ["services/gateway/**/*.py", "shared/redis_client.py", "shared/stack_view.py"],
+    "scheduler": ["services/scheduler/*.py", "shared/redis_client.py", "deploy/healthcheck.py"],
+    "worker": ["services/worker/*.py"],
+    "ops": ["services/cli_*.py", "services/ops/*.py", "services/launcher/redis_server.py", "shared/stack_view.py"],
+}
+OTHER_NAMES = {
+    "delete": "del", "scan_iter": "scan", "script_load": "script|load", "xgroup_create": "xgroup|create",
+    "xpending_range": "xpending", "incr": "incrby", "execute": "", "pipeline": "multi", "aclose": "", "close": "",
+}  # fmt: skip
+"""Methods of redis-py that are not called like their commands; empty: none."""
+
+
+CONNECTING = {"ping", "hello", "client|setname", "client|id", "multi", "exec", "discard"}
+"""What the client library says by itself."""
+
+
+def allowed(role: str) -> set[str]:
+    rules = (ROOT / "deploy" / "redis" / "users.acl").read_text().splitlines()
+    (line,) = (line for line in rules if line.startswith(f"user {role} "))
+    return {word[1:] for word in line.split() if word.startswith("+")}
+
+
+def said(role: str) -> set[str]:
+    commands: set[str] = set()
+    for pattern in ROLES[role]:
+        for path in ROOT.glob(pattern):
+            text = path.read_text()
+            methods = re.findall(r"\b(?:redis|_redis|pipe|_reader|_client|client|connection)\.([a-z_]+)\(", text)
+            commands |= {OTHER_NAMES.get(name, name) for name in methods if hasattr(redis.Redis, name)}
+            for script in re.findall(r"scripts\.([a-z_]+)\b", text):
+                commands |= {"evalsha", *in_script(script)}
+            if "self._lease.write(" in text or "lease.write(" in text:  # words that fenced.lua says
+                commands |= {word.lower() for word in re.findall(r'\["([A-Z]+)"', text)}
+    return commands - {""}
+
+
+def in_script(name: str) -> set[str]:
+    source = (ROOT / "shared" / "lua" / f"{name}.lua").read_text()
+    return {word.lower() for word in re.findall(r"redis\.call\('([A-Z]+)'", source)}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_user_of_redis_may_say_what_its_service_says_and_no_more(role: str) -> None:
+    needed = said(role)
+    assert len(needed) > 5
+    assert needed <= allowed(role), sorted(needed - allowed(role))
+    assert allowed(role) - CONNECTING <= needed, sorted(allowed(role) - CONNECTING - needed)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_user_of_redis_may_say_nothing_dangerous(role: str) -> None:
+    dangerous = {
+        "flushall", "flushdb", "keys", "config", "debug", "monitor", "shutdown", "acl", "eval", "script", "module",
+        "migrate", "restore", "replicaof", "save", "bgsave", "client", "swapdb", "rename",
+    }  # fmt: skip
+    assert not allowed(role) & dangerous
+    assert not [word for word in allowed(role) if word.startswith("@")]
