@@ -57,6 +57,10 @@ class Grammars:
         """What the kept grammars are taken to hold, at most CACHE_BYTES."""
         return self._kept_bytes
 
+    def prepare(self) -> None:
+        """Reads the tokenizer now. Raises NoGrammarsError."""
+        self._read_tokenizer()
+
     def matcher(self, grammar: str) -> LLMatcher:
         """At its beginning, for the caller alone. Raises GrammarError."""
         with self._lock:

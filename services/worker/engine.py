@@ -210,6 +210,7 @@ class Engine:
             shape = self._cache.shape
             if most := min(self._slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
+        self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
 
     def prove(self) -> None:
         """Runs steps of one token, as the warm-up did. What they raise is the engine's doing, whatever was asked of it

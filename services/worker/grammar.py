@@ -7,6 +7,7 @@ last of them is still the device's secret, that flight is waited for while the f
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
 from shared.grammars import GrammarError, Grammars, reason
+
+log = logging.getLogger("orcinus.worker")
 
 COMPILE_S = 5.0
 """A step waits at most so long for the grammars that entered with it; a sequence whose is late fails alone. The gateway
@@ -45,6 +48,16 @@ class SlotGrammars:
         self._mask_bytes = 4 * -(-vocab // 32)
         self._bound: dict[int, _Bound] = {}
         self._compiling = ThreadPoolExecutor(2, "grammars")
+
+    def prepare(self) -> None:
+        """Begins to read the tokenizer, which takes a second where it is large: no step is to wait for that."""
+        self._compiling.submit(self._prepare)
+
+    def _prepare(self) -> None:
+        try:
+            self._grammars.prepare()
+        except OrcinusError as error:
+            log.info("%s", error)
 
     def clear(self) -> None:
         """No slot is taken."""
