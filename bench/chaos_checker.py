@@ -27,6 +27,7 @@ ENDS: Mapping[str, set[str]] = {
     "leave": {DONE, LEFT, "cancelled"},
     "cancel": {DONE, "cancelled"},
     "slow": {DONE, SLOW, "cancelled"},
+    "background": {DONE},
 }
 """How the last connection of each plan may end. Who was cut for slowness and comes again hears that it is cancelled."""
 
@@ -226,7 +227,7 @@ def _record(history: History, told: _Told) -> list[Violation]:
     if record.get("state") != "finished":
         return [_say(history, "lost", f"its record is {record.get('state', 'gone')} after the end")]
     finishes = [FINISHES.get(number, number) for number in record.get("finish", "").split(",")]
-    allowed = {"stop", "length"} if history.plan in ("stay", "return") else {"cancelled", "stop", "length"}
+    allowed = {"stop", "length"} | ({"cancelled"} if "cancelled" in ENDS[history.plan] else set())
     if set(finishes) - allowed:
         return [_say(history, "lost", f"its record ends as {finishes}")]
     if history.end == "cancelled" and "cancelled" not in finishes:

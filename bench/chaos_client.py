@@ -24,7 +24,9 @@ SILENCE_S = 15.0
 """A stream in which not even a keep-alive came for so long is broken; gateways send one each second here."""
 PATIENCE_S = 120.0
 RETRY_S = (0.1, 0.4)
-FINAL = {"cancelled", "generation_failed", "record_lost", "request_not_found", "internal_error", SLOW}
+ACCEPTED = 202
+FAILED = "generation_failed"
+FINAL = {"cancelled", FAILED, GAVE_UP, "record_lost", "request_not_found", "internal_error", SLOW}
 """Error codes behind which coming again is of no use."""
 NOT_NOW = (429, 503)
 """With these a gateway does not take a request up. They have to say when to come again."""
@@ -119,6 +121,8 @@ class Client:
                 await self._take(answer, connection)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             connection.end, connection.text = CUT, type(error).__name__
+        if connection.status == ACCEPTED:
+            await self._ask(connection)
         return connection
 
     def _headers(self) -> dict[str, str]:
@@ -131,7 +135,7 @@ class Client:
 
     async def _take(self, answer: aiohttp.ClientResponse, connection: Connection) -> None:
         connection.status = answer.status
-        if answer.status != 200:
+        if answer.status not in (200, ACCEPTED):
             error = orjson.loads(await answer.read())["error"]
             connection.end, connection.text = str(error["code"]), str(error["message"])
             if answer.status in NOT_NOW and "Retry-After" not in answer.headers:
@@ -140,10 +144,27 @@ class Client:
         self._history.request = answer.headers["x-orcinus-request"]
         if self._history.stream:
             await self._take_events(answer, connection)
-            return
-        whole = orjson.loads(await answer.read())
-        connection.events = [_event(choice, time.monotonic(), None) for choice in whole["choices"]]
-        connection.usage, connection.end = whole["usage"], DONE
+        elif answer.status != ACCEPTED:
+            _take_whole(orjson.loads(await answer.read()), connection)
+
+    async def _ask(self, connection: Connection) -> None:
+        """Whether what runs in the background has ended, at any gateway."""
+        patience = Deadline(PATIENCE_S)
+        while not patience.passed():
+            await asyncio.sleep(self._rng.uniform(*RETRY_S))
+            url = f"{self._rng.choice(self._urls)}/v1/requests/{self._history.request}"
+            try:
+                async with self._session.get(url) as answer:
+                    status, told = answer.status, orjson.loads(await answer.read())
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                continue
+            if "result" in told:
+                _take_whole(told["result"], connection)
+                return
+            if status not in (200, *NOT_NOW) or told.get("status") == "finished":
+                connection.end, connection.text = FAILED, str(told.get("error"))
+                return
+        connection.end = GAVE_UP
 
     async def _take_events(self, answer: aiohttp.ClientResponse, connection: Connection) -> None:
         async for event_id, data in _sse(answer.content):
@@ -198,6 +219,11 @@ class Client:
             except (aiohttp.ClientError, TimeoutError, OSError):
                 pass
             await asyncio.sleep(self._rng.uniform(*RETRY_S))
+
+
+def _take_whole(whole: dict[str, Any], connection: Connection) -> None:
+    connection.events = [_event(choice, time.monotonic(), None) for choice in whole["choices"]]
+    connection.usage, connection.end = whole["usage"], DONE
 
 
 def _event(choice: dict[str, Any], at_s: float, position: str | None) -> Event:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Plan = Literal["stay", "return", "leave", "cancel", "slow"]
+Plan = Literal["stay", "return", "leave", "cancel", "slow", "background"]
 """Of a client: reads to the end; hangs up and comes back; hangs up for good; asks for a cancel and reads on; reads so
-slowly that it may be cut for it."""
+slowly that it may be cut for it; has no connection at all, and asks now and then whether the answer is there."""
 
 DONE, CUT, LEFT, REFUSED, GAVE_UP, SLOW = "done", "cut", "left", "refused", "gave_up", "slow_client"
 """Ends of a connection beside the codes of error events: told to the end, broken off, hung up by the client, not taken

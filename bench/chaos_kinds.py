@@ -7,6 +7,7 @@ answered again. Raises NotReadyError when the stack does not come back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
@@ -18,6 +19,10 @@ import psutil
 from bench.chaos_history import Injected
 from bench.chaos_proxy import Proxy
 from bench.chaos_stack import GATEWAYS, MAXMEMORY, REDIS, SCHEDULERS, SERVICES, SHARD, WORKER, ChaosStack, until
+from services.cli_drain import drain
+from services.cli_options import build
+from shared.errors import ConfigurationError
+from shared.settings import CommonSettings, LauncherSettings
 
 WHOLE_S = 60.0
 """After this long a fault that is over must have left a whole stack; else the run fails."""
@@ -86,6 +91,40 @@ async def _another_gateway(stack: ChaosStack, name: str, before: int) -> None:
 
 
 # Processes
+
+
+async def _drain(stack: ChaosStack, name: str) -> None:
+    """`orcinus drain NAME`, again while another fault is in its way."""
+    values = {"redis_url": stack.redis_url, "served_model_name": stack.name}
+    settings, launcher = build(CommonSettings, values), build(LauncherSettings, {})
+
+    async def drained() -> bool:
+        with contextlib.suppress(ConfigurationError):
+            ends = await asyncio.to_thread(drain, name, settings, launcher, WHOLE_S, lambda _: None)
+            return all(end.drained for end in ends)
+        return False
+
+    await until(f"{name} drains", drained, WHOLE_S)
+
+
+async def _drain_worker(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+    before = stack.processes[WORKER].pid
+    await _drain(stack, "worker")
+    await _another_worker(stack, before, fault)
+
+
+async def _drain_scheduler(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+    await _drain(stack, SHARD)
+    await _led(stack)
+
+
+async def _drain_gateway(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+    before = stack.processes[fault.target].pid
+    names = [name for name in await stack.alive("gateway") if f"-{before}-" in name]
+    if names:  # else it has ended meanwhile
+        await _drain(stack, names[0])
+    await _another_gateway(stack, fault.target, before)
+    fault.ready_s = time.monotonic()
 
 
 def _end_worker(how: int) -> Do:
@@ -244,16 +283,19 @@ def _way_to_redis(_: ChaosStack, rng: random.Random) -> tuple[str, ...]:
 KINDS: dict[str, Kind] = {
     "worker_kill": Kind(_the_worker, _end_worker(signal.SIGKILL)),
     "worker_term": Kind(_the_worker, _end_worker(signal.SIGTERM)),
+    "worker_drain": Kind(_the_worker, _drain_worker),
     "worker_stop": Kind(_the_worker, _stop(STOPPED_S)),
     "step_error": Kind(_the_worker, _step_fails("error")),
     "step_memory": Kind(_the_worker, _step_fails("memory")),
     "step_hang": Kind(_the_worker, _step_hangs),
     "scheduler_kill": Kind(_the_leader, _end_scheduler(signal.SIGKILL)),
     "scheduler_term": Kind(_the_leader, _end_scheduler(signal.SIGTERM)),
+    "scheduler_drain": Kind(_the_leader, _drain_scheduler),
     "scheduler_stop": Kind(_the_leader, _stop(STOPPED_S)),
     "worker_scheduler_kill": Kind(lambda stack, _: (WORKER, leader(stack)), _end_worker_and_scheduler),
     "gateway_kill": Kind(_a_gateway, _end_gateways(signal.SIGKILL)),
     "gateway_term": Kind(_a_gateway, _end_gateways(signal.SIGTERM)),
+    "gateway_drain": Kind(_a_gateway, _drain_gateway),
     "gateway_stop": Kind(_a_gateway, _stop(STOPPED_GATEWAY_S)),
     "gateways_kill": Kind(lambda _, __: GATEWAYS, _end_gateways(signal.SIGKILL)),
     "redis_restart": Kind(_redis, _end_redis(signal.SIGTERM)),

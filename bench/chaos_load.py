@@ -19,7 +19,10 @@ from bench.chaos_history import DONE, History, Outcome, Plan
 from shared.keys import CLASSES
 
 PLANS: tuple[tuple[Plan, int], ...] = (("stay", 12), ("return", 4), ("leave", 2), ("cancel", 2), ("slow", 1))
-"""With how often each is drawn, of streams. A call without streaming stays."""
+"""With how often each is drawn, of streams."""
+
+BACKGROUND = 0.25
+"""Of the calls without streaming; the others stay."""
 
 SLOW_CHOICES = 4
 """Of what slow clients ask for: much, so that it does not fit into what lies between a gateway and them."""
@@ -152,11 +155,13 @@ class Load:
     def _order(self) -> Order:
         template = self._rng.choice(self._templates)
         plans, weights = zip(*PLANS, strict=True)
-        plan: Plan = self._rng.choices(plans, weights)[0] if template.stream else "stay"
+        whole: Plan = "background" if self._rng.random() < BACKGROUND else "stay"
+        plan: Plan = self._rng.choices(plans, weights)[0] if template.stream else whole
         template = self._much[0] if plan == "slow" and self._much else template
         # Who leaves for good has no key: with one its request would go on. Who comes back needs one.
         named = plan == "return" or not template.stream or (plan in ("stay", "cancel") and self._rng.random() < 0.5)
         number = len(self.histories)
         key = f"chaos {self._seed} {number}" if named else ""
         history = History(number, template.name, template.choices, template.stream, plan, key)
-        return Order(history, template.body, template.path, self._rng.randint(1, 40), self._rng.randrange(1 << 31))
+        body = {**template.body, "background": True} if plan == "background" else template.body
+        return Order(history, body, template.path, self._rng.randint(1, 40), self._rng.randrange(1 << 31))

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 
@@ -30,7 +30,7 @@ from bench.chaos_checker import (
 from bench.chaos_client import session
 from bench.chaos_clock import Deadline
 from bench.chaos_faults import AT_ONCE, Faults
-from bench.chaos_history import DONE, SLOW, History, Injected, Outcome, Rest
+from bench.chaos_history import DONE, SLOW, History, Injected, Outcome, Plan, Rest
 from bench.chaos_kinds import KINDS
 from bench.chaos_load import Load, Template, templates, undisturbed, with_stop
 from bench.chaos_pauses import Gap, gaps, longest, read_refills
@@ -99,7 +99,7 @@ class Result:
             "cut": sum(history.end == SLOW for history in self.histories),
             **{kind: kinds[kind] for kind in VIOLATIONS},
             "faults": dict(sorted(Counter(fault.kind for fault in self.faults).items())),
-            "clients": {plan: plans[plan] for plan in ("stay", "return", "leave", "cancel", "slow")},
+            "clients": {plan: plans[plan] for plan in get_args(Plan)},
             "reconnects": sum(max(0, len(history.connections) - 1) for history in self.histories),
             "abandoned": self.abandoned,
             **self.pauses,

@@ -132,6 +132,7 @@ class ChaosStack:
         self.keys = Keys(self.name)
         ports = iter(free_ports(3 + len(SERVICES) + 2 * len(GATEWAYS)))
         self._redis_port, worker_port = next(ports), next(ports)
+        self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
         self.redis = Redis(port=self._redis_port, socket_timeout=5, socket_connect_timeout=2)
         self.proxies = {name: Proxy(next(ports), self._redis_port) for name in SERVICES}
         self.worker_proxy = Proxy(next(ports), worker_port)
@@ -249,6 +250,14 @@ class ChaosStack:
             found: Any = await self.redis.hgetall(key)
             return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
         return {}
+
+    async def alive(self, role: str) -> list[str]:
+        """Ids of all that have a heartbeat."""
+        prefix = self.keys.alive(role, "")
+        with contextlib.suppress(RedisError, OSError):
+            found: list[bytes] = [key async for key in self.redis.scan_iter(match=f"{prefix}*", count=5000)]
+            return [key.decode().removeprefix(prefix) for key in found]
+        return []
 
     async def worker_pid(self) -> int:
         """Of the worker that is registered; 0 when none is."""

@@ -58,8 +58,7 @@ def _of_processes(processes: dict[str, psutil.Process]) -> dict[str, float]:
 
 async def _of_redis(stack: ChaosStack) -> dict[str, float]:
     redis, keys = stack.redis, stack.keys
-    found: list[bytes] = [key async for key in redis.scan_iter(match=f"{keys.alive('gateway', '')}*", count=5000)]
-    gateways = [key.decode().removeprefix(keys.alive("gateway", "")) for key in found]
+    gateways = await stack.alive("gateway")
     pipe = redis.pipeline(transaction=False)
     for name in CLASSES:
         pipe.xlen(keys.requests(name))
