@@ -119,7 +119,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve.ModelReadyRequest, context: Context
     ) -> kserve.ModelReadyResponse:
         """New work for this model would be served; another model is not ready."""
-        await self._told("ModelReady", context, self._caller(context))
+        await self._told("ModelReady", context, self._call(context))
         ready = request.name == self._name and not self._gateway.reason_not_ready()
         return kserve.ModelReadyResponse(ready=ready)
 
@@ -142,7 +142,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await self._told("ModelStreamInfer", context, self._stream(requests, context))
 
     async def _metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> kserve.ModelMetadataResponse:
-        await self._caller(context)
+        await self._call(context)
         check_model(request.name, self._name)
         tensor = kserve.ModelMetadataResponse.TensorMetadata
         return kserve.ModelMetadataResponse(
@@ -154,17 +154,17 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         )
 
     async def _infer(self, request: kserve.ModelInferRequest, context: Context) -> kserve.ModelInferResponse:
-        generation = await self.begin(request, await self._caller(context), streams=False)
+        generation = await self.begin(request, await self._call(context), streams=False)
         try:
             return await whole_answer(request, generation)
         finally:
             generation.close()
 
     async def _stream(self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context) -> None:
-        stream = _Stream(self, context, await self._caller(context))
+        stream = _Stream(self, context, await self._call(context))
         await stream.run(requests)
 
-    async def begin(self, request: kserve.ModelInferRequest, caller: Call, streams: bool) -> Generation:
+    async def begin(self, request: kserve.ModelInferRequest, call: Call, streams: bool) -> Generation:
         """The request, checked and enqueued. Raises ApiError; the Generation must be closed."""
         started = time.monotonic()
         gateway = self._gateway
@@ -176,10 +176,10 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         spec = await completion_spec(body, gateway.model, self._name, gateway.cluster.limits)
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-        spec.traceparent = caller.traceparent
-        return await gateway.begin(spec, caller.caller, started)
+        spec.traceparent = call.traceparent
+        return await gateway.begin(spec, call.caller, started)
 
-    async def _caller(self, context: Context) -> Call:
+    async def _call(self, context: Context) -> Call:
         """Raises ApiError(401)."""
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         authorization = metadata.get("authorization")
@@ -211,10 +211,10 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 class _Stream:
     """One ModelStreamInfer: its requests run side by side, their answers take turns."""
 
-    def __init__(self, front: GrpcFront, context: Context, caller: Call) -> None:
+    def __init__(self, front: GrpcFront, context: Context, call: Call) -> None:
         self._front = front
         self._context = context
-        self._caller = caller
+        self._call = call
         self._turn = asyncio.Lock()  # one write at a time
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
 
@@ -240,7 +240,7 @@ class _Stream:
             self._room.release()
 
     async def _answer(self, request: kserve.ModelInferRequest) -> None:
-        generation = await self._front.begin(request, self._caller, streams=True)
+        generation = await self._front.begin(request, self._call, streams=True)
         telling = asyncio.create_task(self._tell(request, generation))
         cutting = asyncio.create_task(generation.sink.cut.wait())
         try:

@@ -133,10 +133,10 @@ def greeting(gateway: GatewaySettings) -> list[str]:
     url = f"{'https' if gateway.tls_cert else 'http'}://{host}:{gateway.port}"
     body = json.dumps({"model": gateway.served_model_name, "prompt": "def main():", "max_tokens": 32})
     curl = f"curl {url}/v1/completions -H 'Content-Type: application/json'"
-    if gateway.api_key is not None:
-        curl += ' -H "Authorization: Bearer $ORCINUS_API_KEY"'
-    elif gateway.api_key_file is not None:
+    if gateway.api_key is None and gateway.api_key_file is not None:
         curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
+    elif gateway.api_key is not None or gateway.require_key:
+        curl += ' -H "Authorization: Bearer $ORCINUS_API_KEY"'
     return [f"Orcinus serves {gateway.served_model_name} at {url}/v1", f"{curl} -d {shlex.quote(body)}"]
 
 
