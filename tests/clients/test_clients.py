@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -47,8 +48,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def check(command: list[str | Path], folder: Path) -> None:
-    """Runs a suite; its own report is the message of a failure."""
+def check(command: list[str | Path], folder: Path) -> str:
+    """Runs a program and returns what it said, which is the message of its failure, too."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("ORCINUS_", "PYTEST_", "OPENAI_"))
     }
@@ -57,6 +58,7 @@ def check(command: list[str | Path], folder: Path) -> None:
     )
     print(done.stdout[-12_000:], done.stderr[-4_000:])
     assert done.returncode == 0
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", PYTHON)
@@ -77,3 +79,32 @@ def test_the_javascript_client_finds_what_it_expects(stack: Stack) -> None:
     check(["node", "suite_openai.mjs", stack.url, KEY, stack.name], folder)
     after = stack.settled()
     assert after["blocks"] == after["total"]
+
+
+EXAMPLES = {
+    "openai (Python)": "openai-3",
+    "openai (JavaScript)": install.JAVASCRIPT,
+    "litellm": "litellm",
+    "langchain": "langchain",
+    "tritonclient": "triton",
+}
+"""Heading in docs/clients.md -> the client whose environment its example needs."""
+
+
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_the_example_of_the_page_runs(stack: Stack, heading: str, tmp_path: Path) -> None:
+    section = (install.ROOT / "docs" / "clients.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"^```(?:python|javascript)\n(.+?)^```$", section, re.MULTILINE | re.DOTALL)
+    here = {
+        "http://127.0.0.1:8000": stack.url,
+        "127.0.0.1:8003": f"127.0.0.1:{stack.settings['grpc_port']}",
+        "KEY": KEY,
+    }
+    for text, instead in here.items():
+        code = code.replace(text, instead)
+    client = EXAMPLES[heading]
+    folder = install.HOME / client if client == install.JAVASCRIPT else tmp_path
+    program = folder / ("example.mjs" if client == install.JAVASCRIPT else "example.py")
+    program.write_text(code)
+    said = check(["node" if client == install.JAVASCRIPT else install.python_of(client), program], folder)
+    assert said.strip()

@@ -94,4 +94,4 @@ def test_leaving_a_stream_cancels(where: dict[str, Any], chat: Any, server: Any)
 
 def test_response(where: dict[str, Any], said: str, chat: Any) -> None:
     answer = litellm.responses(**where, input=chat[0]["content"], max_output_tokens=12, temperature=0)
-    assert answer.output[0].content[0].text == said
+    assert answer.output[0].content[0].text.startswith(said)  # it asks for 16 tokens, the least that OpenAI gives
