@@ -6,6 +6,7 @@ rounding to float16 decides.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from kernels.emulator.device import EmulatedDevice
 from protos import worker_pb2, worker_pb2_grpc
@@ -25,7 +27,7 @@ from shared.columns import pack, unpack
 from shared.logprobs import unpack_records
 from tests import in_process
 from tests.kernels.cuda_programs import needs_compiler
-from tests.models import Reference, make_llama, random_prompts
+from tests.models import EOS, Reference, make_llama, random_prompts
 from tests.unit.engine_driver import make_engine
 from tests.unit.test_worker_process import start_worker
 from tests.unit.test_worker_server import Client
@@ -81,6 +83,28 @@ def test_preempting_swapping_and_sharing_beside_steps_in_flight_gives_transforme
         assert [one.sampled for one in told] == pytest.approx([one.best[0][1] for one in told], abs=1e-4)
     stats = core.stats()
     assert stats["swapped_blocks"] > 0 and stats["prefix_hit_tokens"] > 0 and stats["blocks_draining"] == 0
+
+
+def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = "[a-z]{1,4}(-[0-9]{1,3})?"
+
+    def run(order: int | None, lookahead: int) -> in_process.Recorded:
+        requests = []
+        for at, prompt in enumerate(reference.prompts[:6]):
+            grammar = LLMatcher.grammar_from_regex(pattern) if at % 3 else ""
+            request = in_process.request(f"r{at}", prompt, OUTPUTS, temperature=1.0, seed=at, grammar=grammar)
+            request.stop_ids = np.array([EOS], np.int32)
+            requests.append(request)
+        engine = emulated(monkeypatch, reference.path, order, kv_blocks=24)
+        return in_process.run(engine, requests, "orcinus", lookahead=lookahead)[0]
+
+    at_once, late = run(None, 0), run(2, 1)
+    assert late.tokens == at_once.tokens and not late.errors
+    for at in (1, 2, 4, 5):
+        *text, end = late.tokens[f"r{at}", 0]
+        assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
 def test_the_pool_is_what_weights_and_the_largest_step_leave_of_the_device(
