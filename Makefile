@@ -75,6 +75,9 @@ soak: install-dev ## half an hour of load with clients of all kinds: does anythi
 schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation)
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES))
 
+browser: install-dev ## the live page in Chromium
+	$(PY) -m pytest tests/browser
+
 clients: install-dev ## clients of others, each in an environment of its own, against a live stack (installs them under .clients/)
 	$(PY) -m tests.clients.install
 	$(PY) -m pytest tests/clients
@@ -184,4 +187,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis clients bench-clients lint format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis browser clients bench-clients lint format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
