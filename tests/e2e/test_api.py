@@ -15,7 +15,9 @@ import orjson
 import pytest
 
 from tests.models import Reference, make_llama
+from tests.services import test_observability_files as observability
 from tests.stack import Stack, running_stack
+from tests.waiting import free_port, until
 
 KEY = "sk-orcinus-test"
 
@@ -28,8 +30,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running_stack(
-        tmp_path_factory.mktemp("stack"), reference.path, key=KEY, dtype="float32", tool_parser="hermes"
-    ) as running:
+        tmp_path_factory.mktemp("stack"), reference.path, key=KEY, dtype="float32", tool_parser="hermes",
+        scheduler_metrics_port=free_port(), worker_metrics_port=free_port(), metrics_aliases="true",
+    ) as running:  # fmt: skip
         yield running
 
 
@@ -268,3 +271,30 @@ def test_a_bound_output_is_the_same_whatever_runs_beside_it(stack: Stack) -> Non
             assert (await asyncio.gather(ask(client), *others))[0] == alone
 
     asyncio.run(run())
+
+
+def test_every_service_exports_what_boards_ask_and_they_agree(stack: Stack) -> None:
+    scheduler, worker = (stack.settings[f"{name}_metrics_port"] for name in ("scheduler", "worker"))
+    addresses = [f"{stack.url}/metrics", *(f"http://127.0.0.1:{port}/metrics" for port in (scheduler, worker))]
+
+    def counted() -> dict[str, float]:
+        pages = [httpx.get(address, headers=stack.headers).text for address in addresses]
+        lines = [line for page in pages for line in page.splitlines() if not line.startswith("#")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    before = counted()
+    tokens = len(stack.complete("one two three", 8, ignore_eos=True))
+    produced = "orcinus_scheduler_output_tokens_total"
+    until("the scheduler has reported", lambda: counted()[produced] >= before[produced] + tokens)
+    found = counted()
+    series = {name.partition("{")[0] for name in found}
+    asked = {name for query in observability.queries() for name in re.findall(r"\borcinus_\w+", query)}
+    assert asked <= series, asked - series
+    for name in ("orcinus_gateway_output_tokens_total", "orcinus_worker_sampled_tokens_total"):
+        assert found[name] >= before[name] + tokens, name
+    assert found["orcinus_scheduler_queue_seconds_count"] > before["orcinus_scheduler_queue_seconds_count"]
+    assert found['orcinus_scheduler_redis_call_seconds_count{script="publish"}'] > 0
+    assert found['orcinus_gateway_redis_call_seconds_count{script="enqueue"}'] > 0
+    gauge = f'vllm:num_requests_running{{engine="0",model_name="{stack.name}"}}'
+    assert found[gauge] == found["orcinus_stack_running_sequences"]
+    assert "vllm:request_queue_time_seconds_count" in series, "at the scheduler"
