@@ -35,11 +35,11 @@ def renderer() -> Iterator[Make]:
 
 
 def test_a_template_that_runs_too_long_fails_alone_and_the_process_goes_on(renderer: Make) -> None:
-    busy = "{% for a in range(99999) %}{% if n %}{% for b in range(99999) %}{% endfor %}{% endif %}{% endfor %}ok"
-    template = renderer(busy, timeout_s=0.5)
+    busy = "{% for a in range(9999) %}{% if n %}{% for b in range(99999) %}{% endfor %}{% endif %}{% endfor %}ok"
+    template = renderer(busy, timeout_s=0.2)
     assert template.render(n=0) == "ok"
     pid = template.pid
-    with pytest.raises(RenderError, match=r"longer than 0\.5 s"):
+    with pytest.raises(RenderError, match=r"longer than 0\.2 s"):
         template.render(n=1)
     assert (template.render(n=0), template.pid) == ("ok", pid)
 
