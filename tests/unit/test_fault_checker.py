@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bench.chaos_checker import MORE_FDS, check, check_epochs, check_exits, check_rest
+from bench.chaos_clock import Deadline
 from bench.chaos_history import Connection, Event, History, Injected, Outcome, Rest
 from bench.chaos_pauses import Refills, gaps, longest
 
@@ -285,3 +286,26 @@ def test_tokens_that_slipped_are_called_doubled_or_lost_though_their_ids_are_in_
     assert told([*right[:12], *right[9:]]) == {"doubled"}
     assert "lost" in told([*right[:12], *right[15:]])
     assert told([*right[:12], 99, *right[13:]]) == {"diverged"}
+
+
+@pytest.mark.parametrize(("load", "passed"), [(0.5, True), (4.0, True), (40.0, False)])
+def test_a_deadline_waits_longer_where_more_processes_want_to_run_than_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, load: float, passed: bool
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("bench.chaos_clock.time.monotonic", lambda: now)
+    monkeypatch.setattr("bench.chaos_clock.os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("bench.chaos_clock.os.cpu_count", lambda: 4)
+    deadline = Deadline(10.0)
+    now += 9.9
+    assert not deadline.passed()
+    now += 0.2
+    assert deadline.passed() == passed
+
+
+def test_who_asks_for_what_runs_in_the_background_has_to_get_it() -> None:
+    history = good()
+    history.plan = "background"
+    assert kinds(history) == set()
+    history.connections[2].end = "cancelled"
+    assert kinds(history) == {"lost"}
