@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from html import unescape
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +148,17 @@ def test_bars_are_as_high_as_their_values_and_a_little_is_not_nothing() -> None:
     assert bars([0, 0], 4) == "    "
     assert (milliseconds(0), milliseconds(1530), milliseconds(12.25)) == ("–", "1.53 s", "12.2 ms")
     assert plain("a\x1b[1m\nb") == "a·[1m·b"
+
+
+def test_the_example_of_the_redis_page_shows_a_stack(
+    redis_server: RedisServer, written: WrittenStack, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "redis.md").read_text().partition("### A board of your own")[2].partition("\n## ")[0]
+    code = textwrap.dedent("\n".join(line for line in page.splitlines() if line.startswith("    ") or not line))
+    (tmp_path / "board.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "board.py"), redis_server.url, MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, *iterations = done.stdout.splitlines()
+    assert first == "shard-0 (led): 17 running, 10 waiting, 1234.5 tokens/s, first token 87.5 ms, KV 60%"
+    assert iterations == ["      9.00 ms: 12 decodes, 0 prompt tokens"] * 5
