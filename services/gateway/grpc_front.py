@@ -23,6 +23,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generation
 from services.gateway.grpc_tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
+from services.gateway.grpc_tls import Certificate
 from services.gateway.keys import Caller
 from services.gateway.routes_info import VERSION
 from services.gateway.streams import SLOW_FLUSH_S
@@ -63,6 +64,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._name = gateway.settings.served_model_name
+        chain, key = gateway.settings.tls_cert, gateway.settings.tls_key
+        self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
             ("grpc.max_receive_message_length", gateway.settings.max_body_bytes),
             ("grpc.max_metadata_size", gateway.settings.max_header_bytes),
@@ -81,9 +84,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         host = settings.host.strip("[]")
         address = f"[{host}]:{settings.grpc_port}" if ":" in host else f"{host}:{settings.grpc_port}"
         try:
-            if settings.tls_cert is not None and settings.tls_key is not None:
-                pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-                self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+            if self._certificate is not None:
+                self._server.add_secure_port(address, self._certificate.credentials())
             else:
                 self._server.add_insecure_port(address)
         except (OSError, RuntimeError) as error:
@@ -92,6 +94,14 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
+
+    def renew_certificate(self) -> None:
+        """Reads the files again; what will not do is not taken."""
+        try:
+            if self._certificate is not None:
+                self._certificate.renew()
+        except (OSError, ConfigurationError) as error:
+            log.error("the certificate of gRPC was not renewed: %s", error)
 
     # What needs no key
 

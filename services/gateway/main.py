@@ -66,10 +66,15 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     def stop() -> None:
         (hurried if stopping.is_set() else stopping).set()
 
+    def renew() -> None:
+        renew_certificates(servers, gateway.settings)
+        if grpc_front is not None:
+            grpc_front.renew_certificate()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    loop.add_signal_handler(signal.SIGHUP, renew_certificates, servers, gateway.settings)
+    loop.add_signal_handler(signal.SIGHUP, renew)
     gateway.start()
     serving = [
         asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from tests.services.conftest import KEY, TEXT
@@ -279,3 +280,34 @@ def test_a_port_in_use_is_an_error_that_names_it(tmp_path: Path, model: Path, re
     assert failing.process is not None
     assert failing.process.wait(60) == 2
     assert f"cannot listen for gRPC on 127.0.0.1:{GRPC_PORT}" in failing.log()
+
+
+def test_the_certificate_is_that_of_http_and_is_read_again_when_asked(
+    tmp_path: Path, model: Path, redis_server: RedisServer, scheduler: ScriptedScheduler
+) -> None:
+    certs.make(tmp_path / "certs", [])
+    chain, key = (tmp_path / "certs" / name for name in ("gateway.pem", "gateway-key.pem"))
+    port = free_port()
+    serving = GatewayProcess(tmp_path, model, redis_server.url, grpc_port=port, tls_cert=chain, tls_key=key).start()
+
+    def live(ca: bytes) -> bool:
+        credentials = grpc.ssl_channel_credentials(ca)
+        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(f"localhost:{port}", credentials, options) as channel:
+            try:
+                return bool(GRPCInferenceServiceStub(channel).ServerLive(kserve.ServerLiveRequest(), timeout=5).live)
+            except grpc.RpcError:
+                return False
+
+    try:
+        first = (tmp_path / "certs" / "ca.pem").read_bytes()
+        until("gRPC is served", lambda: live(first), 60)
+        certs.make(tmp_path / "certs", [])  # of another CA
+        assert live(first)
+        assert serving.process is not None
+        serving.process.send_signal(signal.SIGHUP)
+        second = (tmp_path / "certs" / "ca.pem").read_bytes()
+        until("the new certificate is served", lambda: live(second), 60)
+        assert not live(first)
+    finally:
+        serving.stop()

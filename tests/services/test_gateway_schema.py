@@ -49,6 +49,9 @@ def api(gateway: GatewayProcess) -> BaseSchema:
 OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/responses/{response_id}", "GET"),
+    ("/v1/responses/{response_id}/cancel", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{model_id}", "GET"),
     ("/v1/requests/{request_id}", "GET"),
