@@ -74,8 +74,9 @@ def temporary(error: BaseException) -> bool:
     return isinstance(error, ResponseError) and any(word in str(error) for word in REFUSALS)
 
 
-def backoff_s(attempt: int, most_s: float = 2.0) -> float:
-    """Exponential with full jitter: 0.05 s, 0.1 s, ... times a random number in [0.5, 1]."""
+def backoff_s(attempt: int, most_s: float = 0.5) -> float:
+    """Exponential with jitter: 0.05 s, 0.1 s, ... times a random number in [0.5, 1]. What is waited for last, and who
+    waits for whom, adds up: streams go on within 2 s after Redis is back only if each pause is far below that."""
     return float(min(most_s, 0.05 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
 
 
