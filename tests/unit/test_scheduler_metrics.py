@@ -106,6 +106,7 @@ def test_a_request_has_a_start_a_first_token_and_an_end_and_leaves_nothing_behin
     lives = Lives(lambda finished, life: told.append((finished.request.id, life)))
     lives.seen(Outcome(started=["a", "b"]), 10)
     lives.seen(one("a", 0), 20)
+    lives.seen(one("a", 0), 25)  # of its second choice
     lives.seen(one("a", 1), 30)
     lives.seen(one("other", 0), 30)  # its start was another scheduler's
     for request_id in ("a", "b", "other"):  # b has got no token
