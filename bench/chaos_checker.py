@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bench.chaos_history import CUT, DONE, LEFT, REFUSED, SLOW, Event, History, Outcome, Rest
+from bench.chaos_history import CUT, DONE, LATER, LEFT, REFUSED, SLOW, Event, History, Outcome, Rest
 
 VIOLATIONS = ("lost", "doubled", "diverged", "leaked", "fenced", "crashed")
 FINISHES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
 """Numbers of protos/queue.proto's Finish in a record."""
 
 RETRIED = {"handed_over", "taken_over", "redis_unavailable", "redis_refused", "redis_memory", "no_scheduler"}
-RETRIED |= {"shutting_down", CUT, LEFT, REFUSED}
+RETRIED |= {"shutting_down", CUT, LATER, LEFT, REFUSED}
 """Ends of a connection behind which the client goes on at the next one."""
 
 ENDS: Mapping[str, set[str]] = {

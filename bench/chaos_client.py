@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 
 from bench.chaos_clock import Deadline, slowdown
-from bench.chaos_history import CUT, DONE, GAVE_UP, LEFT, REFUSED, SLOW, Connection, Event, History
+from bench.chaos_history import CUT, DONE, GAVE_UP, LATER, LEFT, REFUSED, SLOW, Connection, Event, History
 
 SILENCE_S = 15.0
 """A stream in which not even a keep-alive came for so long is broken; gateways send one each second here."""
@@ -102,7 +102,7 @@ class Client:
         if connection.end == LEFT:
             return history.plan == "leave"
         nameless = not history.request and not history.key
-        if nameless and (connection.end == CUT or connection.status in NOT_NOW):
+        if nameless and connection.end in (CUT, LATER):
             connection.end, connection.text = REFUSED, f"{connection.end}: {connection.text}"
         return nameless
 
@@ -138,8 +138,9 @@ class Client:
         if answer.status not in (200, ACCEPTED):
             error = orjson.loads(await answer.read())["error"]
             connection.end, connection.text = str(error["code"]), str(error["message"])
-            if answer.status in NOT_NOW and "Retry-After" not in answer.headers:
-                connection.end = f"{connection.end} without Retry-After"
+            if answer.status in NOT_NOW and connection.end not in FINAL:
+                connection.text = f"{connection.end}: {connection.text}"
+                connection.end = LATER if "Retry-After" in answer.headers else "later, without Retry-After"
             return
         self._history.request = answer.headers["x-orcinus-request"]
         if self._history.stream:

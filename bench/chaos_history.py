@@ -14,6 +14,7 @@ Plan = Literal["stay", "return", "leave", "cancel", "slow", "background"]
 slowly that it may be cut for it; has no connection at all, and asks now and then whether the answer is there."""
 
 DONE, CUT, LEFT, REFUSED, GAVE_UP, SLOW = "done", "cut", "left", "refused", "gave_up", "slow_client"
+LATER = "later"  # 503 or 429 that says when to come again
 """Ends of a connection beside the codes of error events: told to the end, broken off, hung up by the client, not taken
 up (503, 429, or no answer to a request that has no name yet), the client's patience was over, and the gateway's with a
 client that reads slowly."""
