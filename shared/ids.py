@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 
-
 BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_"}
 
 
