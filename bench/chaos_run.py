@@ -71,6 +71,7 @@ class Scenario:
     at_once: int = AT_ONCE  # faults
     slots: int = SLOTS
     templates: int | None = None  # only so many
+    record_s: float = RECORD_S
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
 
 
@@ -228,7 +229,7 @@ class _Run:
             return not numbers & self._recording.keys()
 
         with contextlib.suppress(NotReadyError):
-            await until("records say what clients were told", agree, RECORD_S)
+            await until("records say what clients were told", agree, self._scenario.record_s)
         for number in numbers & self._recording.keys():
             self._recording.pop(number).cancel()
             self._judge(self._histories[number])

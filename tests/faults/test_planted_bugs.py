@@ -21,7 +21,7 @@ def violations(directory: Path, bug: str, seed: int = SEED, kinds: tuple[str, ..
     """Kind and first word of the place of all that a short run finds."""
     scenario = Scenario(
         DEMO_MODEL, seed, seconds=30.0 if kinds else 2.0, faults=1, gap_s=0.5, clients=3, tokens=40, kinds=kinds,
-        templates=2, programs=programs(bug),
+        templates=2, record_s=2.0, programs=programs(bug),
     )  # fmt: skip
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(chaos(directory, scenario, print))
