@@ -44,6 +44,7 @@ class Protocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0  # received since the head began, without the read in which it did
+        self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -65,11 +66,12 @@ class Protocol(HttpToolsProtocol):
             self._answer(self._refusal)
             return
         began_before = self._in_head
+        self._past_body_bytes += 0 if began_before else len(data)
         super().data_received(data)
-        if self._in_head and began_before and not self.transport.is_closing():
+        if self._in_head and began_before:
             self._head_bytes += len(data)
-            if self._head_bytes > self._bounds.head_bytes:
-                self._answer(self._too_long())
+        if max(self._head_bytes, self._past_body_bytes) > self._bounds.head_bytes and not self.transport.is_closing():
+            self._answer(self._too_long())
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed, or was refused while it was."""
@@ -79,16 +81,24 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         own = {"orcinus.abort": {"call": self.transport.abort}, "orcinus.drain": {"call": self.flow.drain}}
         self.scope["extensions"] = own  # type: ignore[typeddict-item]
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._past_body_bytes = True, 0, 0
         self._wait()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer says nothing that is asked for, and how many there are would be without bound
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._bounds.head_bytes or len(self.headers) > MOST_HEADERS:
             self._refusal = self._too_long()
             raise self._refusal  # the parser hands it to `send_400_response`
-        self._in_head = False
+        self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._past_body_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._wait_no_more()

@@ -86,6 +86,26 @@ def test_a_head_beyond_the_bounds_gets_431(gateway: GatewayProcess, head: bytes)
     assert exchange(gateway, head)[1]["code"] == "head_too_large"
 
 
+@pytest.mark.parametrize(
+    "tail",
+    [b"0\r\n" + b"A: b\r\n" * 2000, b"0\r\nA: " + b"a" * 12000, b"1;" + b"a" * 12000],
+    ids=["many trailers", "a long trailer", "a long chunk extension"],
+)
+def test_what_stands_beside_the_body_is_bounded_as_a_head_is(gateway: GatewayProcess, tail: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        assert b" 100 " in connection.recv(65536)  # so the head was read alone
+        connection.sendall(tail)
+        assert b"head_too_large" in connection.recv(65536)
+
+
+def test_trailers_within_the_bounds_are_passed_over(gateway: GatewayProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 3000 + b"0\r\nContent-Type: text/html\r\n\r\n"
+    assert exchange(gateway, head, chunks)[1]["code"] == "invalid_json"
+
+
 def test_a_head_without_an_end_is_cut_at_the_bound_and_not_kept(gateway: GatewayProcess) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nA: ")
