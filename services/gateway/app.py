@@ -89,7 +89,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        found = ApiError(404, f"unknown path {request.url.path[:200]}", code="unknown_path")
+        found = ApiError(
+            404, f"unknown path {request.url.path[:200]}; /openapi.json has those there are", code="unknown_path"
+        )
     elif error.status_code == 405:
         found = ApiError(405, f"{request.method} is not allowed on {request.url.path[:200]}", code="method_not_allowed")
         found.headers["Allow"] = ", ".join(_allowed(request))

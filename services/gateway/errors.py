@@ -59,7 +59,7 @@ class ApiError(OrcinusError):
         return orjson.dumps(self.body())
 
 
-def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """400 for one field."""
     return ApiError(400, message, param=param, code=code)
 

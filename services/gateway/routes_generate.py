@@ -160,11 +160,9 @@ def _accepted(spec: GenerationSpec) -> Response:
 
 def _echo_only(spec: GenerationSpec, fingerprint: str) -> Response:
     if spec.background:
-        raise ApiError(
-            400, "max_tokens 0 leaves nothing to do in the background; got background true", param="background"
-        )
+        raise invalid("background", "max_tokens 0 leaves nothing to do in the background; got background true")
     if spec.stream:
-        raise ApiError(400, "max_tokens 0 cannot be streamed; got stream true", param="stream")
+        raise invalid("stream", "max_tokens 0 cannot be streamed; got stream true")
     empty = [""] * spec.choices
     usage = Usage(spec.prompt_tokens, 0)
     ids: list[list[int]] = [[] for _ in empty]

@@ -75,7 +75,6 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         f"{CONTEXT} tokens",
     ),
     ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools[0].function", "provide"),
-    ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "knows no tools"),
     ("chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice", "when tools are given"),
     ("chat/completions", {"messages": CHAT, "functions": [{}]}, "functions", "not supported"),
     ("chat/completions", {"messages": CHAT, "logprobs": 1}, "logprobs", "valid boolean"),
@@ -91,3 +90,5 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": CHAT, "audio": {}}, "audio", "not supported"),
     ("chat/completions", {"messages": CHAT, "prompt": "x"}, "prompt", "Unrecognized"),
 ]
+NO_TOOLS = ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "knows no tools")
+"""Where the model's chat template has none."""

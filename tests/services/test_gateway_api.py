@@ -15,7 +15,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.services.bad_fields import BAD, CHAT
+from tests.services.bad_fields import BAD, CHAT, NO_TOOLS
 from tests.services.conftest import KEY, OTHER, TEXT
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
@@ -192,7 +192,7 @@ def test_a_long_prompt_travels_in_a_key_of_its_own(tmp_path: Path, redis_server:
 # Errors
 
 
-@pytest.mark.parametrize(("path", "body", "param", "said"), BAD, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("path", "body", "param", "said"), [*BAD, NO_TOOLS], ids=lambda value: str(value)[:50])
 def test_a_bad_field_is_named_with_its_value_or_limit(
     gateway: GatewayProcess, path: str, body: dict[str, Any], param: str, said: str
 ) -> None:
