@@ -18,8 +18,6 @@ from typing import Annotated, Any
 import typer
 
 from services.cli_options import Values, build, settings_command
-from services.cli_policy import redis_address
-from services.launcher import redis_server
 from shared import api_keys
 from shared.api_keys import MOST_KEYS, KeyRecord
 from shared.errors import ConfigurationError
@@ -127,6 +125,9 @@ def revoke(
 def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
     """Raises ConfigurationError when Redis does not answer."""
     import redis
+
+    from services.cli_policy import redis_address
+    from services.launcher import redis_server
 
     settings = build(CommonSettings, values)
     url, access = redis_address(settings, build(LauncherSettings, values))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import Path
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING, Any
 
 from shared.end_of_text import end_ids
 from shared.errors import OrcinusError
+
+if TYPE_CHECKING:  # an engine without grammars, as the GPU's bench runs it, does without llguidance
+    from llguidance import LLMatcher, LLTokenizer
 
 MOST_GRAMMAR_BYTES = 64 * 1024
 """Of the wire form."""
@@ -22,14 +24,15 @@ CACHE_BYTES = 64 << 20
 ENTRY_BYTES, BYTES_PER_BYTE = 64 * 1024, 32
 """What a compiled grammar is taken to hold: measured are 44 KiB for a schema of 300 bytes; large ones grow with it."""
 
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=100_000,  # 50 ms
-    step_lexer_fuel=100_000,  # 7 ms a mask at most
-    step_max_items=20_000,
-    max_lexer_states=20_000,  # 1 to 2 KiB each
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,  # 50 ms
+    "step_lexer_fuel": 100_000,  # 7 ms a mask at most
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,  # 1 to 2 KiB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Of llguidance's LLParserLimits."""
 
 
 class GrammarError(OrcinusError):
@@ -82,7 +85,10 @@ class Grammars:
         """As `matcher`, sharing nothing: copies share the states of a lexer, and with them a bound of LIMITS."""
         if len(grammar.encode()) > MOST_GRAMMAR_BYTES:
             raise GrammarError(f"it is longer than {MOST_GRAMMAR_BYTES} bytes")
-        matcher = LLMatcher(self._read_tokenizer(), grammar, log_level=0, limits=LIMITS)
+        tokenizer = self._read_tokenizer()
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         _raise_if_wrong(matcher)
         matcher.compute_bitmask()  # a lexer is built when it is needed first
         _raise_if_wrong(matcher)
@@ -110,6 +116,10 @@ class Grammars:
             return None, "it has no tokenizer.json"
         if not ends:
             return None, "it names no end-of-text id, so nothing could end"
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError:
+            return None, "llguidance is not installed"
         try:
             return LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=ends), ""
         except Exception as error:  # the bindings raise what they like

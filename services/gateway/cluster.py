@@ -230,7 +230,7 @@ class Cluster:
         replies = await pipe.execute(raise_on_error=False)
         # A Redis without memory left, or that may not write, refuses the heartbeat; the rest can still be read.
         self.write_error = str(replies[0]) if isinstance(replies[0], Exception) else ""
-        for reply in replies[1:]:
+        for reply in replies[2:]:
             if isinstance(reply, Exception):
                 raise reply
         _, drain, told, memory, queue, *rest = replies[1:]

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher
 
 from kernels.ops import STATUS_FINE, Int32
 from protos import worker_pb2
@@ -23,6 +23,9 @@ from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
 from shared.grammars import GrammarError, Grammars, reason
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 log = logging.getLogger("orcinus.worker")
 

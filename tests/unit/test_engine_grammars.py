@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from protos import worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
@@ -166,7 +166,7 @@ def test_sequences_of_one_grammar_do_not_use_up_the_states_of_its_lexer_for_each
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
-    limits = LLParserLimits(max_lexer_states=90, verbose_errors=False)  # enough for one
+    limits = {"max_lexer_states": 90, "verbose_errors": False}  # enough for one
     monkeypatch.setattr(grammars_module, "LIMITS", limits)
     pattern = "[ab ]*a[ab ]{14}c"
     driver = Driver(engine)
