@@ -92,6 +92,11 @@ class Keys:
         return f"{self.prefix}queue"
 
     @property
+    def queue_tenants(self) -> str:
+        """Hash: prompt tokens that wait for their first step, by tenant; scripts reach it from `queue`."""
+        return f"{self.queue}:tenants"
+
+    @property
     def workers(self) -> str:
         """Sorted set: worker ids by when they were last seen (ms of Redis's clock)."""
         return f"{self.prefix}workers"

@@ -117,7 +117,18 @@ class GatewaySettings(CommonSettings):
     read_timeout_s: float = Field(30.0, gt=0, description="a request that is not all there after this gets 408")
     template_timeout_s: float = Field(2.0, gt=0, description="what the chat template may take for one conversation")
     max_body_bytes: int = Field(4 << 20, ge=1024)
-    max_queued_tokens: int = Field(2_000_000, ge=1, description="prompt tokens that may wait; more gets 429")
+    max_queued_tokens: int = Field(
+        2_000_000, ge=1, description="prompt tokens that may wait; more gets 429, class low from half of it on"
+    )
+    tenant_queue_share: float = Field(
+        0.5, gt=0, le=1, description="of that, what one tenant may have waiting while there are keys of others"
+    )
+    max_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="a first token predicted later is 429, for class low from half of it on; 0: no limit. "
+        "Not for requests with a ttft_slo_ms, nor in the background",
+    )
     requests_per_minute: int = Field(0, ge=0, description="per key; 0: unlimited")
     tokens_per_minute: int = Field(0, ge=0, description="per key, prompt and output together; 0: unlimited")
     concurrent_requests: int = Field(0, ge=0, description="per key; 0: unlimited")

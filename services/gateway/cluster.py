@@ -181,9 +181,9 @@ class Cluster:
         return f"{where} has work, and no step was answered for {seconds:.0f} s"
 
     def retry_after_s(self, waiting_tokens: float) -> float:
-        """When the queue will have drained, at the measured prefill rate."""
-        rate = self.snapshot.total("prefill_tok_s") if self.snapshot else 0.0
-        return min(RETRY_MOST_S, max(1.0, waiting_tokens / rate)) if rate > 0 else 1.0
+        """When so many more tokens of the queue will have begun to run, at the measured rates; 1 while nobody knows."""
+        rate = sum(self._drain_tok_s(stats) for stats in self._led())
+        return float(min(RETRY_MOST_S, max(1, math.ceil(waiting_tokens / rate)))) if rate > 0 else 1.0
 
     def forecast(self, priority: str) -> Forecast | None:
         """The least that a leading shard predicts for a request of that class; None when one of them has nothing to
@@ -202,6 +202,13 @@ class Cluster:
             behind, starts_s = int(_number(stats.get(f"behind_{priority}"))), _number(stats.get("starts_s"))
             found.append(Forecast(predicted_ms, queued, rate, behind, starts_s))
         return min(found, key=lambda each: each.ttft_ms, default=None)
+
+    def _drain_tok_s(self, stats: dict[str, str]) -> float:
+        """Prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and memory."""
+        prefill, starts_s = _number(stats.get("prefill_tok_s")), _number(stats.get("starts_s"))
+        queue = self.snapshot.queue if self.snapshot else {}
+        tokens, requests = _number(queue.get("tokens")), _number(queue.get("requests"))
+        return min(prefill, starts_s * tokens / requests) if starts_s > 0 and min(tokens, requests) > 0 else prefill
 
     def _led(self) -> list[dict[str, str]]:
         """Statistics of the shards that somebody leads."""

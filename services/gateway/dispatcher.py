@@ -19,12 +19,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from protos import queue_pb2
+from services.gateway.admission import Bounds
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
 from services.gateway.errors import ApiError, slow_client, taken_over, unavailable
 from services.gateway.keys import Caller
 from services.gateway.metrics import Metrics
 from services.gateway.records import ends, fill, missing, rows_of
-from services.gateway.replies import entries_of, failed, record_of, refused
+from services.gateway.replies import entries_of, failed, record_of
 from services.gateway.retries import Command, Retries
 from services.gateway.sink import Offer, Row, Sink
 from services.gateway.tasks import end
@@ -113,20 +114,21 @@ class Dispatcher:
         if spec.id not in self._sinks:
             self._register(sink)
         request, prompts = to_request(spec, self.gateway_id, caller.tenant, caller.salt)
-        settings, keys = self._settings, self._keys
+        keys = self._keys
+        bounds = Bounds.of(self._settings, spec, caller, self._cluster.forecast(spec.priority))
         # fmt: off
         redis_keys = [
             keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(caller.bucket),
             keys.prompt(spec.id), keys.background, keys.background_of(self.gateway_id),
         ]
         arguments: list[Value] = [
-            request.SerializeToString(), prompts, spec.prompt_tokens, settings.max_queued_tokens, spec.cost_tokens,
+            request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
             *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
-            spec.id if spec.background else "", MEMORY_MOST,
+            spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.late is not None),
         ]
         # fmt: on
         answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
-        if refusal := refused(answer, settings.max_queued_tokens, self._cluster.retry_after_s):
+        if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
             self._forget(sink)
             raise refusal
         if is_new := bool(answer[0] == b"ok"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import time
 from collections.abc import Iterable
 
+from services.gateway.admission import refuse_late
 from services.gateway.background import Keeper
-from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, Cluster, Forecast
+from services.gateway.cluster import MEMORY_MOST, Cluster
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.errors import ApiError, handed_over, invalid, memory_low, unavailable
 from services.gateway.generation import Generation
@@ -111,7 +111,7 @@ class Gateway:
         return self.cluster.reason_stalled()
 
     def admit(self, spec: GenerationSpec) -> None:
-        """Raises ApiError 429 or 503 when new work cannot be taken; the queue's own bound is the enqueue script's."""
+        """Raises ApiError 429 or 503 when new work cannot be taken; what the queue bounds is the enqueue script's."""
         cluster = self.cluster
         self._refuse_while_draining()
         if cluster.redis_error or cluster.snapshot is None:
@@ -225,17 +225,3 @@ class Gateway:
 def unknown_request(request_id: str) -> ApiError:
     """404; the same for one of another tenant."""
     return ApiError(404, f"no request {request_id[:80]!r}", param="request_id", code="request_not_found")
-
-
-def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
-    """429 when the first token would come after a limit of the request's own; what waits runs off meanwhile, so
-    it may come again when the rest of the wait is within the limit."""
-    if not limit_ms or forecast.ttft_ms <= limit_ms:
-        return
-    raise ApiError(
-        429,
-        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: {forecast.why}",
-        param=name,
-        code=code,
-        retry_after_s=min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000)),
-    )

@@ -67,6 +67,7 @@ class Caller:
     bucket: str = ANONYMOUS
     rates: Rates = Rates()
     max_priority: str = CLASSES[0]
+    has_others: bool = False  # there are keys of other tenants
 
     def priority(self, asked: str) -> str:
         """The class of a request; '': it named none. Raises ApiError(403) for one above the key's ceiling."""
@@ -93,6 +94,7 @@ class Keyring:
         self._redis: Redis = connect(settings, connections=1)
         self._records: dict[str, KeyRecord] = {}
         self._any = False  # record was ever seen
+        self._several = len(self._configured) > 1  # tenants may come
         self._version: bytes | None = None
         self._secret = b""
         self._ahead_s = 0.0  # Redis's clock less ours
@@ -153,14 +155,16 @@ class Keyring:
             record.tokens_per_minute or self._rates.tokens_per_minute,
             record.concurrent_requests or self._rates.concurrent_requests,
         )
-        return Caller(record.tenant, self.salt(record.tenant), record.id, rates, record.max_priority)
+        return Caller(record.tenant, self.salt(record.tenant), record.id, rates, record.max_priority, self._several)
 
     def _of_settings(self, text: str) -> Caller | None:
         digest, known = api_keys.digest(text), False
         for expected in self._configured:  # all of them, so that the time says nothing
             known |= hmac.compare_digest(digest, expected)
         tenant = digest.hex()[:16]
-        return Caller(tenant, self.salt(tenant), tenant, self._rates) if known else None
+        if not known:
+            return None
+        return Caller(tenant, self.salt(tenant), tenant, self._rates, has_others=self._several)
 
     async def _look(self) -> None:
         keys = self._keys
@@ -173,6 +177,8 @@ class Keyring:
         if not self.read or version != self._version:
             self._records, self._version = await self._all(), version
             self._any |= bool(self._records)
+            tenants = {record.tenant for record in self._records.values() if not record.revoked_s}
+            self._several = len(tenants) + len(set(self._configured)) > 1
         if secret is None and self.needed:
             await self._redis.set(keys.keys_salt, secrets.token_bytes(32), nx=True)
             secret = await self._redis.get(keys.keys_salt)

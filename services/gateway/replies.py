@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.errors import ApiError, memory_low, unavailable
+from services.gateway.errors import unavailable
 from shared.redis_client import Unreachable
 
 log = logging.getLogger("orcinus.gateway")
-
-
-def refused(answer: list[Any], most_tokens: int, retry_after_s: Callable[[float], float]) -> ApiError | None:
-    """Why enqueue.lua did not take a request; retry_after_s: when so many waiting tokens will have run."""
-    if answer[0] == b"full":
-        return ApiError(
-            429,
-            f"the queue is full: {answer[1]} prompt tokens wait, at most {most_tokens} may",
-            code="queue_full",
-            retry_after_s=retry_after_s(float(answer[1])),
-        )
-    if answer[0] == b"memory":
-        return memory_low(answer[1] / answer[2])
-    if answer[0] == b"rate":
-        return ApiError(
-            429,
-            f"rate limit reached: {answer[2].decode()}",
-            code="rate_limit_exceeded",
-            retry_after_s=answer[1] / 1000,
-        )
-    return None
 
 
 def failed(error: Exception) -> Exception:

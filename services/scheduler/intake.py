@@ -222,7 +222,7 @@ class Intake:
         args: list[Value] = [self._lease.epoch, self._shard]
         for entry in entries:
             waiting = sum(len(tokens) // 4 for tokens in entry.request.prompts.tokens) if fresh else 0
-            args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number]]
+            args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number], entry.request.tenant]
         verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
         claimed = []
         rows = zip(entries, *(verdicts[column::4] for column in range(4)), strict=True)

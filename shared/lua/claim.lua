@@ -1,12 +1,12 @@
 -- Fenced: marks requests that XREADGROUP gave to this shard as its own.
--- KEYS: lease, queue   ARGV: epoch, shard, then (req key, prompt tokens that leave the queue if it is gone, class)
+-- KEYS: lease, queue   ARGV: epoch, shard, then (req key, prompt tokens that leave the queue if it is gone, class, tenant)
 -- Returns per request: verdict, when it was enqueued (ms of Redis's clock), the gateway that delivers it now, and whether
 -- that one's heartbeat is there (1 or 0).
 -- Verdicts: 0 go on, 1 cancelled before the claim, 2 unknown (its record has expired), 3 finished already
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local beat = string.sub(KEYS[1], 1, #KEYS[1] - #('lease:' .. ARGV[2])) .. 'alive:gateway:'
 local verdicts = {}
-for i = 3, #ARGV, 3 do
+for i = 3, #ARGV, 4 do
   local record = redis.call('HMGET', ARGV[i], 'state', 'cancelled', 'enqueued_ms', 'gateway')
   local verdict = 0
   if not record[1] then
@@ -15,6 +15,8 @@ for i = 3, #ARGV, 3 do
       redis.call('HINCRBY', KEYS[2], 'tokens', -ARGV[i + 1])
       redis.call('HINCRBY', KEYS[2], 'requests', -1)
       redis.call('HINCRBY', KEYS[2], 'tokens:' .. ARGV[i + 2], -ARGV[i + 1])
+      local tenants = KEYS[2] .. ':tenants'
+      if redis.call('HINCRBY', tenants, ARGV[i + 3], -ARGV[i + 1]) <= 0 then redis.call('HDEL', tenants, ARGV[i + 3]) end
     end
   elseif record[1] == 'finished' then
     verdict = 3

@@ -3,9 +3,10 @@
 -- ARGV: request, prompts ('' when inside the request), prompt tokens, most prompt tokens that may wait,
 --       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent (0: no limit),
 --       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on), id if in the background or '',
---       share of Redis's memory that new requests may fill
+--       share of Redis's memory that new requests may fill, most prompt tokens of this tenant that may wait,
+--       1: the wait is too long for who waits with more than the others
 -- Returns {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
---       | {full, waiting tokens} | {rate, retry ms, what} | {memory, bytes used, bytes at most}
+--       | {full, waiting tokens} | {tenant, its waiting tokens, tenants that wait} | {late} | {rate, retry ms, what} | {memory, bytes used, bytes at most}
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return {'duplicate', state} end
 
@@ -17,6 +18,13 @@ if bound > 0 and used > bound * tonumber(ARGV[15]) then return {'memory', used, 
 local tokens = tonumber(ARGV[3])
 local waiting = tonumber(redis.call('HGET', KEYS[3], 'tokens') or '0')
 if waiting > 0 and waiting + tokens > tonumber(ARGV[4]) then return {'full', waiting} end
+
+local tenants = KEYS[3] .. ':tenants'
+if waiting <= 0 then redis.call('DEL', tenants) end
+local held, waiters = tonumber(redis.call('HGET', tenants, ARGV[10]) or '0'), redis.call('HLEN', tenants)
+if held > 0 and held + tokens > tonumber(ARGV[16]) then return {'tenant', held, waiters} end
+-- A long queue is that of whoever has its even share of it or more; the others go on being taken.
+if ARGV[17] == '1' and held > 0 and held * waiters >= waiting then return {'late'} end
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -61,4 +69,5 @@ redis.call('PEXPIRE', KEYS[1], ARGV[9])
 redis.call('HINCRBY', KEYS[3], 'tokens', tokens)
 redis.call('HINCRBY', KEYS[3], 'requests', 1)
 redis.call('HINCRBY', KEYS[3], 'tokens:' .. ARGV[12], tokens)
+redis.call('HINCRBY', tenants, ARGV[10], tokens)
 return {'ok', entry, left_requests, left_tokens}

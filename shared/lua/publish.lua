@@ -16,10 +16,12 @@ local function arg()
   return ARGV[at]
 end
 
-local function leave_queue(record, tokens, class)
+local function leave_queue(tokens, class, tenant)
   redis.call('HINCRBY', KEYS[2], 'tokens', -tokens)
   redis.call('HINCRBY', KEYS[2], 'requests', -1)
   redis.call('HINCRBY', KEYS[2], 'tokens:' .. class, -tokens)
+  local tenants = KEYS[2] .. ':tenants'
+  if redis.call('HINCRBY', tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
 end
 
 -- A stop string ends a sequence before its last tokens: the record keeps what counts.
@@ -57,10 +59,10 @@ end
 
 for _ = 1, tonumber(arg()) do
   local key = prefix .. 'req:' .. arg()
-  local record = redis.call('HMGET', key, 'started_ms', 'tokens', 'class')
+  local record = redis.call('HMGET', key, 'started_ms', 'tokens', 'class', 'tenant')
   if record[2] and not record[1] then
     redis.call('HSET', key, 'state', 'running', 'started_ms', now)
-    leave_queue(key, tonumber(record[2]), record[3])
+    leave_queue(tonumber(record[2]), record[3], record[4])
   end
 end
 
@@ -75,7 +77,7 @@ for _ = 1, tonumber(arg()) do
   local id, stream, entry, given = arg(), arg(), arg(), arg()
   local prompt, lengths, failure = tonumber(arg()), arg(), arg()
   local key = prefix .. 'req:' .. id
-  local record = redis.call('HMGET', key, 'state', 'started_ms', 'tokens', 'class', 'bucket', 'cost')
+  local record = redis.call('HMGET', key, 'state', 'started_ms', 'tokens', 'class', 'bucket', 'cost', 'tenant')
   local output, reasons, counts = 0, {}, {}
   local reason = string.gmatch(given, '%d+')
   for length in string.gmatch(lengths, '%d+') do
@@ -89,7 +91,7 @@ for _ = 1, tonumber(arg()) do
   redis.call('XDEL', stream, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if record[1] and record[1] ~= 'finished' then
-    if not record[2] then leave_queue(key, tonumber(record[3]), record[4]) end
+    if not record[2] then leave_queue(tonumber(record[3]), record[4], record[7]) end
     if record[5] and redis.call('EXISTS', record[5]) == 1 then
       redis.call('HINCRBY', record[5], 'running', -1)
       if redis.call('HEXISTS', record[5], 'tokens') == 1 then

@@ -114,7 +114,7 @@ class ScriptedScheduler:
                 verdicts = self._run(
                     "claim",
                     [self.keys.lease(self.shard), self.keys.queue],
-                    [self.epoch, self.shard, self.keys.req(request.id), 0, class_name],
+                    [self.epoch, self.shard, self.keys.req(request.id), 0, class_name, request.tenant],
                 )
                 tokens = [unpack(column).tolist() for column in prompts.tokens]
                 claimed = Claimed(request, stream.decode(), entry.decode(), tokens, verdicts[0] == 1)

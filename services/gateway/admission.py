@@ -1,0 +1,112 @@
+"""Backpressure: what a request is held against when it comes, and what it is told when it is refused.
+
+`low` is shed first: the queue's bound and the wait that is let happen are a share of the settings by class. gateway.py
+asks `refuse_late` before anything is written; enqueue.lua decides about `Bounds`, as it alone sees every gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.cluster import RETRY_MOST_S, Forecast
+from services.gateway.errors import ApiError, memory_low
+from services.gateway.keys import Caller
+from services.gateway.validate import GenerationSpec
+from shared.settings import GatewaySettings
+
+CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
+"""Of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S: up to there a class is taken in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one request. `late`: what it is told when its class waits too long; None: it does not."""
+
+    priority: str
+    prompt_tokens: int
+    class_tokens: int  # that may wait, of all classes together
+    tenant_tokens: int  # of its tenant that may wait
+    late: ApiError | None
+
+    @classmethod
+    def of(cls, settings: GatewaySettings, spec: GenerationSpec, caller: Caller, forecast: Forecast | None) -> Bounds:
+        """forecast: of its class, as far as there is one."""
+        class_tokens = int(CLASS_SHARES[spec.priority] * settings.max_queued_tokens)
+        share = settings.tenant_queue_share if caller.has_others else 1.0
+        late = overloaded(forecast, spec, settings.max_wait_s) if forecast else None
+        return cls(spec.priority, spec.prompt_tokens, class_tokens, int(share * class_tokens), late)
+
+    def refusal(self, answer: list[Any], retry_after_s: Callable[[float], float]) -> ApiError | None:
+        """Why enqueue.lua did not take the request; None: it did. retry_after_s: when so many tokens will have run."""
+        match answer[0]:
+            case b"full":
+                return self._full(answer[1], retry_after_s)
+            case b"tenant":
+                return self._tenant_full(answer[1], answer[2], retry_after_s)
+            case b"late":
+                return self.late
+            case b"memory":
+                return memory_low(answer[1] / answer[2])
+            case b"rate":
+                text = f"rate limit reached: {answer[2].decode()}"
+                return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=answer[1] / 1000)
+        return None
+
+    def _full(self, waiting: int, retry_after_s: Callable[[float], float]) -> ApiError:
+        return ApiError(
+            429,
+            f"the queue is full for class {self.priority}: {waiting} prompt tokens wait, and it may fill the queue up "
+            f"to {self.class_tokens}; come again after Retry-After",
+            code="queue_full",
+            retry_after_s=retry_after_s(self._excess(waiting, self.class_tokens)),
+        )
+
+    def _tenant_full(self, held: int, tenants: int, retry_after_s: Callable[[float], float]) -> ApiError:
+        """All tenants that wait are served alike, so one's tokens run off so much slower."""
+        return ApiError(
+            429,
+            f"{held} prompt tokens of this tenant wait, and in class {self.priority} one tenant may have "
+            f"{self.tenant_tokens} waiting; come again after Retry-After, or send less at a time",
+            code="tenant_queue_full",
+            retry_after_s=retry_after_s(tenants * self._excess(held, self.tenant_tokens)),
+        )
+
+    def _excess(self, waiting: int, most: int) -> int:
+        """Waiting tokens that have to run before this request is taken; with none before it, it always is."""
+        return min(waiting, waiting + self.prompt_tokens - most)
+
+
+def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
+    """429 for a request whose class waits longer than the gateway lets it; None where it does not, where the request
+    has a limit of its own, or nobody waits for its first token."""
+    limit_ms = 1000 * max_wait_s * CLASS_SHARES[spec.priority]
+    if not limit_ms or spec.ttft_slo_ms or spec.background or forecast.ttft_ms <= limit_ms:
+        return None
+    return ApiError(
+        429,
+        f"overloaded: the first token is predicted in {forecast.ttft_ms:.0f} ms, and class {spec.priority} is taken "
+        f"in up to {limit_ms:.0f}: {forecast.why}; come again after Retry-After, or give a ttft_slo_ms of your own",
+        code="overloaded",
+        retry_after_s=rest_s(forecast, limit_ms),
+    )
+
+
+def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
+    """Raises ApiError(429) when the first token would come after a limit of the request's own."""
+    if not limit_ms or forecast.ttft_ms <= limit_ms:
+        return
+    raise ApiError(
+        429,
+        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: {forecast.why}",
+        param=name,
+        code=code,
+        retry_after_s=rest_s(forecast, limit_ms),
+    )
+
+
+def rest_s(forecast: Forecast, limit_ms: float) -> float:
+    """What waits runs off meanwhile: when the rest of the wait is within the limit."""
+    return min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000))
