@@ -17,8 +17,9 @@ local holder = redis.call('GET', KEYS[1])
 if ARGV[1] == 'renew' then
   -- A lease that ran out is still ours when nobody has had this shard since: its last epoch says so.
   if holder ~= ARGV[3] and (holder or redis.call('GET', KEYS[3]) ~= ARGV[3]) then return 0 end
-  redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[2])
-  redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+  -- What is there only lives longer: that a Redis without memory takes as well, and a SET it does not.
+  if not holder or redis.call('PEXPIRE', KEYS[1], ARGV[2]) == 0 then redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[2]) end
+  if redis.call('PEXPIRE', KEYS[3], ARGV[4]) == 0 then redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4]) end
   return 1
 end
 if holder ~= ARGV[3] then return 0 end

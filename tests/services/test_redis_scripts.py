@@ -99,6 +99,22 @@ def test_a_smaller_epoch_writes_nothing(within: Callable[[Body], None]) -> None:
     within(body)
 
 
+def test_a_redis_without_memory_renews_a_lease_that_is_held(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        mine = await lease(scripts, "acquire", ms=1000)
+        await client.config_set("maxmemory", 1)
+        try:
+            assert await lease(scripts, "renew", mine, ms=60_000) == 1
+        finally:
+            await client.config_set("maxmemory", 0)
+        assert await client.pttl(KEYS.lease(SHARD)) > 1000
+        await client.delete(KEYS.shard_epoch(SHARD))
+        assert await lease(scripts, "renew", mine) == 1
+        assert int(await client.get(KEYS.shard_epoch(SHARD))) == mine
+
+    within(body)
+
+
 def test_a_lease_that_ran_out_is_renewed_only_while_nobody_took_it(within: Callable[[Body], None]) -> None:
     async def body(client: Redis, scripts: Scripts) -> None:
         mine = await lease(scripts, "acquire")
