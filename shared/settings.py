@@ -182,7 +182,7 @@ class SchedulerSettings(InternalSettings):
     max_seqs: int = Field(0, ge=0, description="running sequences at most; 0: the worker's slots")
     microbatches: int = Field(1, ge=1, le=16, description="disjoint sets of sequences in flight")
     lookahead: int = Field(1, ge=0, le=4, description="unanswered steps a sequence may have when it is planned again")
-    claim_window: int = Field(0, ge=0, description="requests held at most; 0: 4 x slots")
+    claim_window: int = Field(0, ge=0, description="requests held at most by a shard that is alone; 0: 16,384")
     lease_ms: int = Field(2000, ge=200)
     stats_ms: int = Field(1000, ge=100)
     watchdog_s: float = Field(10.0, gt=0, description="a step unanswered for longer means that the worker is lost")

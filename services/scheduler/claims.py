@@ -22,8 +22,8 @@ from shared.redis_client import Unavailable, backoff_s, temporary
 
 log = logging.getLogger("orcinus.scheduler")
 
-ALONE = 4
-"""Requests held for each slot by a shard that is alone."""
+ALONE = 16_384
+"""Requests held by a shard that is alone, or a flood of one tenant would hide the others from the policy."""
 HAND_BACK_S = 3.0
 GIVE_S = 6.0
 """So long a shard without a worker keeps what never started, and what has begun, while another shard has one."""
@@ -61,7 +61,7 @@ class Claims:
         window: int = 0,
     ) -> None:
         """take: into the core; suspecting: some requests are suspected of killing the worker, and must not kill another
-        shard's; orphans_lease: the lease of another shard; window: requests held at most, 0: ALONE for each slot."""
+        shard's; orphans_lease: the lease of another shard; window: requests held at most, 0: ALONE."""
         self._intake = intake
         self._held = holdings
         self._shards = shards
@@ -134,7 +134,7 @@ class Claims:
 
     def _most(self, others: bool) -> int:
         """Requests that may be held."""
-        alone = self._window or ALONE * self._slots
+        alone = self._window or ALONE
         return min(alone, self._slots + max(self._slots // 4, 1)) if others else alone
 
     def _looked_again(self) -> bool:

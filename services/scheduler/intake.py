@@ -54,6 +54,14 @@ class Claimed:
     stops: dict[int, int] = field(default_factory=dict)
     """Of choices that go on: tokens that stay, since the gateway found a stop string behind them."""
 
+    @property
+    def choices(self) -> int:
+        """Sequences of the request."""
+        return len(self.request.prompts) * self.request.n
+
+
+AT_ONCE = 64
+"""Requests that are read of a stream at a time: between two reads the running get their steps."""
 
 CANCELLED, UNKNOWN = 1, 2
 """Verdicts of claim.lua; a higher one is an end that is written already."""
@@ -157,7 +165,7 @@ class Intake:
                 GROUP,
                 self._shard,
                 {stream: ">" for stream, _ in open_},
-                count=1 if one else max(1, min(left for _, left in open_) // len(open_)),
+                count=1 if one else min(AT_ONCE, max(1, min(left for _, left in open_) // len(open_))),
                 block=BLOCK_MS,
             )
         except ResponseError as error:
@@ -173,9 +181,7 @@ class Intake:
         total = 0
         async for found in self._pages(self._shard):
             claimed = await self._claim(await self._parse(found, self._lease, held))
-            gateways: set[str] = set()
-            for item in claimed:
-                gateways |= await self._restore(item)
+            gateways = await self._restore(claimed)
             await self._read_tails([item.request for item in claimed], gateways)
             add(claimed)
             total += len(claimed)
@@ -189,7 +195,9 @@ class Intake:
         """A shard's pending list, oldest first, as XREADGROUP answers."""
         for stream in self._streams:
             last = "0"
-            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)) and found[0][1]:
+            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=AT_ONCE)) and found[0][
+                1
+            ]:
                 last = found[0][1][-1][0].decode()
                 yield found
 
@@ -260,18 +268,25 @@ class Intake:
             rows = await self._redis.xrange(self._keys.tokens(gateway))
             extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
 
-    async def _restore(self, item: Claimed) -> set[str]:
-        """Outputs and ended choices of a request that ran before; the gateways that may have been sent more of it."""
-        request = item.request
-        choices = len(request.prompts) * request.n
-        stored = await self._redis.mget([self._keys.out(request.id, choice) for choice in range(choices)])
-        names = [f"{what}:{choice}" for what in ("finish", "stop") for choice in range(choices)]
-        former, *found = await self._redis.hmget(self._keys.req(request.id), ["former", *names])
-        request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
-        request.recorded = [output.size for output in request.outputs]
-        request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in found[:choices]]
-        item.stops.update({choice: int(value) for choice, value in enumerate(found[choices:]) if value})
-        return {request.gateway, *(former or b"").decode().split()}
+    async def _restore(self, claimed: list[Claimed]) -> set[str]:
+        """Outputs and ended choices of requests that ran before; the gateways that may have been sent more of them."""
+        pipe = self._redis.pipeline(transaction=False)
+        for item in claimed:
+            choices = range(item.choices)
+            pipe.mget([self._keys.out(item.request.id, choice) for choice in choices])
+            names = [f"{what}:{choice}" for what in ("finish", "stop") for choice in choices]
+            pipe.hmget(self._keys.req(item.request.id), ["started_ms", "former", *names])
+        replies = await pipe.execute()
+        gateways: set[str] = set()
+        for item, stored, (started, former, *found) in zip(claimed, replies[::2], replies[1::2], strict=True):
+            request = item.request
+            request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
+            request.recorded = [output.size for output in request.outputs]
+            request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in found[: item.choices]]
+            item.stops.update({choice: int(at) for choice, at in enumerate(found[item.choices :]) if at})
+            if started:  # written with its first tokens at the latest
+                gateways |= {request.gateway, *(former or b"").decode().split()}
+        return gateways
 
 
 async def _drop(lease: Lease, stream: str, entry_id: str) -> None:

@@ -33,6 +33,15 @@ def test_a_tenant_that_is_ahead_by_more_than_the_allowance_stands_behind_those_w
     assert [s.number for s in drained(share, 2)] == [3, 4, 0, 1, 2]
 
 
+def test_a_whole_flood_stands_back_at_once_and_comes_back_in_its_order() -> None:
+    share = _share()
+    for number in range(1_000):
+        share.push(waiting(number, number, tenant=0), 1)
+    share.push(waiting(1_000, 1_000, tenant=1), 1)
+    share.served(np.array([0]), np.array([ALLOWANCE + 1]))
+    assert [s.number for s in drained(share, 2)] == [1_000, *range(1_000)]
+
+
 def test_within_the_allowance_order_is_that_of_arrival() -> None:
     share = _share()
     for number, tenant in enumerate([0, 1, 0, 1]):

@@ -29,7 +29,7 @@ async def test_tokens_that_only_a_gateways_stream_has_are_found_whoever_delivers
         )
         first = ScriptedScheduler(server.client, keys, settings.shard).lead()
         first.claim()
-        first.publish(Line("r", 0, [50, 51]), gateway="a", checkpoints=[("r", 0, 0, [50, 51])])
+        first.publish(Line("r", 0, [50, 51]), gateway="a", started=["r"], checkpoints=[("r", 0, 0, [50, 51])])
         for gateway in "bacacd":  # b was sent what no checkpoint has; the scheduler hears of none behind it
             await scripts.control([keys.req("r")], [keys.prefix, "adopt", b"", gateway, "t"])
             if gateway == "b":

@@ -18,6 +18,7 @@ from services.scheduler.core.table import Int64
 from services.scheduler.core.types import Int32
 
 ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served who wait
+FLOOD = 4  # one of so many that wait is a tenant's: a flood
 SEVERAL = 256  # steps for which tokens go on being counted when nobody but one tenant waits
 
 
@@ -146,7 +147,12 @@ class ByShare:
     def _stands_back(self, head: Sequence, now_ns: int) -> bool:
         """Moves the head of `common` to its tenant's own queue if that tenant is ahead of others."""
         tenant = head.record.tenant
-        if len(self._count) == 1 or head.outputs.size or not self._may_move or self._used(tenant) <= self._limit:
+        if len(self._count) == 1 or head.outputs.size or self._used(tenant) <= self._limit:
+            return False
+        if tenant not in self._held and self._count[tenant] > max(MOVED, len(self._known) // FLOOD):
+            self._hold_all(tenant, now_ns)
+            return True
+        if not self._may_move:
             return False
         self._may_move -= 1
         self._withdraw(head)
@@ -154,6 +160,19 @@ class ByShare:
             self._held[tenant] = self._inner()
         self._held[tenant].push(head, now_ns)
         return True
+
+    def _hold_all(self, tenant: int, now_ns: int) -> None:
+        """A flood moves at once: by MOVED in a moment, who came behind it would wait until all of it has moved."""
+        flood, self._common = self._common, self._inner()
+        self._held[tenant] = flood
+        for sequence in list(flood):
+            if sequence.record.tenant == tenant and not sequence.outputs.size:
+                self._offered[tenant] -= self._known.pop(sequence)
+            else:
+                flood.drop(sequence)
+                self._common.push(sequence, now_ns)
+        if not self._offered[tenant]:
+            del self._offered[tenant]
 
     def _first_held(self, now_ns: int) -> Sequence | None:
         for tenant in sorted(self._held, key=self._used):
