@@ -137,17 +137,17 @@ class Dispatcher:
             self._register(sink)
         return is_new
 
-    async def adopt(self, sink: Sink, tenant: str) -> bool:
+    async def adopt(self, sink: Sink, tenant: str, former: str = "") -> bool:
         """Delivers a request from now on that was enqueued before, here or by another gateway; False if there is none
-        of that tenant. Raises ApiError(503). `close` has to follow in any case."""
+        of that tenant, or `former`, if named, delivers it no more. Raises ApiError(503). `close` has to follow."""
         self._register(sink)
         adopt = queue_pb2.Control.Adopt(id=sink.request_id, gateway=self.gateway_id)
         control = queue_pb2.Control(adopt=adopt)
         verdict = await self._ask(
-            lambda: self._control(sink.request_id, "adopt", control, tenant=tenant, gateway=self.gateway_id)
+            lambda: self._control(sink.request_id, "adopt", control, former, tenant=tenant, gateway=self.gateway_id)
         )
         self._refill(sink)
-        return verdict not in ("unknown", "forbidden")
+        return verdict not in ("unknown", "forbidden", "elsewhere")
 
     def close(self, sink: Sink, cancel_reason: str = "") -> None:
         """The handler has ended. With a reason the request is cancelled, unless somebody else delivers it by now."""
@@ -278,7 +278,7 @@ class Dispatcher:
         self._put(job)
 
     async def _control(
-        self, request_id: str, kind: str, control: queue_pb2.Control, *more: int, tenant: str = "", gateway: str = ""
+        self, request_id: str, kind: str, control: queue_pb2.Control, *more: Value, tenant: str = "", gateway: str = ""
     ) -> str:
         arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), gateway, tenant, *more]
         reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)

@@ -12,7 +12,7 @@ from services.gateway.admission import refuse_late
 from services.gateway.background import Keeper
 from services.gateway.cluster import MEMORY_MOST, Cluster
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.errors import ApiError, handed_over, invalid, memory_low, unavailable
+from services.gateway.errors import ApiError, handed_over, invalid, memory_low, taken_over, unavailable
 from services.gateway.generation import Generation
 from services.gateway.keys import Caller, Keyring
 from services.gateway.metrics import Metrics
@@ -175,8 +175,8 @@ class Gateway:
     async def _take_up(self, request_id: str, gateway: str) -> None:
         """Delivers a request in the background to nobody, if `gateway` was the last that did. Raises ApiError."""
         record = await self.dispatcher.record(request_id)
-        if record.get("gateway") == gateway and request_id not in self.dispatcher.sinks:
-            self.keeper.keep(await self.resume(request_id, record.get("tenant", ""), time.monotonic(), kept=True))
+        if record.get("gateway") == gateway:
+            self.keeper.keep(await self.resume(request_id, record.get("tenant", ""), time.monotonic(), left_by=gateway))
 
     async def resume(
         self,
@@ -185,12 +185,12 @@ class Gateway:
         started: float,
         last_event: str = "",
         same_as: GenerationSpec | None = None,
-        kept: bool = False,
+        left_by: str = "",
     ) -> Generation:
         """Delivers a request that exists, wherever it was delivered before, from `last_event` on.
 
-        same_as: the request that its client sent again. kept: to nobody, see background.py. Raises ApiError; the
-        Generation must be closed.
+        same_as: the request that its client sent again. left_by: to nobody (background.py), if that gateway
+        was the last that did. Raises ApiError; the Generation must be closed.
         """
         record = await self.dispatcher.raw_record(request_id)
         if b"delivery" not in record or record.get(b"tenant", b"").decode() != tenant:
@@ -201,17 +201,19 @@ class Gateway:
                 409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"
             )
         position = Position.parse(last_event, request_id, spec.choices) if last_event else None
-        spec.stream = not kept and (same_as is None or same_as.stream)
+        spec.stream = not left_by and (same_as is None or same_as.stream)
         if spec.stream and spec.keep:
             raise invalid(
                 "request_id", "the request has best_of: which choice is best shows at its end, not in a stream"
             )
         sink = self._sink(spec)
-        left = functools.partial(self.keeper.left.add, request_id) if spec.background and not kept else None
+        left = functools.partial(self.keeper.left.add, request_id) if spec.background and not left_by else None
         generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position, left)
+        if left_by and request_id in self.dispatcher.sinks:
+            raise taken_over()  # by a client here, or about to be
         self._refuse_while_draining()  # here: from now on `drain` knows the sink
         try:
-            found = await self.dispatcher.adopt(sink, tenant)
+            found = await self.dispatcher.adopt(sink, tenant, left_by)
         except BaseException:
             self.dispatcher.close(sink)
             raise

@@ -17,7 +17,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from services.gateway.background import Keeper
-from services.gateway.errors import ApiError
+from services.gateway.errors import TAKEN_OVER, ApiError
 from shared.keys import Keys
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
@@ -104,7 +104,12 @@ class Reaper:
         try:
             await self._take_up(request_id, gateway)
         except ApiError as error:
-            if error.status == 503:
+            if error.status == 503 or error.code == TAKEN_OVER:
                 return False
             log.info("%s in the background is gone: %s", request_id, error.message)
+        except (*Unreachable, RedisError):
+            raise
+        except Exception:  # a record that this version cannot read must not end the gateway, and each one after it
+            log.exception("%s in the background was not taken up", request_id)
+            return False
         return True

@@ -1,6 +1,6 @@
 -- A gateway's command about one request: to the shard that runs it, or onto its record when none has claimed it.
 -- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway, tenant ('' : not asked), and of
---       stop: choice, tokens that stay
+--       stop: choice, tokens that stay; of adopt: from whom alone it may be taken ('' : anybody)
 -- gateway: who adopts; for the others, who must deliver the request for the command to count ('' : not asked)
 -- Returns sent | flagged | finished | unknown | forbidden | elsewhere
 
@@ -39,6 +39,9 @@ if record[1] == 'finished' then
   return 'finished'
 end
 if ARGV[2] ~= 'adopt' and ARGV[4] ~= '' and ARGV[4] ~= record[4] then return 'elsewhere' end
+-- Said twice it is the adopter's already.
+local from = ARGV[2] == 'adopt' and ARGV[6] or ''
+if from ~= '' and from ~= record[4] and ARGV[4] ~= record[4] then return 'elsewhere' end
 if ARGV[2] == 'cancel' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
 -- The scheduler may have let the sequence end, and not have written so yet: publish looks here.
 if ARGV[2] == 'stop' then redis.call('HSET', KEYS[1], 'stop:' .. ARGV[6], ARGV[7]) end

@@ -236,6 +236,11 @@ def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Call
         assert await cancel(gateway="g") == b"elsewhere"
         assert await cancel(gateway="h") == b"sent"
         assert await client.xlen(KEYS.control(SHARD)) == 3
+        adopt = [KEYS.prefix, "adopt", b"command"]
+        assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "g"]) == b"elsewhere"  # h came first
+        for _ in range(2):  # also when its answer was lost
+            assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "h"]) == b"sent"
+        assert await client.hmget(KEYS.req("r"), "gateway", "former") == [b"i", b" g h i "]
 
     within(body)
 

@@ -79,6 +79,29 @@ async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> Non
     assert not gateway.dispatcher.sinks
 
 
+async def test_the_reaper_takes_nothing_from_a_client_that_came_first(gateway: Gateway, server: RedisServer) -> None:
+    spec = await named(gateway)
+    begun = await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
+    record = gateway.settings.keys.req(spec.id)
+    server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
+    with pytest.raises(ApiError) as refused:
+        await gateway._take_up(spec.id, "gone")
+    assert (refused.value.code, begun.sink.failure) == ("taken_over", None)
+    begun.close()
+    found = gateway.dispatcher.raw_record
+
+    async def overtaken(request_id: str) -> dict[bytes, bytes]:
+        answer = await found(request_id)
+        server.client.hset(record, "gateway", "another")  # a client has adopted it there
+        return answer
+
+    gateway.dispatcher.raw_record = overtaken  # type: ignore[method-assign]
+    with pytest.raises(ApiError) as refused:
+        await gateway.resume(spec.id, ANONYMOUS, 0.0, left_by="gone")
+    assert (refused.value.status, server.client.hget(record, "gateway")) == (404, b"another")
+    assert not gateway.dispatcher.sinks
+
+
 async def test_another_body_under_the_same_key_leaves_the_first_connection_alone(gateway: Gateway) -> None:
     first = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     with pytest.raises(ApiError) as refused:
