@@ -18,6 +18,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 8
 MAX_BIAS = 300
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 MAX_DETOKENIZE = 1_000_000
 INT64 = 1 << 63
 
@@ -31,8 +32,8 @@ def _as_list(value: Any) -> Any:
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = Annotated[
     list[StopString],
-    BeforeValidator(_as_list),
     Field(max_length=MAX_STOPS),
+    BeforeValidator(_as_list),
     WithJsonSchema(
         {
             "anyOf": [
@@ -131,7 +132,7 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    str | Annotated[list[TextPart], Field(min_length=1)],
+    str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
     WithJsonSchema(
         {
             "anyOf": [
@@ -139,6 +140,7 @@ Content = Annotated[
                 {
                     "type": "array",
                     "minItems": 1,
+                    "maxItems": MAX_PARTS,
                     "items": {
                         "type": "object",
                         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -169,7 +171,7 @@ class ChatMessage(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: bool | None = None
@@ -202,7 +204,7 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=256)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -212,7 +214,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = Field(None, max_length=256)
-    tokens: list[TokenId] = Field(max_length=MAX_DETOKENIZE)
+    tokens: list[TokenId] = Field(max_length=MAX_DETOKENIZE, fail_fast=True)
     skip_special_tokens: bool | None = None
 
 

@@ -23,6 +23,9 @@ OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
 VERSIONS = ("", "1")
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
+MOST_DIMENSIONS = 8
+MOST_ELEMENTS = 1 << 16
+"""Of a tensor; more than any server's limit of choices. Both bound the work before the request is known to be good."""
 OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "best_of", "background")
 """Fields of `/v1/completions` that have another form here, or none."""
 
@@ -71,6 +74,8 @@ def answer(
 def check_outputs(request: kserve.ModelInferRequest) -> None:
     """Raises ApiError(400) for an output that there is not."""
     known = [name for name, _, _ in OUTPUTS]
+    if len(request.outputs) > len(known):
+        raise invalid("outputs", f"the model has {len(known)} outputs; got {len(request.outputs)}", "invalid_value")
     for output in request.outputs:
         if output.name not in known:
             raise invalid(
@@ -97,8 +102,13 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
         else:
             contents = tensor.contents
             elements = list(contents.bytes_contents if known[name] == "BYTES" else contents.bool_contents)
+        if len(elements) > MOST_ELEMENTS:
+            raise invalid(name, f"{name} may have {MOST_ELEMENTS} elements; got {len(elements)}", "invalid_value")
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            text = f"the shape of {name} may have {MOST_DIMENSIONS} dimensions; got {len(tensor.shape)}"
+            raise invalid(name, text, "invalid_value")
         if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
-            raise invalid(name, f"{name} has the shape {list(tensor.shape)[:8]}, but {len(elements)} elements")
+            raise invalid(name, f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements")
         found[name] = elements
     return found
 
@@ -147,9 +157,9 @@ def _packed(element: bytes) -> bytes:
 
 
 def _unpacked(raw: bytes, name: str) -> list[bytes]:
-    """Elements of type BYTES: each behind its length."""
+    """Elements of type BYTES, each behind its length; of too many one more than may be."""
     elements, at = [], 0
-    while at < len(raw):
+    while at < len(raw) and len(elements) <= MOST_ELEMENTS:
         start = at + 4
         (size,) = struct.unpack_from("<I", raw, at) if start <= len(raw) else (len(raw),)
         at = start + size

@@ -164,6 +164,15 @@ BAD = {
     "another input": (lambda request: setattr(request.inputs[0], "name", "image"), "INVALID_ARGUMENT", "inputs"),
     "another type": (lambda r: setattr(r.inputs[0], "datatype", "INT64"), "INVALID_ARGUMENT", "text_input"),
     "another shape": (lambda r: r.inputs[0].shape.append(3), "INVALID_ARGUMENT", "text_input"),
+    "a shape of many numbers": (
+        lambda r: r.inputs[0].shape.extend([1] * 8), "INVALID_ARGUMENT", "text_input",
+    ),
+    "more texts than any limit": (
+        lambda r: r.raw_input_contents.__setitem__(0, bytes(4 * 70_000)), "INVALID_ARGUMENT", "text_input",
+    ),
+    "one output over and over": (
+        lambda r: [r.outputs.add(name="text_output") for _ in range(3)], "INVALID_ARGUMENT", "outputs",
+    ),
     "cut contents": (lambda r: r.raw_input_contents.__setitem__(0, b"\5\0\0\0ab"), "INVALID_ARGUMENT", "text_input"),
     "no UTF-8": (lambda r: r.raw_input_contents.__setitem__(0, b"\1\0\0\0\xff"), "INVALID_ARGUMENT", "text_input"),
     "another output": (lambda request: request.outputs.add(name="logits"), "INVALID_ARGUMENT", "outputs"),
