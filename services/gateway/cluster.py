@@ -159,12 +159,12 @@ class Cluster:
             return f"Redis does not answer: {self.redis_error}"
         if self.snapshot is None or time.monotonic() - self.snapshot.at > STALE_S:
             return "nothing has been heard from Redis"
+        if self.write_error:  # before what follows from it: leases and records run out
+            return f"Redis refuses to write: {self.write_error}"
         if not self.snapshot.leases:
             return "no scheduler is alive"
         if not self.snapshot.workers and not any(_number(stats.get("workers")) for stats in self._led()):
             return "no worker is registered"
-        if self.write_error:
-            return f"Redis refuses to write: {self.write_error}"
         if self.snapshot.memory_share > MEMORY_MOST:
             return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
         return ""
