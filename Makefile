@@ -86,10 +86,15 @@ bench-clients: install-dev ## let guidellm and aiperf drive the server once (ins
 	$(PY) -m tests.clients.install guidellm aiperf
 	$(PY) -m tests.clients.load
 
-lint: install-dev ## format check, ruff, mypy
+lint: install-dev ## format check, ruff, mypy, links of the pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory site
+
+# A link that leads nowhere, or a page that is not in the menu, is an error.
+site: install-dev ## the pages of docs/ as a site, build/site/quickstart.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f deploy/site/mkdocs.yml
 
 format: install-dev ## format the sources
 	$(BIN)/ruff format .
@@ -187,4 +192,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis browser clients bench-clients lint format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
