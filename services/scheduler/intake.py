@@ -60,7 +60,7 @@ class Claimed:
         return len(self.request.prompts) * self.request.n
 
 
-AT_ONCE = 64
+AT_ONCE = 16
 """Requests that are read of a stream at a time: between two reads the running get their steps."""
 
 CANCELLED, UNKNOWN = 1, 2
@@ -195,9 +195,7 @@ class Intake:
         """A shard's pending list, oldest first, as XREADGROUP answers."""
         for stream in self._streams:
             last = "0"
-            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=AT_ONCE)) and found[0][
-                1
-            ]:
+            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)) and found[0][1]:
                 last = found[0][1][-1][0].decode()
                 yield found
 
