@@ -171,9 +171,20 @@ class Claims:
         count = await self._handover.hand_back()
         self._commands.claim_answered()  # one that failed; the next scheduler takes up what it claimed
         log.info("draining: %d requests handed back, %d have begun", count, len(self._held.entries))
-        while self._held.entries:
+        while self._held.entries or await self._given():
             self.changed.clear()
             if self._shards.others and not self._suspecting():
                 await self._handover.give(self._shards.others)
             if self._held.entries:
                 await self.changed.wait()
+
+    async def _given(self) -> bool:
+        """Draining: takes up what others gave that had not seen yet that this shard drains."""
+        try:
+            if await self._intake.stranded(0):
+                self._commands.claim_begins()
+                await self.rebuild()
+                self._commands.claim_answered()
+        except Unavailable as error:
+            log.warning("what was given to this shard is left for the next: %s", error)
+        return bool(self._held.entries)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from protos import queue_pb2
+from services.scheduler.claims import Claims, Holdings
 from services.scheduler.handover import Handover
 from services.scheduler.intake import Claimed, Clock, Intake
 from services.scheduler.lease import Lease
@@ -178,3 +180,36 @@ async def test_others_are_those_with_a_worker_and_orphans_those_left_for_three_l
         other.lead(draining=0)
         await shards._look(7.0)
         assert (shards.others, shards.orphans) == (["shard-0"], [])
+
+
+async def test_a_shard_that_drains_passes_on_what_it_is_given_meanwhile(server: RedisServer) -> None:
+    async with taking(server) as taker:
+        held, given = Holdings(), []
+
+        class Passing:
+            async def hand_back(self) -> int:
+                return 0
+
+            async def give(self, shards: list[str]) -> None:
+                for name in list(held.entries):
+                    entry = held.entries[name]
+                    given.append(name)
+                    await taker.handover._move(taker.lease, "shard-1", shards[0], [entry])
+                    held.drop(name)
+
+        def take(claimed: list[Claimed]) -> None:
+            for item in claimed:
+                held.add(item.request.id, item.entry)
+
+        some: Any = SimpleNamespace(others=["shard-2"], claim_begins=lambda: None, claim_answered=lambda: None)
+        passing: Any = Passing()
+        claims = Claims(taker.intake, held, some, passing, some, take, lambda: False, taker.lease_of)
+        await taker.enqueue("r")
+        giver = scripted(server, taker)
+        claimed = giver.claim()
+        row = [taker.keys.req("r"), claimed.stream, claimed.entry]
+        await taker.scripts.give([taker.keys.lease("shard-0")], [giver.epoch, GROUP, "shard-0", "shard-1", *row])
+        claims.drain()
+        await claims.run()
+        assert given == ["r"]
+        assert await taker.redis.hget(taker.keys.req("r"), "shard") == b"shard-2"
