@@ -171,7 +171,7 @@ class Claims:
         count = await self._handover.hand_back()
         self._commands.claim_answered()  # one that failed; the next scheduler takes up what it claimed
         log.info("draining: %d requests handed back, %d have begun", count, len(self._held.entries))
-        while self._held.entries or await self._given():
+        while await self._given():
             self.changed.clear()
             if self._shards.others and not self._suspecting():
                 await self._handover.give(self._shards.others)
@@ -179,9 +179,9 @@ class Claims:
                 await self.changed.wait()
 
     async def _given(self) -> bool:
-        """Draining: takes up what others gave that had not seen yet that this shard drains."""
+        """Draining: is anything left? Others may have given more, not having seen yet that this shard drains."""
         try:
-            if await self._intake.stranded(0):
+            if await self._intake.stranded(len(self._held.entries)):
                 self._commands.claim_begins()
                 await self.rebuild()
                 self._commands.claim_answered()
