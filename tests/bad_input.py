@@ -24,7 +24,7 @@ from shared import api_keys
 from shared.api_keys import KeyRecord
 from shared.settings import ROOT
 from tests.services.bad_calls import CALLS, Called
-from tests.services.bad_requests import MOST_BODY, MOST_QUEUED, NOBODY_SERVES, SECTIONS, Sent
+from tests.services.bad_requests import MOST_BODY, NOBODY_SERVES, SECTIONS, Sent
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import ScriptedScheduler, answering
 from tests.stack import RedisServer
@@ -166,7 +166,7 @@ def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer]]]:
     grpc_port = free_port()
     model = write_model(directory / "tiny")
     settings = {
-        "api_key": USER, "max_queued_tokens": MOST_QUEUED, "max_body_bytes": MOST_BODY, "grpc_port": grpc_port,
+        "api_key": USER, "max_body_bytes": MOST_BODY, "grpc_port": grpc_port,
         "tool_parser": "hermes",
     }  # fmt: skip
     with RedisServer(directory / "redis") as redis, running_gateway(directory, model, redis, **settings) as gateway:

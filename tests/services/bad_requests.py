@@ -12,7 +12,6 @@ from typing import Any
 from tests.services.bad_fields import BAD, CHAT
 
 MOST_BODY = 200_000
-MOST_QUEUED = 1000
 
 
 @dataclass(frozen=True, slots=True)
