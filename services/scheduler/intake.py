@@ -60,6 +60,8 @@ class Claimed:
         return len(self.request.prompts) * self.request.n
 
 
+FULL_MS = 50
+"""A read that leaves a class out because it has no room waits no longer: room may come at any moment."""
 AT_ONCE = 16
 """Requests that are read of a stream at a time: between two reads the running get their steps."""
 
@@ -166,7 +168,7 @@ class Intake:
                 self._shard,
                 {stream: ">" for stream, _ in open_},
                 count=1 if one else min(AT_ONCE, max(1, min(left for _, left in open_) // len(open_))),
-                block=BLOCK_MS,
+                block=BLOCK_MS if len(open_) == len(CLASSES) else FULL_MS,
             )
         except ResponseError as error:
             if "NOGROUP" not in str(error):
