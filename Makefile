@@ -136,8 +136,9 @@ compose-test: ## bring the containers up for real, stream a completion, take the
 kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
 	$(PY) kernels/cpu/build.py
 
-kernels-check: install-dev ## test every kernel, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
+kernels-check: install-dev ## test every kernel and the engine, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
 	$(PY) -m pytest tests/kernels
+	$(PY) -m pytest tests/engine
 	$(PY) -m kernels.cuda.check
 
 # The sanitizers' runtime must come before everything else; Python itself never frees all it has.

@@ -249,8 +249,8 @@ def test_each_test_runs_in_one_of_the_stages(pipeline: Path) -> None:
     makefile = pipeline / "Makefile"
     makefile.write_text(makefile.read_text().replace("@echo did test;", "@echo did test; echo chosen $(TESTS);"))
     said = run_pipeline(pipeline)[1]
-    apart = ("kernels", "faults", "clients", "browser")
+    apart = ("kernels", "engine", "faults", "clients", "browser")
     assert f"chosen tests {' '.join(f'--ignore=tests/{name}' for name in apart)}\n" in said
     assert "chosen tests/faults\n" in said
-    for name in ("kernels", "browser", "clients"):
+    for name in ("kernels", "engine", "browser", "clients"):
         assert f"-m pytest tests/{name}\n" in (ROOT / "Makefile").read_text()

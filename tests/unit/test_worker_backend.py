@@ -22,8 +22,8 @@ from services.worker.engine import Engine
 from services.worker.models.config import DecoderConfig, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
+from tests.engine.engine_driver import Driver, make_engine
 from tests.models import make_llama
-from tests.unit.engine_driver import Driver, make_engine
 
 LLAMA_7B = [(3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008)]
 

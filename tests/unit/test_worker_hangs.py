@@ -31,9 +31,9 @@ from services.worker.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
 from shared.columns import pack, unpack
 from shared.settings import ROOT
+from tests.engine.engine_driver import make_engine
 from tests.models import Reference, make_llama
 from tests.stack import RedisServer
-from tests.unit.engine_driver import make_engine
 from tests.waiting import free_port, until
 
 WAITING_ENGINE = """

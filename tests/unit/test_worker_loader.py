@@ -26,10 +26,10 @@ from services.worker.models.loader import Checkpoint, Dummy, open_weights
 from services.worker.models.weights import check_matrices
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
+from tests.engine.engine_driver import Driver, make_engine
+from tests.engine.test_engine_tokens import all_logits
+from tests.engine.test_model_families import FAMILIES
 from tests.models import make_llama
-from tests.unit.engine_driver import Driver, make_engine
-from tests.unit.test_engine_tokens import all_logits
-from tests.unit.test_model_families import FAMILIES
 
 LOADS_A_MODEL = """
 import sys, torch

@@ -25,9 +25,9 @@ from services.worker.registration import TTL_MS, WORKERS_MS, Registration
 from shared.columns import pack
 from shared.errors import ConfigurationError
 from shared.settings import ROOT, WorkerSettings
+from tests.engine.engine_driver import Driver, make_engine
 from tests.models import Reference, make_llama
 from tests.stack import RedisServer
-from tests.unit.engine_driver import Driver, make_engine
 from tests.waiting import free_port, until
 
 SHAPE = CacheShape(1, 0, 2, 2, 16, 16, torch.float32)  # 8 KiB a block

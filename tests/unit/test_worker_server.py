@@ -18,8 +18,8 @@ from services.worker.flight import Flight
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
+from tests.engine.engine_driver import make_engine
 from tests.models import Reference, make_llama
-from tests.unit.engine_driver import make_engine
 from tests.waiting import until
 
 DEADLINE_S = 30.0

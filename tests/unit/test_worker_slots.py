@@ -11,8 +11,8 @@ from protos import worker_pb2
 from services.worker.engine import Engine
 from shared.columns import pack, pack_float, unpack
 from shared.errors import ProtocolError
+from tests.engine.engine_driver import Driver, make_engine
 from tests.models import VOCAB, Reference, make_llama
-from tests.unit.engine_driver import Driver, make_engine
 
 PROMPT = list(range(10))
 

@@ -14,8 +14,8 @@ from kernels.ops import Batch
 from protos import worker_pb2
 from shared.columns import pack, unpack
 from shared.logprobs import TokenLogprobs
+from tests.engine.engine_driver import Driver, make_engine
 from tests.models import MIN_GAP, Reference, make_llama
-from tests.unit.engine_driver import Driver, make_engine
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -18,8 +18,8 @@ from services.worker.flight import Flight, Flights
 from services.worker.pipeline import Item, RunState
 from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
+from tests.engine.late_engine import make_late_engine
 from tests.models import Reference, make_llama
-from tests.unit.late_engine import make_late_engine
 from tests.unit.test_worker_server import DEADLINE_S, Client, chunk, first_step
 from tests.waiting import until
 

@@ -19,7 +19,7 @@ from services.worker.backend import layer_matrices
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
-from tests.unit.engine_driver import make_engine
+from tests.engine.engine_driver import make_engine
 
 
 @pytest.fixture

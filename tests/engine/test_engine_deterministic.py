@@ -14,8 +14,8 @@ import torch
 from protos import worker_pb2
 from services.worker.engine import Engine
 from shared.columns import unpack
+from tests.engine.engine_driver import Driver, make_engine
 from tests.models import Reference, make_llama
-from tests.unit.engine_driver import Driver, make_engine
 
 OUTPUTS = 20
 SEED = 20261120

@@ -24,9 +24,9 @@ from services.worker.engine import Engine
 from shared import grammars as grammars_module
 from shared.columns import pack, unpack
 from tests import in_process
+from tests.engine.engine_driver import Driver, make_engine
+from tests.engine.late_engine import make_late_engine
 from tests.models import BOS, EOS, IM_END, make_llama, random_prompts
-from tests.unit.engine_driver import Driver, make_engine
-from tests.unit.late_engine import make_late_engine
 
 SCHEMA = {
     "type": "object",

@@ -16,10 +16,10 @@ from services.worker.slots import SlotTable
 from shared.columns import pack, unpack
 from shared.logprobs import unpack_records
 from tests import in_process
+from tests.engine.engine_driver import make_engine
+from tests.engine.late_engine import make_late_engine
 from tests.models import VOCAB, Reference, make_llama
 from tests.shared_prefixes import Load, policy_model, shared_prefixes
-from tests.unit.engine_driver import make_engine
-from tests.unit.late_engine import make_late_engine
 
 SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
 """A pool in which policies have to preempt."""
