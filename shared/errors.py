@@ -21,3 +21,7 @@ class LeaseLostError(OrcinusError):
 
 class ProtocolError(OrcinusError):
     """The other side broke the contract of protos/."""
+
+
+class MeshError(OrcinusError):
+    """Another rank of the replica is gone, hangs or is out of step: this process is of no use any more and ends."""

@@ -28,6 +28,7 @@ from services.worker.cache import plan_pool, room_for, wanted_lengths
 from services.worker.copies import Copies
 from services.worker.flight import GRAMMAR, Flight, Flights, Marks
 from services.worker.grammar import SlotGrammars
+from services.worker.mesh import Mesh
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Progress, open_weights
@@ -53,9 +54,15 @@ FLIGHTS = 2
 class Engine:
     """A model, its KV pool and its slots."""
 
-    def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
-        """Loads the model and takes all memory. Raises ModelError or ConfigurationError."""
+    def __init__(self, settings: WorkerSettings, progress: Progress | None = None, mesh: Mesh | None = None) -> None:
+        """Loads the model and takes all memory. Raises ModelError or ConfigurationError.
+
+        With a mesh every rank makes an engine with the same settings, warms it up, resets it and is given the same
+        steps in the same order; only the leader's results are whole. Then MeshError is raised too, and what any call
+        raises but ProtocolError leaves the ranks out of step: the process has to end.
+        """
         self.settings = settings
+        self.mesh = mesh or Mesh()
         self.identity = identity()
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -140,8 +147,13 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be submitted before the one before it is finished: up to FLIGHTS."""
+        """Whether a step may be submitted before the one before it is finished: up to `flights`."""
         return self._ops.overlaps
+
+    @property
+    def flights(self) -> int:
+        """Steps that may be submitted and not finished."""
+        return FLIGHTS * self.mesh.pp
 
     @property
     def matrices(self) -> str:
@@ -170,7 +182,7 @@ class Engine:
             max_output_tokens=self.lengths.output,
             max_step_tokens=self.settings.max_step_tokens,
             vocab_size=self.config.vocab_size,
-            stages=1,
+            stages=self.mesh.pp,
             largest_step_ms=max(1, round(self._warm_s * 1000)) if self._warm_tokens else 0,
         )
 

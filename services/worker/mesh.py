@@ -1,0 +1,190 @@
+"""The ranks of one replica: tensor parallel inside a stage, stages one after another, and what they say to each other.
+
+Rank = stage * tp + tp_rank. Rank 0 is the leader: it answers the scheduler. The first rank of the last stage samples.
+Steps come to every rank in the same order (never through here), so all ranks make the same calls in the same order;
+the order of sends and receives between two ranks is the order of the steps. Whatever a call raises is a MeshError.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.errors import ConfigurationError, MeshError
+
+ROWS, DRAWS, COPIES = 1, 2, 3
+"""Tags of what goes between two ranks: rows of a stage, what was drawn, copies that are complete. A stream each."""
+
+SENT = 64
+"""Sends whose receiver has not come yet; one more waits for the oldest. More than steps can be out."""
+
+TEXT_BYTES = 256
+
+
+class Mesh:
+    """One rank's place among tp * pp, and its connections. A Mesh() is alone: every call does nothing or is refused."""
+
+    def __init__(self, tp: int = 1, pp: int = 1, rank: int = 0) -> None:
+        """Use `join` for more than one rank. Raises ConfigurationError."""
+        if tp < 1 or pp < 1 or not 0 <= rank < tp * pp:
+            raise ConfigurationError(f"rank {rank} of --tp {tp} x --pp {pp}: ranks are 0..{tp * pp - 1}")
+        self.tp, self.pp, self.rank, self.size = tp, pp, rank, tp * pp
+        self.stage, self.tp_rank = divmod(rank, tp)
+        self.sampler = (pp - 1) * tp
+        self.ranks_here = 1  # of this replica on this host, which share its memory
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._everyone: Any = None  # between hosts' memories
+        self._stage_group: Any = None  # between the devices of a stage; None: tp is 1
+        self._rows: Any = None  # between the devices of two stages
+
+    @classmethod
+    def join(cls, tp: int, pp: int, rank: int, store: dist.Store, timeout_s: float, host: str = "127.0.0.1") -> Mesh:
+        """Meets the other ranks through `store`; returns when all are there.
+
+        timeout_s: what the others may take for any one call before this rank gives up, and for coming here.
+        host: the address of this machine at which the other ranks reach this one. Raises MeshError.
+        """
+        mesh = cls(tp, pp, rank)
+        if mesh.size == 1:
+            return mesh
+        mesh._store, mesh._timeout, mesh._host = store, timedelta(seconds=timeout_s), host
+        with _together("meeting the other ranks"):
+            mesh._everyone = mesh._gloo("everyone", rank, mesh.size)
+            hosts = mesh.texts(socket.gethostname())
+        mesh.ranks_here = hosts.count(hosts[rank])
+        return mesh
+
+    def connect(self, device: torch.device) -> None:
+        """Joins the devices of all ranks: before the first call below that takes a tensor of the model."""
+        if self.size == 1:
+            return
+        with _together("connecting the devices"):
+            make = self._nccl if device.type == "cuda" else self._gloo
+            if self.tp > 1:
+                self._stage_group = make(f"stage-{self.stage}", self.tp_rank, self.tp)
+            if self.pp > 1:
+                self._rows = make("rows", self.rank, self.size) if device.type == "cuda" else self._everyone
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws the tokens."""
+        return self.rank == self.sampler
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank's stage embeds the tokens."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank's stage computes the logits."""
+        return self.stage == self.pp - 1
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x becomes the sum of the stage's: in place, the same numbers on all of its ranks."""
+        if self._stage_group is not None and x.numel():
+            with _together("a sum over the stage"):
+                self._stage_group.allreduce([x]).wait()
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """Every tp rank's x, of one shape, at the first of the stage; None at the others."""
+        if self._stage_group is None:
+            return [x]
+        found = [torch.empty_like(x) for _ in range(self.tp)] if self.tp_rank == 0 else []
+        if x.numel():
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            with _together("collecting the logits"):
+                self._stage_group.gather([found] if found else [], [x], options).wait()
+        return found or None
+
+    def send_rows(self, x: Tensor) -> None:
+        """To the next stage, without waiting; x may be overwritten at once."""
+        self._send(self._rows, x.clone(), self.rank + self.tp, ROWS)
+
+    def receive_rows(self, x: Tensor) -> None:
+        """Fills x with what the stage before this one has sent."""
+        with _together("the rows of the stage before this one"):
+            self._rows.recv([x], self.rank - self.tp, ROWS).wait()
+
+    def send(self, message: Tensor, to: int, tag: int) -> None:
+        """A message in host memory, without waiting; it is not to be changed afterwards."""
+        self._send(self._everyone, message, to, tag)
+
+    def receive(self, message: Tensor, sender: int, tag: int) -> dist.Work:
+        """Begins to receive into `message`, which must be as long as what is sent; to be given to `arrived`, once."""
+        with _together(f"a message of rank {sender}"):
+            work: dist.Work = self._everyone.recv([message], sender, tag)
+            return work
+
+    def arrived(self, work: dist.Work) -> None:
+        """Returns when it has been received."""
+        with _together("a message of another rank"):
+            work.wait()
+
+    def least(self, numbers: list[int]) -> list[int]:
+        """The smallest of all ranks' first, second, ... number."""
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        with _together("agreeing on sizes"):
+            self._everyone.allreduce([found], options).wait()
+        return [int(number) for number in found.tolist()]
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks; cut to TEXT_BYTES."""
+        if self.size == 1:
+            return [text]
+        mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+        data = text.encode()[:TEXT_BYTES]
+        mine[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with _together("asking the other ranks"):
+            self._everyone.allgather([found], [mine]).wait()
+        return [bytes(one.numpy().tobytes()).rstrip(b"\0").decode(errors="replace") for one in found]
+
+    def close(self) -> None:
+        """Leaves. The other ranks' next call fails."""
+        self._sent.clear()
+        self._stage_group = self._rows = self._everyone = None
+
+    def _send(self, group: Any, x: Tensor, to: int, tag: int) -> None:
+        with _together(f"a message to rank {to}"):
+            if len(self._sent) >= SENT:
+                self._sent.popleft()[0].wait()
+            self._sent.append((group.send([x], to, tag), x))  # x lives until it is gone
+
+    def _gloo(self, name: str, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, options)
+
+    def _nccl(self, name: str, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """What torch raises when another rank is gone or late becomes a MeshError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise MeshError(f"{what}: {error}") from error
