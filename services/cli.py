@@ -223,6 +223,14 @@ def bench_scheduler(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@bench.command("gateway", context_settings=PASS_ON, add_help_option=False)
+def bench_gateway(context: typer.Context) -> None:
+    """Tokens a second that one gateway process streams on one core, and what they wait."""
+    from bench.gateway import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @bench.command("engine", context_settings=PASS_ON, add_help_option=False)
 def bench_engine(context: typer.Context) -> None:
     """Time of the engine's iterations beside what the machine could do."""
