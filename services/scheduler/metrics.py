@@ -54,6 +54,10 @@ REPORTED = (
     Reported(P + "swapped_sequences", "Of the waiting, those whose KV lies in the host tier", {"swapped": ""}),
     Reported(P + "parked_sequences", "Set aside: of a gateway that is gone, or under suspicion", {"parked": ""}),
     Reported(P + "queued_tokens", "Tokens that wait to be computed", {"queued_tokens": ""}),
+    Reported(
+        P + "queue_age_seconds", "How long the oldest request has waited that never ran, by class",
+        _by_class("queue_age_ms"), "class", scale=1e-3,
+    ),
     Reported(P + "steps_in_flight", "Steps sent and not answered", {"in_flight": ""}),
     Reported(P + "workers", "Workers connected", {"workers": ""}),
     Reported(

@@ -374,6 +374,7 @@ class Service:
             self._policy.name,
             1 if self._link else 0,
             [self._core.predicted_ttft_ns(number) for number in range(len(CLASSES))],
+            self._shards.unclaimed_ms,
         )
         if self._link:
             fields |= self._link.facts()

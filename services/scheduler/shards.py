@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from shared.keys import GROUP, Keys
+from shared.keys import CLASSES, GROUP, Keys
 from shared.redis_client import Unavailable
 
 log = logging.getLogger("orcinus.scheduler")
@@ -35,6 +35,7 @@ class Shards:
         self.others: list[str] = []  # they have a lease and a worker, and do not drain
         self.orphans: list[str] = []
         self.pending = 0  # of this shard, in Redis's lists
+        self.unclaimed_ms = [0] * len(CLASSES)  # how long the first has waited that no shard has claimed, by class
         self.looks = 0
 
     async def run(self, looked: Callable[[], None]) -> None:
@@ -48,7 +49,8 @@ class Shards:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self, now_s: float) -> None:
-        pending = await self._pending()
+        pending, last = await self._pending()
+        self.unclaimed_ms = await self._unclaimed(last)
         names = sorted({*pending, *await self._of_workers()} - {self._shard})
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
@@ -64,21 +66,37 @@ class Shards:
         self.pending = pending.get(self._shard, 0)
         self.looks += 1
 
-    async def _pending(self) -> dict[str, int]:
-        """Requests in the pending list of each shard."""
+    async def _pending(self) -> tuple[dict[str, int], list[str]]:
+        """Requests in the pending list of each shard; of each class the id of the last request that is in any."""
         pipe = self._redis.pipeline(transaction=False)
         for stream in self._keys.request_streams():
             pipe.xpending(stream, GROUP)
         counts: dict[str, int] = {}
-        for reply in await pipe.execute(raise_on_error=False):
+        last = ["0-0"] * len(CLASSES)
+        for number, reply in enumerate(await pipe.execute(raise_on_error=False)):
             if isinstance(reply, ResponseError) and "NOGROUP" in str(reply):
                 continue  # Redis came back empty
             if isinstance(reply, Exception):
                 raise reply
+            if reply["pending"]:
+                last[number] = reply["max"].decode()
             for row in reply["consumers"]:
                 name = row["name"].decode()
                 counts[name] = counts.get(name, 0) + row["pending"]
-        return counts
+        return counts, last
+
+    async def _unclaimed(self, last: list[str]) -> list[int]:
+        """How long the first entry has waited behind the last one that was claimed, by class, in ms; 0: there is none.
+
+        What was claimed is pending until it ends, and deleted with its end, so what lies behind was never claimed.
+        """
+        pipe = self._redis.pipeline(transaction=False)
+        for stream, claimed in zip(self._keys.request_streams(), last, strict=True):
+            pipe.xrange(stream, f"({claimed}", "+", count=1)
+        pipe.time()
+        *found, (seconds, micros) = await pipe.execute()
+        now_ms = 1000 * seconds + micros // 1000
+        return [max(0, now_ms - int(rows[0][0].split(b"-")[0])) if rows else 0 for rows in found]
 
     async def _of_workers(self) -> set[str]:
         """Shards that have taken a worker."""

@@ -171,10 +171,12 @@ class Stats:
         policy: str,
         workers: int,
         predicted_ns: Sequence[int] = (0, 0, 0, 0),
+        unclaimed_ms: Sequence[int] = (0, 0, 0, 0),
     ) -> dict[str, float | int | str]:
         """Every field of `stats:{shard}`; starts the next second.
 
         `predicted_ns`: the core's prediction of a time to first token by class; 0 while it knows no step's time.
+        `unclaimed_ms`: how long the oldest of those has waited, by class, that no shard has claimed.
         """
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
@@ -182,7 +184,7 @@ class Stats:
         ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
         tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
         fields: dict[str, float | int | str] = {
-            **core,
+            **{name: value for name, value in core.items() if not name.startswith("oldest_ns_")},
             "v": VERSION,
             "time_ms": time_ms,
             "epoch": epoch,
@@ -202,6 +204,7 @@ class Stats:
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
             **self._predicted(core, predicted_ns, now_ns),
+            **_ages(core, unclaimed_ms, now_ns),
             **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
         }
         self._since_ns = now_ns
@@ -234,3 +237,14 @@ class Stats:
             now = self._prefill / (self._prefill_ns / 1e9)
             self._rate = now if not self._rate else self._rate + (now - self._rate) / 3
         self._prefill = self._prefill_ns = 0
+
+
+def _ages(core: dict[str, Any], unclaimed_ms: Sequence[int], now_ns: int) -> dict[str, int]:
+    """How long the oldest request has waited that never ran, by class, in ms: of those claimed, and of those that are
+    not; 0 where nobody waits."""
+    ages = {}
+    for name, outside_ms in zip(CLASSES, unclaimed_ms, strict=True):
+        arrived_ns = int(core.get(f"oldest_ns_{name}", 0))
+        held_ms = max(0, now_ns - arrived_ns) // 1_000_000 if arrived_ns else 0
+        ages[f"queue_age_ms_{name}"] = max(held_ms, outside_ms)
+    return ages

@@ -84,3 +84,20 @@ def test_the_predicted_first_token_is_a_steps_time_while_little_is_before_it_and
     h.add(request("patient", 5090, 3, seed=2, priority=3))
     assert h.core.predicted_ttft_ns(0) == pytest.approx(7 * MS + 4.1 * MS)
     assert h.core.predicted_ttft_ns() == pytest.approx(10 * (4 * MS + 51.2 * MS) + 4.1 * MS)
+
+
+def test_the_oldest_of_a_class_is_the_first_that_waits_and_never_ran() -> None:
+    h = house("orcinus", slots=1)
+    for index, (priority, arrived) in enumerate([(3, 5), (2, 7), (2, 9), (3, 8), (1, 11)]):
+        h.add(request(f"{index}", 10, 3, seed=index, priority=priority, arrived_ns=arrived))
+        if not index:
+            h.step()
+    assert by_class(h, "oldest_ns") == [0, 11, 7, 8]
+    h.core.park("1")
+    assert by_class(h, "oldest_ns") == [0, 11, 9, 8]
+    h.step()
+    h.step()
+    assert by_class(h, "oldest_ns") == [0, 0, 9, 8], "the high one took the slot; who lost it has run"
+    h.core.resume("1", h.now)
+    h.finish()
+    assert by_class(h, "oldest_ns") == [0, 0, 0, 0]

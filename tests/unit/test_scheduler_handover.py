@@ -46,14 +46,14 @@ class Taker:
     def lease_of(self, shard: str) -> Lease:
         return Lease(self.scripts, self.keys, shard, self.settings.lease_ms)
 
-    async def enqueue(self, name: str) -> None:
+    async def enqueue(self, name: str, entry: str = "*") -> None:
         request = queue_pb2.Request(
             id=name, tenant="t", gateway="g", prompts=queue_pb2.Prompts(tokens=[pack([5, 6])]), n=1, max_tokens=20
         )
-        await self.redis.xadd(self.keys.requests("normal"), {"r": request.SerializeToString()}, id="*")
-        ((entry, _),) = await self.redis.xrevrange(self.keys.requests("normal"), count=1)
+        await self.redis.xadd(self.keys.requests("normal"), {"r": request.SerializeToString()}, id=entry)
+        ((added, _),) = await self.redis.xrevrange(self.keys.requests("normal"), count=1)
         record = {"state": "queued", "tenant": "t", "gateway": "g", "class": "normal", "tokens": 2, "enqueued_ms": 1}
-        await self.redis.hset(self.keys.req(name), mapping={**record, "entry": entry})
+        await self.redis.hset(self.keys.req(name), mapping={**record, "entry": added})
 
     async def found(self) -> list[Claimed]:
         """What a rebuild takes up."""
@@ -180,6 +180,25 @@ async def test_others_are_those_with_a_worker_and_orphans_those_left_for_three_l
         other.lead(draining=0)
         await shards._look(7.0)
         assert (shards.others, shards.orphans) == (["shard-0"], [])
+
+
+async def test_the_age_of_what_nobody_claimed_is_that_of_the_first_behind_the_claimed(server: RedisServer) -> None:
+    async with taking(server) as taker:
+        shards = Shards(taker.redis, taker.keys, "shard-1", 1000)
+        for name, entry in (("a", "1000-0"), ("b", "2000-0"), ("c", "2000-1")):
+            await taker.enqueue(name, entry)
+        other = scripted(server, taker)
+        for added_ms in (1000, 2000, 2000, None):
+            before = await taker.redis.time()
+            await shards._look(0.0)
+            after = await taker.redis.time()
+            realtime, high, normal, low = shards.unclaimed_ms
+            assert realtime == high == low == 0
+            if added_ms is None:
+                assert normal == 0
+            else:
+                assert 1000 * before[0] <= normal + added_ms <= 1000 * (after[0] + 1)
+                other.claim()
 
 
 async def test_a_shard_that_drains_passes_on_what_it_is_given_meanwhile(server: RedisServer) -> None:

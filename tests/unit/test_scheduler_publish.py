@@ -129,6 +129,13 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     assert (fitted["predicted_ttft_ms_realtime"], fitted["predicted_ttft_ms_low"]) == (1.0, 7.2)
 
 
+def test_the_age_of_a_queue_is_that_of_its_oldest_wherever_it_waits() -> None:
+    core = {"oldest_ns_high": 2 * SECOND, "oldest_ns_low": 9 * SECOND}
+    fields = Stats(0).snapshot(core, 10 * SECOND, 77, 4, "orcinus", 1, unclaimed_ms=[0, 300, 1500, 2000])
+    assert [fields[f"queue_age_ms_{name}"] for name in ("realtime", "high", "normal", "low")] == [0, 8000, 1500, 2000]
+    assert not any(name.startswith("oldest_ns") for name in fields)
+
+
 def crowd(stats: Stats, now_s: float, waiting: int, running: int, **behind: int) -> dict[str, float | int | str]:
     core = {"waiting": waiting, "running": running, **{f"behind_{name}": count for name, count in behind.items()}}
     return stats.snapshot(core, int(now_s * SECOND), 0, 4, "orcinus", 1, predicted_ns=[500_000_000] * 4)

@@ -287,8 +287,8 @@ class Core:
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
-        parked = [s for record in self._parked.values() for s in record.sequences if s.state is State.PARKED]
-        fields = figures(self._shared, [r for r in self.replicas if r.alive], len(parked))
+        alive = [r for r in self.replicas if r.alive]
+        fields = figures(self._shared, alive, self._records.values(), self._parked.values())
         fields["swapped_blocks"] += self._moved
         fields["prefix_hit_tokens"] += self._hit
         return fields | {

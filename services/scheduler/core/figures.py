@@ -5,24 +5,32 @@ Called by Core about once a second. Sources: PROTOCOL.md, section 5; DESIGN.md, 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from services.scheduler.core.draft import Shared
 from services.scheduler.core.guard import HIGH, NORMAL
 from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.replica import Replica
+from services.scheduler.core.sequence import Record, State
 
 LOW = len(CLASSES) - 1
 
 
-def figures(shared: Shared, alive: list[Replica], parked: int) -> dict[str, float | int]:
-    """The fields that follow from the waiting and the replicas."""
+def figures(
+    shared: Shared, alive: list[Replica], records: Iterable[Record], parked: Collection[Record]
+) -> dict[str, float | int]:
+    """The fields that follow from the waiting and the replicas. `records`: all there are, as they came; `parked`: those
+    of them that are set aside."""
+    oldest = first_arrivals(shared, records)
     counters, placer = shared.counters, shared.placer
     return {
         "iteration": counters.iteration,
         "running": sum(r.table.count for r in alive),
         "waiting": len(placer),
         "swapped": placer.swapped,
-        "parked": parked,
+        "parked": sum(s.state is State.PARKED for record in parked for s in record.sequences),
         **{f"waiting_{name}": placer.counts[i] for i, name in enumerate(CLASSES)},
+        **{f"oldest_ns_{name}": oldest[i] for i, name in enumerate(CLASSES)},
         "step_tokens": sum(r.last.tokens for r in alive),
         "step_decode": sum(r.last.decode for r in alive),
         "step_prefill": sum(r.last.prefill for r in alive),
@@ -45,6 +53,24 @@ def figures(shared: Shared, alive: list[Replica], parked: int) -> dict[str, floa
         **{f"behind_{name}": behind(shared, alive, i) for i, name in enumerate(CLASSES)},
         "workers": len(alive),
     }
+
+
+def first_arrivals(shared: Shared, records: Iterable[Record]) -> list[int]:
+    """Of each class [4] the arrival of the first request that waits and never ran, in ns of the core's time; 0: none.
+
+    Requests come to the core in the order of their class's stream, so most often the first records tell.
+    """
+    oldest, counts = [0] * len(CLASSES), shared.placer.counts
+    missing = {priority for priority, count in enumerate(counts) if count}
+    for record in records:
+        if not missing:
+            break
+        if not record.started and record.request.priority in missing:
+            if not any(sequence.state is State.WAITING for sequence in record.sequences):
+                continue
+            missing.remove(record.request.priority)
+            oldest[record.request.priority] = record.arrived_ns
+    return oldest
 
 
 def before(shared: Shared, by_class: list[int], priority: int) -> int:
