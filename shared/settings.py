@@ -196,6 +196,12 @@ class WorkerSettings(InternalSettings):
     worker_id: str = Field("worker-0", pattern=r"^[a-z0-9._-]+$")
     listen: str = Field("127.0.0.1:0", description="gRPC address; port 0 picks one")
     advertise: str = Field("", description="address that schedulers dial; default: what is listened on")
+    tp: int = Field(1, ge=1, le=64, description="tensor parallel ranks of a replica")
+    pp: int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
+    rank_listen: str = Field(
+        "127.0.0.1:0",
+        description="where a rank other than the first hears of its steps; ranks on several hosts: this host's address",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -242,7 +248,7 @@ class WorkerSettings(InternalSettings):
         description="host tier; unset: as many as KV blocks, in 5 % of free memory (beside a GPU 10 %, at most "
         "16 GiB), if those may run out; 0: none",
     )
-    threads: int = Field(0, ge=0, description="compute threads; 0: every core")
+    threads: int = Field(0, ge=0, description="compute threads of a rank; 0: every core, shared among the ranks")
     step_timeout_s: float = Field(
         0.0, ge=0, description="a step that runs longer ends the worker; 0: max(60, 10 x its predicted time)"
     )
@@ -251,14 +257,27 @@ class WorkerSettings(InternalSettings):
     worker_metrics_port: int = Field(0, ge=0, le=65535, description="port of the worker's /metrics; 0: none")
 
 
+class RankSettings(BaseSettings):
+    """Which rank of its replica this worker process is, as torchrun tells it, or rank 0 those that it starts."""
+
+    model_config = SettingsConfigDict(extra="ignore")
+
+    rank: int = Field(0, ge=0, description="of this process; 0 leads")
+    world_size: int = Field(0, ge=0, description="processes of the replica; 0: this one starts the others")
+    local_rank: int = Field(0, ge=0, description="of this process on its host: which GPU it takes")
+    master_addr: str = Field("127.0.0.1", description="host on which the ranks meet")
+    master_port: int = Field(0, ge=0, le=65535, description="port on which the ranks meet")
+    torchelastic_use_agent_store: bool = Field(False, description="torchrun's agent listens on that port, not rank 0")
+    torchelastic_restart_count: int = Field(0, ge=0, description="how often torchrun has started the ranks again")
+    orcinus_leader_pid: int = Field(0, ge=0, description="the rank 0 that started this process, which ends with it")
+
+
 class LauncherSettings(BaseSettings):
     """`orcinus up`: what only the launcher knows. Everything else it takes goes to the services."""
 
     model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
 
     run_dir: Path = Field(ROOT / ".run", description="state of a local stack: lock, processes.json, logs, Redis data")
-    tp: int = Field(1, ge=1, description="tensor parallel ranks of a replica")
-    pp: int = Field(1, ge=1, description="pipeline stages of a replica")
     replicas: int = Field(1, ge=1, description="copies of the model")
     stop_s: float = Field(10.0, gt=0, description="time that each service gets to stop before it is killed")
     redis_memory_mb: int = Field(0, ge=0, description="bound of a Redis we start; 0: min(1024, 10 % of the memory)")

@@ -1,4 +1,5 @@
-"""The worker process: bind, load, warm up, register, serve, stop."""
+"""The worker process: bind, load, warm up, register, serve, stop. Of a replica of several ranks this is the leader; the
+others follow it (`follow`)."""
 
 from __future__ import annotations
 
@@ -11,13 +12,18 @@ import time
 import psutil
 
 from services.worker.engine import Engine
+from services.worker.mesh import Mesh
 from services.worker.metrics import Metrics
+from services.worker.rank_server import RankServer
+from services.worker.rank_start import MEET_S, Place, joined
+from services.worker.ranks import Ranks
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
-from shared.channels import server_credentials
+from shared.channels import channel_credentials, server_credentials
+from shared.errors import ConfigurationError
 from shared.logs import setup
 from shared.metrics import serve as serve_metrics
-from shared.settings import WorkerSettings
+from shared.settings import RankSettings, WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
 
@@ -30,6 +36,16 @@ def run(settings: WorkerSettings) -> int:
     Raises ConfigurationError for what the operator has to change.
     """
     setup("worker", settings.log_level, settings.log_json)
+    if settings.tp * settings.pp == 1:
+        return lead(settings, None)
+    if settings.tp * settings.pp > 1:
+        raise ConfigurationError("--tp and --pp above 1 are not built yet")
+    with joined(settings, RankSettings()) as (place, settings):
+        return follow(settings, place) if place.rank else lead(settings, place)
+
+
+def lead(settings: WorkerSettings, place: Place | None) -> int:
+    """The whole replica, or with a place its rank 0."""
     stop, hurry = threading.Event(), threading.Event()
 
     def told(*_: object) -> None:
@@ -39,13 +55,18 @@ def run(settings: WorkerSettings) -> int:
         signal.signal(number, told)
     server = WorkerServer(settings.listen, server_credentials(settings))
     registration: Registration | None = None
+    ranks: Ranks | None = None
     try:
         metrics = Metrics()
         metrics.answering(lambda: server.last_step_id)
         serve_metrics(metrics.registry, settings.metrics_host, settings.worker_metrics_port, "--worker-metrics-port")
-        engine = load(settings)
+        mesh = None if place is None else meet(settings, place)
+        engine = load(settings, mesh)
+        if place is not None:
+            ranks = Ranks(place.addresses(), channel_credentials(settings), metrics.rank_busy)
+            ranks.connect(engine.info(), MEET_S)
         if not stop.is_set():
-            server.serve(engine, metrics.step)
+            server.serve(engine, metrics.step, ranks)
             address = settings.advertise or server.address
             log.info("ready: %s listens on %s", settings.worker_id, address)
             registration = Registration(settings, record(engine, address), lambda: server.last_step_id, stop.set)
@@ -59,14 +80,35 @@ def run(settings: WorkerSettings) -> int:
         if registration:
             registration.stop()
         server.stop()
+        if ranks:
+            ranks.stop()
     return 0
 
 
-def load(settings: WorkerSettings) -> Engine:
-    """Reads the model, takes the memory and runs the largest batch."""
+def follow(settings: WorkerSettings, place: Place) -> int:
+    """Any other rank: ends when the leader ends it or has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # which may go to the whole group: the leader drains, and then says so
+    server = RankServer(settings.rank_listen, server_credentials(settings))
+    place.announce(server.address)
+    mesh = meet(settings, place)
+    server.serve(load(settings, mesh))
+    mesh.close()
+    log.info("stopping")
+    return 0
+
+
+def meet(settings: WorkerSettings, place: Place) -> Mesh:
+    """Returns when all ranks have come."""
+    log.info("rank %d of %d waits for the others", place.rank, place.size)
+    return Mesh.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
+
+
+def load(settings: WorkerSettings, mesh: Mesh | None = None) -> Engine:
+    """Reads the model, or this rank's part of it, takes the memory and runs the largest batch."""
     started = time.monotonic()
     process = psutil.Process()
-    engine = Engine(settings, progress=_Progress(settings.served_model_name))
+    engine = Engine(settings, _Progress(settings.served_model_name), mesh)
     info = engine.info()
     loaded = process.memory_info().rss
     log.info(

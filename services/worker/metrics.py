@@ -27,6 +27,9 @@ class Metrics:
         )  # fmt: skip
         self._seconds = [seconds.labels(phase) for phase in PHASES]
         self._busy = Counter(P + "busy_seconds", "Time in which the device computed", registry=registry)
+        self._rank_busy = Counter(
+            P + "rank_busy_seconds", "Time in which a rank of several computed", ["rank"], registry=registry
+        )
         tokens = Counter(
             P + "computed_tokens", "Tokens computed, by phase: decode, prefill", ["phase"], registry=registry
         )
@@ -43,6 +46,10 @@ class Metrics:
     def answering(self, last_step: Callable[[], int]) -> None:
         """What the gauge of the last step asks."""
         self._last.set_function(last_step)
+
+    def rank_busy(self, rank: int, seconds: float) -> None:
+        """A rank has computed for so long."""
+        self._rank_busy.labels(str(rank)).inc(seconds)
 
     def step(self, result: worker_pb2.Result, chunks: Chunks) -> None:
         """A step was done. A chunk of one token counts as a decode."""

@@ -1,7 +1,8 @@
 """The threads that hold the engine: one submits steps, in order; where the engine overlaps, another finishes them.
 
-So step k+1 is given to the device while step k runs. At most FLIGHTS steps are out, more wait in a bounded queue. Steps
-of a Run that was replaced or cancelled are dropped wherever they are met.
+So step k+1 is given to the device while step k runs. At most `Engine.flights` steps are out, more wait in a bounded
+queue. Steps of a Run that was replaced or cancelled are dropped wherever they are met, but for those that other ranks
+of the replica have.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 
 from kernels.cuda.loader import CudaError
 from protos import worker_pb2
-from services.worker.engine import FLIGHTS, Engine
+from services.worker.engine import Engine
 from services.worker.flight import Flight
+from services.worker.ranks import Ranks
 from services.worker.slots import Chunks
 from services.worker.watchdog import StepWatchdog, Watched, end_process, limit_s
 from shared.columns import unpack
@@ -99,15 +101,22 @@ class Pipeline:
         self.last_step_id = 0  # answered
         self._work: queue.Queue[Item | None] = queue.Queue(QUEUED_STEPS)
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
-        self._places = threading.Semaphore(FLIGHTS)
+        self._places = threading.Semaphore(0)  # for steps that are out
         self._watchdog = StepWatchdog()
         self._threads: list[threading.Thread] = []
         self._observe: Observer | None = None
+        self._ranks: Ranks | None = None
+        self._together = False
         self._unproved = False  # a step failed, and the engine has not shown since that it still can run one
 
-    def start(self, engine: Engine, observe: Observer | None = None) -> None:
-        """`observe` is called with each result and its step's chunks."""
+    def start(
+        self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None, together: bool = False
+    ) -> None:
+        """`observe` is called with each result and its step's chunks. `ranks`: the others of this replica, where this
+        one leads; `together` is true on every rank of several."""
         self._observe = observe
+        self._ranks, self._together = ranks, together
+        self._places.release(engine.flights)
         self._watchdog.start()
         loops = {"engine": self._submit_all, "engine-results": self._finish_all}
         for name, loop in loops.items():
@@ -134,7 +143,7 @@ class Pipeline:
         """The thread that gives steps to the device."""
         while (item := self._work.get()) is not None:
             if item.step is not None and item.step.HasField("hello") and not (item.run.last_id or item.step.id):
-                self._reset(engine, item.run)
+                self._reset(engine, item.run, item.step)
                 continue
             if engine.overlaps:
                 self._places.acquire()
@@ -151,9 +160,11 @@ class Pipeline:
             self._answer(engine, given)
             self._places.release()
 
-    def _reset(self, engine: Engine, run: RunState) -> None:
+    def _reset(self, engine: Engine, run: RunState, hello: worker_pb2.Step) -> None:
         watched = self._watchdog.begin(f"the begin of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
         try:
+            if self._ranks is not None:
+                self._ranks.forward(run, hello)
             engine.reset()
             if self._unproved:
                 self._prove(engine, run)
@@ -166,7 +177,7 @@ class Pipeline:
     def _prove(self, engine: Engine, run: RunState) -> None:
         """An engine that fails at every step would have one request after the other given up: the worker leaves. The
         Run just ends, so that nobody is blamed for that."""
-        for _ in range(FLIGHTS):  # those of the Run before are finished first
+        for _ in range(engine.flights):  # those of the Run before are finished first
             self._places.acquire()
         try:
             engine.prove()
@@ -176,7 +187,7 @@ class Pipeline:
             time.sleep(ENDED_S)
             end_process(f"after a step that failed the engine cannot run one token, so the worker ends itself: {error}")
         finally:
-            self._places.release(FLIGHTS)
+            self._places.release(engine.flights)
 
     def _submit(self, engine: Engine, item: Item) -> _Given:
         """After a failure the slots are not to be trusted until a hello."""
@@ -196,6 +207,8 @@ class Pipeline:
             predicted_s = engine.predicted_s(int(unpack(step.chunk_lengths).sum()))
             limit = limit_s(predicted_s, engine.settings.step_timeout_s)
             watched = self._watchdog.begin(f"step {step.id} of epoch {step.epoch}", limit)
+            if self._ranks is not None:
+                self._ranks.forward(run, step)
             flight = engine.submit(step, item.received_ns)
         except Exception as error:  # whatever a step did
             self._look_at(error)
@@ -210,6 +223,8 @@ class Pipeline:
         try:
             if given.flight is not None:
                 result = engine.finish(given.flight, run.more)
+                if self._ranks is not None:
+                    self._ranks.settle(run, result, wait=not run.more())
                 if given.id > run.broken_at:
                     raise ProtocolError(f"{run.broken}; begin a new Run")
                 run.results.put(result)
@@ -231,6 +246,9 @@ class Pipeline:
             run.end()
 
     def _look_at(self, error: Exception) -> None:
+        if self._together and not isinstance(error, ProtocolError):
+            # The other ranks may be inside the step, waiting for this one.
+            end_process(f"a step failed on this rank, so the replica ends itself: {type(error).__name__}: {error}")
         self._unproved = self._unproved or not isinstance(error, ProtocolError)
         if isinstance(error, DEVICE_LOST):
             end_process(f"the device is lost, so the worker ends itself: {error}")

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.pipeline import Item, Observer, Pipeline, RunState
+from services.worker.ranks import Ranks
 from shared.errors import ConfigurationError
 
 log = logging.getLogger("orcinus.worker")
@@ -64,10 +65,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         """The latest step that was answered."""
         return self._pipeline.last_step_id
 
-    def serve(self, engine: Engine, observe: Observer | None = None) -> None:
-        """The engine is loaded and warm: answer. `observe` gets each result and its step's chunks."""
+    def serve(self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None) -> None:
+        """The engine is loaded and warm: answer. `observe` gets each result and its step's chunks; `ranks`: the others
+        of this replica, which are connected."""
         self._engine = engine
-        self._pipeline.start(engine, observe)
+        self._pipeline.start(engine, observe, ranks, together=ranks is not None)
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 

@@ -1,0 +1,178 @@
+"""Which rank of its replica this process is, where the ranks meet, and the processes that rank 0 starts itself.
+
+Either torchrun has started all of them and says so in the environment, or rank 0 finds nothing there and starts the
+others, to whom it says the same in the same words. They meet in a store of torch.distributed: each leaves the address
+there at which it hears of its steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from pydantic import SecretStr
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+
+from services.worker.watchdog import end_process
+from shared.errors import ConfigurationError
+from shared.settings import ROOT, RankSettings, WorkerSettings
+
+log = logging.getLogger("orcinus.worker")
+
+MEET_S = 600.0
+"""What the ranks may take to come, to load, and for any one collective beyond the watchdog."""
+GRACE_S = 3.0
+"""After the end of a rank that was not told to end: rank 0 may be about to say what is wrong itself."""
+STOP_S = 5.0
+PR_SET_PDEATHSIG = 1
+POOL_SHARE = 0.2
+"""Of the free memory for KV blocks of all ranks of a CPU together, as one process would take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the ranks of its replica. `host`: the address of this machine for the others."""
+
+    rank: int
+    size: int
+    store: Store
+    host: str
+
+    def announce(self, address: str) -> None:
+        """Where this rank hears of its steps."""
+        self.store.set(f"address/{self.rank}", address)
+
+    def addresses(self) -> dict[int, str]:
+        """Of all ranks but the first. Waits for those that have not come."""
+        try:
+            return {rank: self.store.get(f"address/{rank}").decode() for rank in range(1, self.size)}
+        except DistStoreError as error:
+            raise ConfigurationError(f"not all of the {self.size} ranks came within {MEET_S:.0f} s") from error
+
+
+@contextlib.contextmanager
+def joined(settings: WorkerSettings, ranks: RankSettings) -> Iterator[tuple[Place, WorkerSettings]]:
+    """This process's place, and the settings as they are for one rank of several. Rank 0 starts the others unless
+    torchrun has; at the end of the block those are ended.
+
+    Raises ConfigurationError where what torchrun started is not --tp x --pp.
+    """
+    size = settings.tp * settings.pp
+    if ranks.world_size not in (0, size):
+        raise ConfigurationError(
+            f"WORLD_SIZE={ranks.world_size}, but --tp {settings.tp} x --pp {settings.pp} is {size} ranks; start as many"
+        )
+    if ranks.rank >= size:
+        raise ConfigurationError(f"RANK={ranks.rank}, but the replica has the ranks 0 to {size - 1}")
+    if ranks.orcinus_leader_pid:
+        _die_with(ranks.orcinus_leader_pid)
+    host = settings.rank_listen.rpartition(":")[0].strip("[]")
+    if ranks.rank:
+        settings = settings.model_copy(update={"step_log": None})  # rank 0 writes it
+    if ranks.world_size:
+        yield Place(ranks.rank, size, _store_of_torchrun(ranks), host), settings
+        return
+    settings = _share(settings, size)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(size)
+        port = listener.getsockname()[1]
+        # Given a port instead of a socket, the store would listen on every address of this machine.
+        store = TCPStore(
+            "127.0.0.1", port, None, True, timedelta(seconds=MEET_S), False, master_listen_fd=listener.detach()
+        )
+    with _processes(settings, size, port):
+        yield Place(0, size, _own(store), host), settings
+
+
+def _store_of_torchrun(ranks: RankSettings) -> Store:
+    """As torch's own rendezvous by the environment makes it."""
+    leads = ranks.rank == 0 and not ranks.torchelastic_use_agent_store
+    try:
+        store = TCPStore(
+            ranks.master_addr, ranks.master_port, ranks.world_size, leads, timedelta(seconds=MEET_S), False
+        )
+    except (DistStoreError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"no ranks can meet at MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}: {error}"
+        ) from error
+    return _own(store, ranks.torchelastic_restart_count)
+
+
+def _own(store: Store, start: int = 0) -> Store:
+    """A part of the store for this start of the ranks: torchrun's agent keeps it from one start to the next."""
+    return PrefixStore(f"orcinus/{start}", store)
+
+
+def _share(settings: WorkerSettings, size: int) -> WorkerSettings:
+    """On a CPU the ranks of one machine share its cores and its memory."""
+    own: dict[str, float] = {}
+    if not settings.threads:
+        own["threads"] = max(1, torch.get_num_threads() // size)
+    if settings.device != "cuda" and settings.kv_memory_fraction is None and not settings.kv_blocks:
+        own["kv_memory_fraction"] = POOL_SHARE / size
+    return settings.model_copy(update=own)
+
+
+@contextlib.contextmanager
+def _processes(settings: WorkerSettings, size: int, port: int) -> Iterator[None]:
+    """The ranks from 1 on, as processes that end with this one; one that ends before it was told to ends this one."""
+    stopping = threading.Event()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not stopping.wait(GRACE_S):
+            end_process(f"rank {rank} (pid {process.pid}) ended with status {status}: the replica ends itself")
+
+    try:
+        for rank in range(1, size):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "worker"],
+                env=_environment(settings, rank, size, port),
+                stdin=subprocess.DEVNULL,
+            )
+            started.append(process)
+            threading.Thread(target=watch, args=(rank, process), name=f"watch-{rank}", daemon=True).start()
+        yield
+    finally:
+        stopping.set()
+        for process in started:
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _environment(settings: WorkerSettings, rank: int, size: int, port: int) -> dict[str, str]:
+    """Every setting that differs from its default, and the rank in torchrun's words."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+    values: dict[str, object] = {}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if value != field.get_default(call_default_factory=True):
+            values[f"ORCINUS_{name.upper()}"] = value.get_secret_value() if isinstance(value, SecretStr) else value
+    values |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    values["ORCINUS_LEADER_PID"] = os.getpid()
+    paths = [str(ROOT), *filter(None, [clean.get("PYTHONPATH", "")])]
+    return {**clean, **{name: str(value) for name, value in values.items()}, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _die_with(leader: int) -> None:
+    """The kernel kills this process when rank 0 has died, also while it is stopped; elsewhere the stream's end does."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != leader:
+        sys.exit(1)  # it died before the kernel knew that we care
