@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from shared import api_keys
 from shared.api_keys import KeyRecord
 from shared.settings import ROOT
-from tests.services.bad_calls import CALLS, Called
-from tests.services.bad_requests import MOST_BODY, NOBODY_SERVES, SECTIONS, Sent
+from tests.services.bad_calls import CALLS, USER, Called
+from tests.services.bad_requests import CROWDED, MOST_BODY, NOBODY_SERVES, SECTIONS, Sent
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import ScriptedScheduler, answering
 from tests.stack import RedisServer
@@ -38,7 +39,6 @@ What was sent to a gateway and what came back: {rows} rows. The model of the tes
 and a vocabulary of 362; `model` is not shown in the bodies. Bodies are at most 200,000 bytes there; the other limits
 are those of the [API](api.md#limits). The page is written by the test that checks it, `python -m tests.bad_input`.
 """
-USER = "sk-test-0123456789"
 MOST_SHOWN = 36
 
 
@@ -78,13 +78,21 @@ class Asked:
         """The answer to one request."""
         for each in sent.before:
             self._send(each).raise_for_status()
-        got = self._send(sent)
+        got = self._say(sent.raw) if sent.raw else self._send(sent)
         if got.is_success:
             raise AssertionError(f"it was served: {text_of(sent)}")
         found = got.json()
         error = found.get("error") or {"message": found.get("reason", got.text)}
         message = re.sub(r"\b(cmpl|chatcmpl)-[0-9a-f]{30}\b", r"\1-...", error["message"])  # drawn anew each time
         return Answer(str(got.status_code), error.get("code") or "", error.get("param") or "", message)
+
+    def _say(self, raw: bytes) -> httpx.Response:
+        """What comes back to a client that says so much and then waits."""
+        with socket.create_connection(("127.0.0.1", self.gateway.port), timeout=60) as connection:
+            connection.sendall(raw)
+            told = b"".join(iter(lambda: connection.recv(65536), b""))
+        head, _, body = told.partition(b"\r\n\r\n")
+        return httpx.Response(int(head.split()[1]), content=body)
 
     def _send(self, sent: Sent) -> httpx.Response:
         headers = {"Content-Type": "application/json"}
@@ -102,15 +110,25 @@ class Asked:
         """The status of one gRPC call."""
         request = kserve.ModelInferRequest(model_name=called.model or self.gateway.name)
         called.fill(request)
-        metadata = (("authorization", f"Bearer {USER}"),) if called.key else ()
+        metadata = (("authorization", f"Bearer {called.key}"),) if called.key else ()
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
             try:
-                GRPCInferenceServiceStub(channel).ModelInfer(request, metadata=metadata, timeout=60)
+                if called.streams:
+                    return _refused(list(stub.ModelStreamInfer(iter([request]), metadata=metadata, timeout=60)))
+                stub.ModelInfer(request, metadata=metadata, timeout=60)
             except grpc.RpcError as error:
                 trailing: dict[str, Any] = dict(error.trailing_metadata() or ())
                 name = error.code().name.lower().replace("_", " ")
                 return Answer(name, trailing.get("code", ""), trailing.get("param", ""), error.details() or "")
         raise AssertionError(f"the call was served: {called.note}")
+
+
+def _refused(answers: list[kserve.ModelStreamInferResponse]) -> Answer:
+    """The one answer of a stream, in which a request failed alone."""
+    (answer,) = answers
+    parameters = answer.infer_response.parameters
+    return Answer("ok", parameters["code"].string_param, parameters["param"].string_param, answer.error_message)
 
 
 def brief(value: Any) -> Any:
@@ -129,6 +147,8 @@ def brief(value: Any) -> Any:
 
 def text_of(sent: Sent) -> str:
     """The cell that says what was sent."""
+    if sent.raw:
+        return sent.note
     cell = f"`{sent.method} {sent.path}`"
     if isinstance(sent.body, dict) and sent.body:
         cell += f" `{json.dumps(brief(sent.body))}`"
@@ -142,17 +162,18 @@ def row(sent: str, answer: Answer) -> str:
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in [*cells, plain]) + " |"
 
 
-def sections(asked: Asked, alone: list[Answer]) -> Iterator[tuple[str, list[str]]]:
-    """Title and rows of each. alone: what NOBODY_SERVES got before a scheduler was there."""
+def sections(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> Iterator[tuple[str, list[str]]]:
+    """Title and rows of each. crowded: what CROWDED got while much waited; alone: NOBODY_SERVES with no scheduler."""
     for title, requests in SECTIONS.items():
         yield title, [row(text_of(sent), asked.ask(sent)) for sent in requests]
-    yield "gRPC", [row(f"`ModelInfer`, {called.note}", asked.call(called)) for called in CALLS]
+    yield "gRPC", [row(f"`{called.method}`, {called.note}", asked.call(called)) for called in CALLS]
+    yield "Too much is asked", [row(text_of(sent), got) for sent, got in zip(CROWDED, crowded, strict=True)]
     yield "Nobody serves", [row(text_of(sent), got) for sent, got in zip(NOBODY_SERVES, alone, strict=True)]
 
 
-def page(asked: Asked, alone: list[Answer]) -> str:
+def page(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> str:
     """The whole page."""
-    tables = dict(sections(asked, alone))
+    tables = dict(sections(asked, crowded, alone))
     text = HEAD.format(rows=sum(map(len, tables.values())))
     for title, rows in tables.items():
         lines = ["| sent | status | code | param | message |", "|---|---|---|---|---|", *rows]
@@ -161,23 +182,40 @@ def page(asked: Asked, alone: list[Answer]) -> str:
 
 
 @contextmanager
-def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer]]]:
-    """A gateway with a scheduler behind it that serves what is no bad input, and the answers from before it came."""
+def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]]]:
+    """A gateway and a scheduler that serves what is no bad input; what CROWDED and NOBODY_SERVES got before."""
     grpc_port = free_port()
     model = write_model(directory / "tiny")
     settings = {
         "api_key": USER, "max_body_bytes": MOST_BODY, "grpc_port": grpc_port,
-        "tool_parser": "hermes",
+        "tool_parser": "hermes", "read_timeout_s": 3, "max_queued_tokens": 1_000_000,
     }  # fmt: skip
     with RedisServer(directory / "redis") as redis, running_gateway(directory, model, redis, **settings) as gateway:
         asked = Asked(gateway, redis, grpc_port)
         alone = [asked.ask(sent) for sent in NOBODY_SERVES]
         scheduler = ScriptedScheduler(redis.client, gateway.keys).lead()
         gateway.wait_ready()
+        crowded = [ask_crowded(asked, scheduler, sent) for sent in CROWDED]
+        scheduler.client.delete(gateway.keys.queue)
+        scheduler.stats()
         with answering(scheduler, lambda _: [50]):
-            yield asked, alone
+            yield asked, crowded, alone
+
+
+def ask_crowded(asked: Asked, scheduler: ScriptedScheduler, sent: Sent) -> Answer:
+    """The answer of a gateway to which the scheduler says that a million tokens wait, or that they take 5 s."""
+    late = isinstance(sent.body, dict) and not sent.body.keys().isdisjoint({"ttft_slo_ms", "deadline_ms"})
+    if late:
+        scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=5000, prefill_tok_s=100)
+    else:
+        scheduler.stats(prefill_tok_s=50_000)
+        scheduler.client.hset(asked.gateway.keys.queue, "tokens", 1_000_000)
+    known = "100" if late else "50000"
+    url = asked.gateway.ops_url + "/stats"
+    until("the figures are known", lambda: httpx.get(url).json()["shards"]["shard-0"].get("prefill_tok_s") == known)
+    return asked.ask(sent)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place, answers(Path(place)) as (asked, alone):
-        PAGE.write_text(page(asked, alone))
+    with tempfile.TemporaryDirectory() as place, answers(Path(place)) as found:
+        PAGE.write_text(page(*found))

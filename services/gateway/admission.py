@@ -51,7 +51,8 @@ class Bounds:
             case b"memory":
                 return memory_low(answer[1] / answer[2])
             case b"rate":
-                text = f"rate limit reached: {answer[2].decode()}"
+                what = answer[2].decode()
+                text = f"the key has used up its limit of {what}; come again after Retry-After"
                 return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=answer[1] / 1000)
         return None
 
@@ -100,7 +101,8 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None
         return
     raise ApiError(
         429,
-        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: {forecast.why}",
+        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: {forecast.why}; "
+        f"come again after Retry-After, or send a longer {name}",
         param=name,
         code=code,
         retry_after_s=rest_s(forecast, limit_ms),

@@ -163,7 +163,7 @@ class ChatMessage(Body):
     refusal: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
-    tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_call_id: str | None = Field(None, min_length=1, max_length=256)
     function_call: Any = None
 
@@ -176,7 +176,7 @@ class ChatBody(GenerationBody):
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: bool | None = None
     service_tier: str | None = Field(None, max_length=32)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = Field(None, max_length=1024)

@@ -93,8 +93,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
             404, f"unknown path {request.url.path[:200]}; /openapi.json has those there are", code="unknown_path"
         )
     elif error.status_code == 405:
-        found = ApiError(405, f"{request.method} is not allowed on {request.url.path[:200]}", code="method_not_allowed")
-        found.headers["Allow"] = ", ".join(_allowed(request))
+        allowed = ", ".join(_allowed(request))
+        text = f"{request.method} is not allowed on {request.url.path[:200]}; it takes {allowed}"
+        found = ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
         return await _api_error(request, found)
     else:
         found = ApiError(error.status_code, str(error.detail))

@@ -14,6 +14,10 @@ from pydantic import BaseModel, ValidationError
 from services.gateway.errors import ApiError, invalid, shown
 
 MAX_JSON_DEPTH = 32
+MAX_MEMBERS = 4096
+"""Of one object. A check may find a fault in every member, and each costs the event loop two microseconds."""
+MAX_CONTAINERS = 65_536
+"""Objects and lists of a body."""
 
 # Field -> the values that ask for nothing; any other value is refused until the feature is built.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -30,17 +34,25 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
 }
 
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""Of JSON, also one that has no end: the pattern never fails behind a quote, so no byte is looked at twice."""
 T = TypeVar("T", bound=BaseModel)
 
 
-def parse_json(body: bytes) -> Any:
-    """The JSON value of a body. Raises ApiError(400)."""
+def parse_json(body: bytes, place: str = "the body", param: str | None = None) -> Any:
+    """The JSON value of a body, or of what is called `place`. Raises ApiError(400)."""
+    brackets = body.count(b"[") + body.count(b"{")
+    # Counted before they are made: the garbage collector goes through all of them again and again.
+    if brackets > MAX_CONTAINERS and (brackets := _brackets_outside_strings(body)) > MAX_CONTAINERS:
+        text = f"{place} may have {MAX_CONTAINERS} JSON objects and lists; got {brackets}"
+        raise invalid(param, text, "json_too_wide")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise invalid(None, f"the body is not valid JSON in UTF-8: {error}", "invalid_json") from error
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
-        raise invalid(None, f"the body nests JSON deeper than {MAX_JSON_DEPTH} levels", "json_too_deep")
+        raise invalid(param, f"{place} is not valid JSON in UTF-8: {error}", "invalid_json") from error
+    # Small bodies cannot be out of bounds, and are not looked through.
+    if brackets > MAX_JSON_DEPTH or body.count(b":") > MAX_MEMBERS:
+        _check_shape(value, place, param)
     return value
 
 
@@ -80,23 +92,30 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return invalid(place, f"Unrecognized request argument supplied: {place}", "unknown_parameter")
     if first["type"] == "missing":
-        return invalid(place, f"you must provide a {place} parameter", "missing_required_parameter")
+        return invalid(place, f"you must provide the parameter {place}", "missing_required_parameter")
     return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
 
 
-def _depth(value: Any) -> int:
-    """Levels of nesting, without recursion."""
+def _brackets_outside_strings(body: bytes) -> int:
+    plain = _STRING.sub(b"", body)
+    return plain.count(b"[") + plain.count(b"{")
+
+
+def _check_shape(value: Any, place: str, param: str | None) -> None:
+    """Depth and width of a JSON value, without recursion. Raises ApiError(400)."""
     depth = 0
     level = [value]
     while level:
         depth += 1
         if depth > MAX_JSON_DEPTH:
-            return depth
+            raise invalid(param, f"{place} nests JSON deeper than {MAX_JSON_DEPTH} levels", "json_too_deep")
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
+                if len(item) > MAX_MEMBERS:
+                    text = f"a JSON object in {place} may have {MAX_MEMBERS} members; got {len(item)}"
+                    raise invalid(param, text, "json_too_wide")
                 below += [child for child in item.values() if isinstance(child, dict | list)]
             elif isinstance(item, list):
                 below += [child for child in item if isinstance(child, dict | list)]
         level = below
-    return depth

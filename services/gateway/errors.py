@@ -69,6 +69,11 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
+def too_big(most_bytes: int, got: str) -> ApiError:
+    """413 for a body."""
+    return ApiError(413, f"the body must be at most {most_bytes} bytes; got {got}", code="body_too_large")
+
+
 HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client"
 
 

@@ -19,7 +19,7 @@ from protos import kserve_pb2 as kserve
 from protos import kserve_pb2_grpc
 from services.gateway.api_types import CompletionBody
 from services.gateway.bodies import parse_body
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generation
 from services.gateway.grpc_tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
@@ -36,6 +36,9 @@ log = logging.getLogger("orcinus.gateway")
 MOST_CALLS = 4096
 MOST_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
+READ_BODIES = 2
+"""Messages up to so many times the limit of a body are read, and refused here in words and with a code. At longer ones
+gRPC itself ends the call, and neither can be added."""
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -67,7 +70,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         chain, key = gateway.settings.tls_cert, gateway.settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
-            ("grpc.max_receive_message_length", gateway.settings.max_body_bytes),
+            ("grpc.max_receive_message_length", READ_BODIES * gateway.settings.max_body_bytes),
             ("grpc.max_metadata_size", gateway.settings.max_header_bytes),
             ("grpc.keepalive_time_ms", 10_000),  # a client whose machine is gone is noticed
             ("grpc.keepalive_timeout_ms", 5_000),
@@ -178,6 +181,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         """The request, checked and enqueued. Raises ApiError; the Generation must be closed."""
         started = time.monotonic()
         gateway = self._gateway
+        if (size := request.ByteSize()) > gateway.settings.max_body_bytes:
+            raise too_big(gateway.settings.max_body_bytes, f"{size} bytes")
         check_outputs(request)
         fields = {"stream": streams, **fields_of(request)}
         if fields["stream"] and not streams:

@@ -133,7 +133,8 @@ def _parameters(given: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:
 
 
 def _json_object(elements: list[Any]) -> dict[str, Any]:
-    value = parse_json(_only(elements, "sampling_parameters"))
+    name = "sampling_parameters"
+    value = parse_json(_only(elements, name), name, name)
     if not isinstance(value, dict):
         raise invalid("sampling_parameters", f"sampling_parameters must be a JSON object; got {shown(value)}")
     return value

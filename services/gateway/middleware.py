@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.dashboard import pages
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, too_big
 from services.gateway.gateway import Gateway
 
 log = logging.getLogger("orcinus.gateway")
@@ -108,7 +108,7 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._most_bytes:
-            await send_error(self._too_big(f"{declared} bytes"), send)
+            await send_error(too_big(self._most_bytes, f"{declared} bytes"), send)
             return
         seen = 0
 
@@ -118,14 +118,10 @@ class BodyLimit:
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
                 if seen > self._most_bytes:
-                    raise self._too_big("more")
+                    raise too_big(self._most_bytes, "more")
             return message
 
         await self._app(scope, counted, send)
-
-    def _too_big(self, got: str) -> ApiError:
-        message = f"the body must be at most {self._most_bytes} bytes; got {got}"
-        return ApiError(413, message, code="body_too_large")
 
 
 def _endpoint(path: str) -> str:

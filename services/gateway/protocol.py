@@ -123,11 +123,12 @@ class Protocol(HttpToolsProtocol):
         self._answer(ApiError(408, text, code="request_timeout"))
 
     def _answer(self, error: ApiError) -> None:
-        """Refuses and closes; only closes where another answer is on its way."""
+        """Refuses and closes; only closes where another answer to this request is on its way, or was there already."""
         self._wait_no_more()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        cycle = self.cycle  # of the request that comes in, or of the last one that was all there
+        if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
             self.transport.write(_response(error))
         self.transport.close()
 

@@ -167,4 +167,4 @@ def _bad_arguments(name: str, got: str) -> ApiError:
 
 
 def _missing(field: str) -> ApiError:
-    return invalid(field, f"you must provide a {field} parameter", "missing_required_parameter")
+    return invalid(field, f"you must provide the parameter {field}", "missing_required_parameter")

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 
 from protos.kserve_pb2 import ModelInferRequest
 
+USER = "sk-test-0123456789"
 Fill = Callable[[ModelInferRequest], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """One ModelInfer. model: empty for the served one."""
+    """One ModelInfer, or the only request of a ModelStreamInfer. model: empty for the served one."""
 
     note: str
     fill: Fill
     model: str = ""
-    key: bool = True
+    key: str = USER  # empty: none
+    streams: bool = False
+
+    @property
+    def method(self) -> str:
+        return "ModelStreamInfer" if self.streams else "ModelInfer"
 
 
 def _tensor(name: str, datatype: str, shape: list[int], *elements: bytes) -> Fill:
@@ -42,7 +48,10 @@ def _parameter(name: str, kind: str, value: bool | float | str) -> Fill:
 
 _TEXT = _tensor("text_input", "BYTES", [1], b"x")
 CALLS = [
-    Called("no key", _TEXT, key=False),
+    Called("no key", _TEXT, key=""),
+    Called("another key", _TEXT, key="wrong"),
+    Called("no key", _TEXT, key="", streams=True),
+    Called("another key", _TEXT, key="wrong", streams=True),
     Called("the model `gpt-4`", _TEXT, model="gpt-4"),
     Called("`model_version` 2", _all(_TEXT, lambda request: setattr(request, "model_version", "2"))),
     Called("no input", lambda request: None),
@@ -59,6 +68,7 @@ CALLS = [
             lambda request: request.raw_input_contents.append(b"\x09\0\0\0x"),
         ),
     ),
+    Called("a message above 200,000 bytes", _tensor("text_input", "BYTES", [1], b"x" * 200_000)),
     Called("`max_tokens` 0", _parameter("max_tokens", "int64_param", 0)),
     Called("`temperature` not a number", _parameter("temperature", "double_param", float("nan"))),
     Called("`temperature` 3.0", _parameter("temperature", "double_param", 3.0)),
@@ -71,6 +81,7 @@ CALLS = [
         "`sampling_parameters` that are no JSON",
         _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"{")),
     ),
+    Called("`temperature` 3.0", _parameter("temperature", "double_param", 3.0), streams=True),
     Called("`sampling_parameters` `[]`", _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"[]"))),
     Called("an output `image`", _all(_TEXT, lambda request: request.outputs.add(name="image") and None)),
 ]

@@ -24,7 +24,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": [1, "a"]}, "prompt", "'a'"),
     ("completions", {"prompt": ["a", ""]}, "prompt", "prompt[1]"),
     ("completions", {"prompt": {"a": 1}}, "prompt", "prompt"),
-    ("completions", {}, "prompt", "provide a prompt"),
+    ("completions", {}, "prompt", "provide the parameter prompt"),
     ("completions", {"prompt": "x", "temperature": 2.1}, "temperature", "less than or equal to 2"),
     ("completions", {"prompt": "x", "temperature": "hot"}, "temperature", "'hot'"),
     ("completions", {"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.services.bad_calls import USER
 from tests.services.bad_fields import BAD, CHAT
 
 MOST_BODY = 200_000
@@ -26,6 +27,7 @@ class Sent:
     note: str = ""  # what the table says of it beside its body
     before: tuple[Sent, ...] = ()  # sent first, and served
     ops: bool = False  # to the ops port
+    raw: bytes = b""  # if any, all that the client says on its connection
 
 
 def completions(note: str = "", **body: Any) -> Sent:
@@ -175,6 +177,7 @@ TOKENS = [
     Sent("/detokenize", {"tokens": [1_000_000]}),
     Sent("/detokenize", {"tokens": "1"}),
 ]
+WIDE = {f"a{number}": 1 for number in range(5000)}
 BODIES = [
     Sent("/v1/completions", b"{", note="the body `{`"),
     Sent("/v1/completions", b"", note="no body"),
@@ -185,10 +188,24 @@ BODIES = [
     Sent("/v1/completions", b'{"prompt": NaN}', note='`{"prompt": NaN}`'),
     Sent("/v1/completions", b"[" * 50_000, note="50,000 times `[`"),
     Sent("/v1/completions", b'{"a":' * 40 + b"1" + b"}" * 40, note="objects in objects, 40 levels"),
+    completions(**WIDE),
+    completions(logit_bias=WIDE),
+    Sent("/v1/completions", b'{"prompt": [' + b"[]," * 65_535 + b"[]]}", note="`prompt` with 65,536 empty lists"),
     Sent("/v1/completions", b'{"prompt": "' + b"x" * MOST_BODY + b'"}', note=f"a body above {MOST_BODY} bytes"),
     Sent("/v1/completions", b"prompt=x", headers={"Content-Type": "text/plain"}, note="`Content-Type: text/plain`"),
     Sent("/v1/completions", {"prompt": "x"}, headers={"x-filler": "y" * 40_000}, note="a header of 40,000 bytes"),
     Sent("/v1/completions", {"prompt": "x"}, headers={f"x-{n}": "y" for n in range(101)}, note="more than 100 headers"),
+    Sent(
+        "/", raw=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", note="a greeting of TLS on a port without it"
+    ),
+    Sent("/", raw=b"hello\r\n\r\n", note="`hello`, which is no HTTP"),
+    Sent("/", raw=b"GET /" + b"x" * 70_000, note="a path of 70,000 bytes without an end"),
+    Sent(
+        "/v1/completions",
+        raw=b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+        + f"Authorization: Bearer {USER}\r\n\r\n{{".encode(),
+        note="a body of which the rest does not come",
+    ),
     Sent("/v1/completions", method="GET"),
     Sent("/v1/models", {}, method="POST"),
     Sent("/v1/models/gpt-4", method="GET"),
@@ -198,6 +215,7 @@ BODIES = [
     Sent("/stats", method="GET", headers={"Host": "evil.example"}, ops=True, note="ops port, `Host: evil.example`"),
 ]
 _ONCE = Sent("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"Idempotency-Key": "mine"})
+_STREAM = Sent("/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": True}, headers={"Idempotency-Key": "s"})
 KEYS_AND_IDS = [
     Sent("/v1/completions", {"prompt": "x"}, key="", note="no key"),
     Sent("/v1/completions", {"prompt": "x"}, key="", headers={"Authorization": "Bearer wrong"}, note="another key"),
@@ -219,6 +237,10 @@ KEYS_AND_IDS = [
         headers={"Idempotency-Key": "new", "Last-Event-ID": "cmpl-1:3"},
         note="`Last-Event-ID` of a request that is not known",
     ),
+    Sent(
+        "/v1/completions", _STREAM.body, headers={**_STREAM.headers, "Last-Event-ID": "cmpl-1:3"}, before=(_STREAM,),
+        note="`Last-Event-ID` of another request",
+    ),
     Sent("/v1/requests/cmpl-none", method="GET"),
     Sent("/v1/requests/cmpl-none", method="DELETE"),
     Sent("/v1/requests/cmpl-none/stream", method="GET"),
@@ -227,6 +249,12 @@ NOBODY_SERVES = [
     Sent("/v1/completions", {"prompt": "x"}, note="no scheduler is there"),
     Sent("/health/ready", method="GET", note="the same"),
 ]
+CROWDED = [
+    completions("1,000,000 prompt tokens wait already"),
+    completions("the first token is predicted in 5,000 ms", ttft_slo_ms=1000),
+    completions("the first token is predicted in 5,000 ms", deadline_ms=1500),
+]
+"""What a server of which much is asked refuses; see `answers` of tests/bad_input.py."""
 SECTIONS: dict[str, list[Sent]] = {
     "Fields of completions and chat": FIELDS,
     "More fields of chat": CHAT_FIELDS,

@@ -11,13 +11,13 @@ from tests.bad_input import Answer, Asked
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asked, list[Answer]]]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asked, list[Answer], list[Answer]]]:
     with bad_input.answers(tmp_path_factory.mktemp("bad")) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def page(asked: tuple[Asked, list[Answer]]) -> str:
+def page(asked: tuple[Asked, list[Answer], list[Answer]]) -> str:
     return bad_input.page(*asked)
 
 
@@ -36,7 +36,7 @@ def test_every_bad_request_is_refused_with_a_message_and_never_with_500(page: st
         assert status != "400" or code != " " or param, row
 
 
-def test_the_gateway_serves_on_behind_all_of_it(asked: tuple[Asked, list[Answer]], page: str) -> None:
+def test_the_gateway_serves_on_behind_all_of_it(asked: tuple[Asked, list[Answer], list[Answer]], page: str) -> None:
     gateway = asked[0].gateway
     headers = {"Authorization": f"Bearer {bad_input.USER}"}
     answer = gateway.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=headers)

@@ -125,6 +125,14 @@ def test_a_request_that_does_not_come_in_time_gets_408(gateway: GatewayProcess) 
     assert "Traceback" not in gateway.log()
 
 
+def test_a_request_that_was_refused_before_its_body_was_there_gets_no_second_answer(gateway: GatewayProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+        connection.sendall(head + b"{")
+        told = b"".join(iter(lambda: connection.recv(65536), b""))  # until the time for the rest is over
+    assert told.startswith(b"HTTP/1.1 415") and told.count(b"HTTP/1.1") == 1
+
+
 def test_what_is_no_http_gets_400_in_openais_shape(gateway: GatewayProcess) -> None:
     status, error = exchange(gateway, b"\x16\x03\x01 hello\r\n\r\n")
     assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")

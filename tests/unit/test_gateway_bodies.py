@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.bodies import MAX_CONTAINERS, MAX_MEMBERS, parse_body, parse_json
+from services.gateway.errors import ApiError
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}
@@ -32,3 +35,62 @@ def test_a_long_list_of_wrong_things_is_given_up_at_once(kind: type[BaseModel], 
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= 200
+
+
+WIDE = {f"a{at}": 1 for at in range(MAX_MEMBERS + 1)}
+CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionBody, {"prompt": "x", **WIDE}),
+        (CompletionBody, {"prompt": "x", "logit_bias": WIDE}),
+        (CompletionBody, {"prompt": "x", "stream_options": WIDE}),
+        (CompletionBody, {"prompt": "x", "guided_json": {"type": "object", "properties": WIDE}}),
+        (ChatBody, {"messages": [MESSAGE], "metadata": WIDE}),
+        (ChatBody, {"messages": [{**MESSAGE, **WIDE}]}),
+    ],
+    ids=["fields", "bias", "options", "schema", "metadata", "message"],
+)
+def test_an_object_of_too_many_members_is_refused_before_they_are_checked(
+    kind: type[BaseModel], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ApiError, match=f"may have {MAX_MEMBERS} members; got 4[01]") as refused:
+        parse_body(orjson.dumps({"model": "m", **fields}), kind)
+    assert (refused.value.status, refused.value.code) == (400, "json_too_wide")
+
+
+def test_an_object_of_as_many_members_as_may_be_is_checked() -> None:
+    fields = dict(list(WIDE.items())[: MAX_MEMBERS - 2])
+    with pytest.raises(ApiError, match="Unrecognized request argument supplied: a0"):
+        parse_body(orjson.dumps({"model": "m", "prompt": "x", **fields}), CompletionBody)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": [WIDE] * 9}, {"messages": [{**MESSAGE, "role": "assistant", "tool_calls": [{**CALL, **WIDE}] * 9}]}],
+    ids=["tools", "calls"],
+)
+def test_only_the_first_of_several_wide_objects_is_looked_at(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatBody.model_validate({"model": "m", "messages": [MESSAGE], **fields})
+    assert refused.value.error_count() <= len(WIDE) + 2
+
+
+@pytest.mark.parametrize("piece", ["[],", "{},"])
+def test_lists_and_objects_are_counted_outside_of_strings_only(piece: str) -> None:
+    held = "[" + (piece * (MAX_CONTAINERS - 2))[:-1] + "]"
+    assert len(parse_json(f'{{"a": {held}}}'.encode())["a"]) == MAX_CONTAINERS - 2
+    with pytest.raises(ApiError, match=f"may have {MAX_CONTAINERS} JSON objects and lists; got {MAX_CONTAINERS + 1}"):
+        parse_json(f'{{"a": [{held}]}}'.encode())
+    text = '\\"[{' * MAX_CONTAINERS
+    assert parse_json(orjson.dumps({"a": text})) == {"a": text}
+
+
+@pytest.mark.parametrize("end", ["", "\\", '"', '\\"'])
+def test_brackets_behind_a_quote_that_is_never_closed_are_not_looked_through_twice(end: str) -> None:
+    body = ('{"a": "' + '\\"' * 500_000 + "{" * (MAX_CONTAINERS + 1) + end).encode()
+    with pytest.raises(ApiError) as refused:
+        parse_json(body)
+    assert refused.value.status == 400
