@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 
 
 class CoreTwin(RuleBasedStateMachine):
-    """Everything that can happen to a core, in any order, on a replica that is too small for it."""
+    """Everything that can happen to a core, in any order, on one to three replicas that are too small for it."""
 
     @initialize(
         policy=ANY_POLICY,
@@ -146,16 +147,16 @@ class CoreTwin(RuleBasedStateMachine):
         self.count += 1
         self.house.add(new)
 
-    @rule(times=st.integers(1, 4))
-    def plan(self, times: int) -> None:
+    @rule(times=st.integers(1, 4), replica=st.integers(0, 2))
+    def plan(self, times: int, replica: int) -> None:
         for _ in range(times):
-            if self.house.workers:
-                self.house.plan()
+            if replica in self.house.workers:
+                self.house.plan(replica)
 
-    @rule(times=st.integers(1, 4))
-    def answer(self, times: int) -> None:
+    @rule(times=st.integers(1, 4), replica=st.integers(0, 2))
+    def answer(self, times: int, replica: int) -> None:
         for _ in range(times):
-            self.house.answer()
+            self.house.answer(replica)
 
     @rule(rounds=st.integers(1, 6))
     def go_on(self, rounds: int) -> None:
@@ -183,21 +184,32 @@ class CoreTwin(RuleBasedStateMachine):
     def adopt(self, data: st.DataObject, gateway: str) -> None:
         self.house.core.adopt(f"r{data.draw(st.integers(0, self.count))}", gateway)
 
-    @precondition(lambda self: self.house.workers and self.house.workers[0].queue)
+    @precondition(lambda self: any(worker.queue for worker in self.house.workers.values()))
     @rule(position=st.integers(0, 3))
     def a_sequence_fails(self, position: int) -> None:
-        self.house.workers[0].fail_next = {position}
-        self.house.answer()
+        busy = next(number for number, worker in self.house.workers.items() if worker.queue)
+        self.house.workers[busy].fail_next = {position}
+        self.house.answer(busy)
 
     @precondition(lambda self: self.house.workers)
-    @rule()
-    def lose(self) -> None:
-        self.house.lose()
+    @rule(which=st.integers(0, 2))
+    def lose(self, which: int) -> None:
+        alive = sorted(self.house.workers)
+        self.house.lose(alive[which % len(alive)])
 
-    @precondition(lambda self: not self.house.workers)
-    @rule()
-    def join(self) -> None:
-        assert self.house.join(self.limits) == 0
+    @precondition(lambda self: len(self.house.workers) < 3)
+    @rule(slots=st.integers(1, 6), blocks=st.integers(6, 20), host_blocks=st.sampled_from([0, 4]))
+    def join(self, slots: int, blocks: int, host_blocks: int) -> None:
+        lowest = min({0, 1, 2} - set(self.house.workers))
+        of_another_size = replace(self.limits, slots=slots, blocks=blocks, host_blocks=host_blocks)
+        assert self.house.join(of_another_size) == lowest
+
+    @precondition(lambda self: getattr(self, "count", 0))
+    @rule(data=st.data(), most=st.integers(0, 2), at_once=st.booleans())
+    def confine(self, data: st.DataObject, most: int, at_once: bool) -> None:
+        self.house.core.confine({f"r{data.draw(st.integers(0, self.count - 1))}" for _ in range(most)})
+        if at_once:
+            self.house.core.assign_dock(self.house.now)
 
     @rule(policy=ANY_POLICY)
     def switch(self, policy: str) -> None:
@@ -225,6 +237,7 @@ class CoreTwin(RuleBasedStateMachine):
         if hasattr(self, "house"):
             if not self.house.workers:
                 self.house.join(self.limits)
+            self.house.core.confine(())
             for number in range(self.count):
                 self.house.core.resume(f"r{number}", self.house.now)
             self.house.finish(bound=4000)

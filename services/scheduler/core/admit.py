@@ -22,7 +22,7 @@ from services.scheduler.core.sharing import MOST_ASIDE, Hit, Sharing
 from services.scheduler.core.table import Int64
 from services.scheduler.core.types import EMPTY, Enter, Int32
 
-LOOK_PAST = 16  # waiting sequences at most that belong to other replicas
+LOOK_PAST = 16  # waiting sequences at most that are for other replicas
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = Hit(EMPTY, EMPTY, 0)
 
@@ -71,7 +71,9 @@ class Admission:
         if refusal is None or shared.closed or not shared.policy.relief.takes:
             return
         head = shared.placer.head(now_ns)
-        if head is None or head.number != refusal.number or head.priority > HIGH or not may_enter(replica, head):
+        if head is None or head.number != refusal.number or head.priority > HIGH:
+            return
+        if not shared.routing.may_enter(replica, head):
             return
         if sharing is not None and sharing.owner_of(head, sharing.find([head])[0].size) >= 0:
             return  # it would be set aside with the slot
@@ -106,6 +108,12 @@ class Admission:
 
         One who was preempted does not enter while a step of his is unanswered, and holds his place meanwhile.
         """
+        self._admit(replica, draft, now_ns, known)
+        if draft.passed:
+            self._shared.placer.put_back(draft.passed, now_ns)
+            draft.passed.clear()
+
+    def _admit(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         shared, placer, sharing = self._shared, self._shared.placer, replica.sharing
         if sharing is not None:
             sharing.expire(now_ns)
@@ -113,7 +121,9 @@ class Admission:
                 placer.back(sequence, now_ns)
             sharing.ready.clear()
         beneficiary = replica.beneficiary
-        if beneficiary is not None and (beneficiary.state is not State.WAITING or not may_enter(replica, beneficiary)):
+        if beneficiary is not None and (
+            beneficiary.state is not State.WAITING or not shared.routing.may_enter(replica, beneficiary)
+        ):
             beneficiary = replica.beneficiary = None
         if not len(placer) or shared.closed or (draft.preempted and beneficiary is None):
             return
@@ -122,7 +132,7 @@ class Admission:
             return
         if sharing is not None and shared.policy.order.prefixes and len(placer) <= LOOKED_AT:
             sharing.find([sequence for sequence in placer if not sequence.swapped])
-        head = beneficiary or placer.head(now_ns)
+        head = beneficiary or self._next(replica, draft, now_ns)
         if head is None:
             return
         running, waiting = replica.table.count, len(placer)
@@ -130,7 +140,7 @@ class Admission:
         free = most - running
         joins = shared.policy.batch.joins(replica, waiting, most, head.record.arrived_ns, now_ns)
         room = min(free, draft.seats, joins)
-        if free <= 0 and may_enter(replica, head):
+        if free <= 0 and not head.unanswered:
             self._refuse(replica, head, 0)
         again = replica.refusal is not None
         if room <= 0 or draft.left <= 0 or self._still_refused(replica, head):
@@ -150,6 +160,35 @@ class Admission:
             if entered < len(candidates) or beneficiary is not None or draft.aside > MOST_ASIDE:
                 break
             room -= entered
+
+    def _next(self, replica: Replica, draft: Draft, now_ns: int) -> Sequence | None:
+        """The first of the waiting that is for this replica; those before it stand aside until admit() ends. If too
+        many stand before it nobody is, until something changes or one of them may be taken here, too."""
+        placer, routing = self._shared.placer, self._shared.routing
+        head = placer.head(now_ns)
+        if not routing.chooses or head is None:
+            return head
+        changes, until_ns = replica.nobody
+        if changes == placer.changes and now_ns < until_ns:
+            return None
+        on_dock = bool(routing.confined) and routing.dock == replica.number
+        if on_dock and not routing.waiting_on_dock():
+            return None
+        most = len(placer) if on_dock else LOOK_PAST
+        while head is not None and not routing.takes(replica, head, now_ns):
+            if head.unanswered and head.replica == replica.number:
+                return head
+            if len(draft.passed) >= most:
+                head = None
+                break
+            placer.pass_over(head)
+            draft.passed.append(head)
+            head = placer.head(now_ns)
+        if head is None:
+            owing = any(sequence.unanswered for sequence in draft.passed)
+            moments = [routing.since(replica, sequence, now_ns) for sequence in draft.passed if not owing]
+            replica.nobody = (placer.changes, min(moments, default=now_ns))
+        return head
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
         """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
@@ -171,24 +210,20 @@ class Admission:
     ) -> list[Candidate] | None:
         """The first of the waiting, at most `room` and about as many as the budget takes, or the one for whom others
         yielded; they are popped. None if nobody may be asked, an empty list if all were set aside."""
-        placer = self._shared.placer
+        shared, placer = self._shared, self._shared.placer
         taken: list[Sequence] = []
-        elsewhere: list[Sequence] = []  # who can run on other replicas alone
         spent = 0
-        while len(taken) < room and spent < draft.left and len(elsewhere) < LOOK_PAST:
-            sequence = beneficiary or placer.head(now_ns)
+        while len(taken) < room and spent < draft.left:
+            sequence = beneficiary or self._next(replica, draft, now_ns)
             if sequence is None or sequence.unanswered or (sequence.pinned and taken):  # pinned: judged alone
                 break
             placer.pop(sequence)
-            if not may_enter(replica, sequence):
-                elsewhere.append(sequence)
-                continue
+            if sequence.swapped and sequence.replica != replica.number:
+                shared.routing.evict(sequence)  # to compute it again here is cheaper than to wait there
             taken.append(sequence)
             spent += 0 if sequence.swapped else max(sequence.known - sequence.hits, 1)
             if sequence.pinned:
                 break
-        for sequence in elsewhere:
-            placer.push(sequence, now_ns)
         if not taken:
             return None
         if replica.sharing is None:
@@ -243,8 +278,8 @@ class Admission:
         if candidates[0].sequence.pinned:
             promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
-            most = shared.policy.tokens.most(replica, shared.step_tokens)
-            promised = shared.policy.memory.admit(replica, entrants, Pace(shared.lookahead, most))
+            most = replica.tokens.most(replica, shared.step_tokens)
+            promised = replica.memory.admit(replica, entrants, Pace(shared.lookahead, most))
         if not promised.size and self._guard.could_take(replica, candidates[0].sequence):
             promised = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
         costs = promised - entrants.shared[: promised.size]
@@ -319,6 +354,8 @@ class Admission:
                 sequence.record.started = True
                 known.started.append(sequence.record.request.id)
         replica.promise(slots, promised[: slots.size])
+        if shared.routing.chooses:
+            shared.routing.entered([c.sequence for c in entering])
         if replica.sharing is not None:
             replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
@@ -344,10 +381,3 @@ def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Ent
     """How the worker is told of a sequence all of whose `blocks` hold computed KV."""
     request, prompt = sequence.record.request, sequence.prompt.size
     return Enter(slot, request, sequence.choice, sequence.tokens(), prompt, blocks.size * block_size, blocks)
-
-
-def may_enter(replica: Replica, sequence: Sequence) -> bool:
-    """Could this replica ever run the waiting `sequence`, and does it owe no step?"""
-    if sequence.unanswered or sequence.misfit(replica.limits):
-        return False
-    return not sequence.swapped or sequence.replica == replica.number

@@ -119,6 +119,10 @@ class BlockPool:
         """find() of many prompts, (keys, tokens, root) each, in one go."""
         return self._index.find_many(prompts, self._drains if self.draining else None)
 
+    def leading(self, keys: UInt64) -> int:
+        """How many of the first keys of a chain are indexed; whether the blocks hold that prefix is not looked at."""
+        return self._index.leading(keys)
+
     def register(self, blocks: Int32, keys: UInt64, tokens: Int32, first: Mask, parents: Int64) -> Int64:
         """Makes full, applied blocks known; returns [n] content ids, with which the chains can go on later, also
         after these blocks were evicted.

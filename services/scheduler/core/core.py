@@ -7,11 +7,13 @@ the caller's, in nanoseconds of one clock (NewRequest.arrived_ns and deadline_ns
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 import numpy as np
 
 from services.scheduler.core.draft import Shared
 from services.scheduler.core.figures import figures, ttft_ns
+from services.scheduler.core.loss import clear, lose
 from services.scheduler.core.outcome import Collector, Names
 from services.scheduler.core.passes import Passes
 from services.scheduler.core.placer import CLASSES, Placer
@@ -37,7 +39,8 @@ from services.scheduler.core.types import (
 class Core:
     """Schedules requests over replicas.
 
-    max_seqs: sequences that run at most (0: the replica's slots); microbatches and lookahead: PROTOCOL.md, section 3;
+    max_seqs: sequences that run at most on a replica (0: its slots); microbatches (0: the replica's stages) and
+    lookahead: PROTOCOL.md, section 3; affinity: what a cached token counts when replicas are chosen (Routing);
     step_tokens: token budget of a step (0: the policy's); prefix_cache: share and keep prefixes (None: as the policy
     does); a sequence's checkpoint is due every `checkpoint_tokens` tokens or `checkpoint_ns` (0 tokens: not while it
     runs), when it loses its slot, and at its end.
@@ -54,6 +57,7 @@ class Core:
         prefix_cache: bool | None = None,
         checkpoint_tokens: int = 32,
         checkpoint_ns: int = 1_000_000_000,
+        affinity: float = 1.0,
     ) -> None:
         self.policy = parse(policy) if isinstance(policy, str) else policy
         self.microbatches, self.lookahead = microbatches, lookahead
@@ -66,7 +70,8 @@ class Core:
         self._parked: dict[str, Record] = {}  # of which something was set aside by park()
         self._names = Names()
         self._placer = Placer(self.policy.order)
-        self._shared = Shared(self.policy, self._placer, max_seqs, microbatches, lookahead, step_tokens)
+        self._shared = Shared(self.policy, self._placer, max_seqs, lookahead, step_tokens, affinity=affinity)
+        self._routing = self._shared.routing
         self._passes = Passes(self._shared)
         self._results = Results(self, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
@@ -81,15 +86,20 @@ class Core:
         What waits and can run on no replica ends with an error in the next Outcome.
         """
         number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
-        if self._prefix_cache and (self._hasher is None or self._hasher.block_size != limits.block_size):
+        others = any(r.sharing is not None for r in self.alive)
+        if self._prefix_cache and not others and (self._hasher is None or self._hasher.block_size != limits.block_size):
             self._hasher = Hasher(limits.block_size, seed=0)
             for record in self._records.values():
                 for sequence in record.sequences:
                     sequence.keys = NO_KEYS
-        self.replicas[number : number + 1] = [Replica(number, limits, self._hasher)]
-        self.replicas[number].table.stagger = max(self._checkpoint_tokens, 1)
+        # One size of blocks has keys: who joins with another shares no prefixes.
+        hasher = self._hasher if self._hasher is not None and self._hasher.block_size == limits.block_size else None
+        replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self.microbatches or limits.stages)
+        replica.table.stagger = max(self._checkpoint_tokens, 1)
+        self.replicas[number : number + 1] = [replica]
+        self._routing.joined(replica, self.alive)
         for sequence in list(self._placer):
-            finish, error = self._examine(sequence)
+            finish, error = self._routing.examine(sequence)
             if finish is not Finish.RUNNING:
                 self._drop(sequence, finish, error, self._pending)
         return number
@@ -100,29 +110,20 @@ class Core:
         Step ids begin anew when it joins again, so the caller passes on no answer of the Run that was lost.
         """
         lost = self.replicas[replica]
-        lost.alive = False
         self._moved += lost.transfers.swapped_blocks
         self._hit += lost.sharing.hit_tokens if lost.sharing is not None else 0
-        lost.inflight.clear()
-        lost.inflight_of.clear()
-        for departed in [gone for each in lost.departed.values() for gone in each]:
-            departed.sequence.unanswered = 0
-        lost.departed.clear()
-        for slot in np.flatnonzero(lost.table.active).tolist():
-            lost_tokens = int(lost.table.planned[slot])
-            sequence = lost.leave(slot)
-            sequence.unanswered, sequence.lost = 0, lost_tokens
-            self._pending.checkpoint(sequence)
-            self._placer.push(sequence, now_ns)
-        for sequence in [s for record in self._records.values() for s in record.sequences]:
-            if sequence.swapped and sequence.replica == replica:
-                sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
-                if sequence.state is State.WAITING:
-                    self._placer.unswapped()
-        if lost.sharing is not None:
-            for sequence in lost.sharing.ready:
-                self._placer.back(sequence, now_ns)
-        lost.freed.clear()
+        lose(lost, self._records.values(), self._placer, self._pending, now_ns)
+        self._routing.lost(lost, self.alive)
+
+    def confine(self, request_ids: Iterable[str]) -> None:
+        """These requests run alone on one replica, the dock, and on no other; nobody else enters there. The dock is the
+        next replica that joins, or that of assign_dock(), and stays until it is lost or nobody is confined."""
+        self._routing.confine({name: self._records[name] for name in request_ids if name in self._records})
+
+    def assign_dock(self, now_ns: int) -> None:
+        """If those confined wait for a dock, the replica with least to do becomes it, and is emptied."""
+        if (chosen := self._routing.assign_dock()) is not None:
+            clear(chosen, self._routing.confined.values(), self._placer, self._pending, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Takes a request in, with the outputs it has already after a restart. One that can never run ends at once.
@@ -242,8 +243,8 @@ class Core:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
         if self._next_policy is not None:
             self._change_policy(now_ns)
-        alive = replica < len(self.replicas) and self.replicas[replica].alive
-        step = self._passes.iterate(self.replicas[replica], now_ns, out) if alive else None
+        here = replica < len(self.replicas) and self.replicas[replica].alive
+        step = self._passes.iterate(self.replicas[replica], now_ns, out) if here else None
         return step, out.build() if out else None
 
     def apply(self, result: StepResult, now_ns: int) -> Outcome:
@@ -271,6 +272,11 @@ class Core:
         return not self._records and not self._pending and not any(r.inflight for r in self.replicas)
 
     @property
+    def alive(self) -> list[Replica]:
+        """The replicas that are there."""
+        return [replica for replica in self.replicas if replica.alive]
+
+    @property
     def unfinished(self) -> int:
         return len(self._records)
 
@@ -281,14 +287,18 @@ class Core:
     def in_flight(self, replica: int = 0) -> int:
         return len(self.replicas[replica].inflight)
 
+    def look_again_ns(self, replica: int) -> int:
+        """The moment from which `replica` may take one of the waiting that is held for another now; 0: none is."""
+        changes, until_ns = self.replicas[replica].nobody
+        return until_ns if changes == self._placer.changes else 0
+
     def predicted_ttft_ns(self, priority: int = len(CLASSES) - 1) -> int:
         """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
-        return ttft_ns(self._shared, [r for r in self.replicas if r.alive], priority)
+        return ttft_ns(self._shared, self.alive, priority)
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
-        alive = [r for r in self.replicas if r.alive]
-        fields = figures(self._shared, alive, self._records.values(), self._parked.values())
+        fields = figures(self._shared, self.alive, self._records.values(), self._parked.values())
         fields["swapped_blocks"] += self._moved
         fields["prefix_hit_tokens"] += self._hit
         return fields | {
@@ -301,9 +311,8 @@ class Core:
     def check(self) -> None:
         """Raises RuntimeError when an invariant of PROTOCOL.md, section 3, is broken."""
         self._placer.check()
-        for replica in self.replicas:
-            if replica.alive:
-                replica.check(self.microbatches, self.lookahead)
+        for replica in self.alive:
+            replica.check(self.lookahead)
         check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._placer))
 
     # -- ends; also called by Results
@@ -374,6 +383,7 @@ class Core:
         self._placer.rebuild(policy.order, now_ns)
         for replica in self.replicas:
             replica.refusal = replica.beneficiary = None
+            replica.memory, replica.tokens = policy.parts_of(replica.number)
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: Collector) -> None:
         """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""
@@ -382,19 +392,9 @@ class Core:
         if before is not Finish.RUNNING:
             self.end(sequence, before, "", out)
             return
-        finish, error = self._examine(sequence)
+        finish, error = self._routing.examine(sequence)
         if finish is Finish.RUNNING:
             self._placer.push(sequence, now_ns)
             return
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)
-
-    def _examine(self, sequence: Sequence) -> tuple[Finish, str]:
-        """RUNNING if it can go on with the replicas that are there (or none is yet), else how it ends, and why."""
-        if not sequence.prompt.size:
-            return Finish.ERROR, "the prompt is empty: it must have at least one token"
-        sizes = [replica.limits for replica in self.replicas if replica.alive]
-        reasons = [sequence.misfit(limits) for limits in sizes]
-        if reasons and all(reasons):
-            return Finish.ERROR, reasons[0]
-        return sequence.verdict(max((sequence.longest(limits) for limits in sizes), default=sequence.wanted)), ""

@@ -51,7 +51,7 @@ class Decoding:
     def _slots(self, replica: Replica, draft: Draft) -> Int32:
         """Who lacks one token, ascending. While nobody comes or goes and all decode, that is known without looking."""
         table, high = replica.table, replica.table.high
-        if self._shared.microbatches == 1:
+        if replica.microbatches == 1:
             roster, steps, context = replica.calm
             if roster == table.roster and steps > 0:
                 replica.calm = (roster, steps - 1, context)
@@ -71,7 +71,7 @@ class Decoding:
     def _advance(self, replica: Replica, draft: Draft, rows: Rows) -> None:
         table = replica.table
         table.decoding[:, rows] += 1
-        if self._shared.microbatches > 1:
+        if replica.microbatches > 1:
             table.microbatch[rows] = draft.microbatch
         draft.seats -= draft.slots.size
         draft.left -= draft.slots.size

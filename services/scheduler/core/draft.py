@@ -11,6 +11,8 @@ from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
 from services.scheduler.core.policy import How, Policy
 from services.scheduler.core.replica import Replica
+from services.scheduler.core.routing import Routing
+from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Bool
 from services.scheduler.core.types import EMPTY, Enter, Int32
 
@@ -38,6 +40,7 @@ class Draft:
     budgeted: bool = False  # `left` is what the policy leaves for prompts
     aside: int = 0  # who were set aside for a prefix that others compute
     preempted: int = 0
+    passed: list[Sequence] = field(default_factory=list)  # the waiting before the first that this replica should take
 
     @property
     def empty(self) -> bool:
@@ -61,11 +64,15 @@ class Shared:
     policy: Policy
     placer: Placer
     max_seqs: int
-    microbatches: int
     lookahead: int
     step_tokens: int
     counters: Counters = field(default_factory=Counters)
     closed: bool = False  # nobody enters: the policy is about to change
+    affinity: float = 1.0
+    routing: Routing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.routing = Routing(self, self.affinity)
 
     def most(self, replica: Replica) -> int:
         """Sequences that may run at once."""
@@ -74,7 +81,7 @@ class Shared:
 
     def seats(self, replica: Replica, sequences: int) -> int:
         """Sequences in one step when `sequences` run."""
-        return self.policy.batch.seats(sequences, self.most(replica), self.microbatches)
+        return self.policy.batch.seats(sequences, self.most(replica), replica.microbatches)
 
     def wants(self, replica: Replica, microbatch: int) -> Bool:
         """[high] bool: who has something to run and may be in a step of this microbatch.
@@ -84,7 +91,7 @@ class Shared:
         """
         table, high = replica.table, replica.table.high
         wants: Bool = table.known[:high] < table.limit[:high]
-        if self.microbatches > 1:
+        if replica.microbatches > 1:
             wants &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == microbatch)
         return wants
 

@@ -122,7 +122,7 @@ def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
         first = priority if urgent(shared, priority) else LOW
         rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())
-        most = max(shared.policy.tokens.most(replica, shared.step_tokens), running + 1)
+        most = max(replica.tokens.most(replica, shared.step_tokens), running + 1)
         steps.append((replica.model, most - running, running, int(table.planned[:high][decodes].sum())))
     room = sum(chunk for _, chunk, _, _ in steps)
     if not room:

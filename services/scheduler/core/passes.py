@@ -40,7 +40,7 @@ class Passes:
         for microbatch in self._open(replica):
             while True:
                 seats = shared.seats(replica, replica.table.count)
-                draft = Draft(microbatch, seats, shared.policy.tokens.most(replica, shared.step_tokens))
+                draft = Draft(microbatch, seats, replica.tokens.most(replica, shared.step_tokens))
                 if replica.table.limited:
                     self._guard.protect(replica, draft, now_ns, known)
                 if len(shared.placer):
@@ -61,9 +61,9 @@ class Passes:
     def _open(self, replica: Replica) -> list[int]:
         """Microbatches that may be planned again, the one with least in flight and planned longest ago first."""
         shared, inflight, last = self._shared, replica.inflight_of, replica.last_planned
-        if shared.microbatches == 1:
+        if replica.microbatches == 1:
             return [0] if inflight.get(0, 0) <= shared.lookahead else []
-        free = [m for m in range(shared.microbatches) if inflight.get(m, 0) <= shared.lookahead]
+        free = [m for m in range(replica.microbatches) if inflight.get(m, 0) <= shared.lookahead]
         return sorted(free, key=lambda m: (inflight.get(m, 0), last.get(m, 0)))
 
     def _seal(self, replica: Replica, draft: Draft, now_ns: int) -> StepPlan:
@@ -92,8 +92,8 @@ class Passes:
         freed, replica.freed = replica.freed, []
         replica.sent(step)
         shared.counters.iteration += 1
-        if shared.policy.memory.learns:
-            shared.policy.memory.stepped(replica, draft.preempted)
+        if replica.memory.learns:
+            replica.memory.stepped(replica, draft.preempted)
         if shared.policy.order.counts:
             table = replica.table
             shared.policy.order.served(table.tenant[slots], table.priority[slots], lengths)

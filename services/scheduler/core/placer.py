@@ -24,6 +24,7 @@ class Placer:
         self._waiting = 0
         self.class_tokens = [0] * len(CLASSES)
         self.swapped = 0
+        self.changes = 0  # grows whenever another sequence may be at the head
 
     def __len__(self) -> int:
         return self._waiting
@@ -45,6 +46,7 @@ class Placer:
     def push(self, sequence: Sequence, now_ns: int) -> None:
         """`sequence` waits from now on. A preempted one keeps its arrival, so it stands where it stood."""
         sequence.state = State.WAITING
+        self.changes += 1
         self._queue.push(sequence, now_ns)
         self._count(sequence, 1)
 
@@ -54,8 +56,18 @@ class Placer:
 
     def pop(self, sequence: Sequence) -> None:
         """Takes the head out: it enters a slot, or comes back by push() or aside()."""
+        self.changes += 1
         self._queue.pop(sequence)
         self._count(sequence, -1)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        """The head is for another replica: while one looks on, until put_back()."""
+        self._queue.pop(sequence)
+
+    def put_back(self, passed: list[Sequence], now_ns: int) -> None:
+        """They stand where they stood."""
+        for sequence in passed:
+            self._queue.push(sequence, now_ns)
 
     def aside(self, sequence: Sequence) -> None:
         """One that was popped waits outside the queue, until back()."""
@@ -70,6 +82,7 @@ class Placer:
 
     def drop(self, sequence: Sequence) -> None:
         """A waiting sequence has ended or is parked (its state says so already)."""
+        self.changes += 1
         self._count(sequence, -1)
         if self._aside.pop(sequence.number, None) is None:
             self._queue.drop(sequence)

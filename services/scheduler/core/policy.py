@@ -1,7 +1,8 @@
 """What a policy is: one choice of each of five parts. The parts live in parts/, their combinations in presets.py.
 
 A part answers one question about columns, holds no sequence itself, and never changes a table. Those that learn (a
-limit, a ratio, lengths) are told what happened by the hooks; no two cores share a part.
+limit, a ratio, lengths) are told what happened by the hooks; no two cores share a part, and each replica has a memory
+and a tokens part of its own (`another`).
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class Memory(Protocol):
         That so many are available is the caller's check (he takes fewer). An empty replica must accept the first.
         """
 
+    def another(self) -> Memory:
+        """The same part for a further replica: what it learns of memory is its own, what of requests is shared."""
+
     learns: bool  # do the hooks below want to be called?
 
     def stepped(self, replica: Replica, preempted: int) -> None:
@@ -100,6 +104,9 @@ class Tokens(Protocol):
 
         May leave nothing for prompts, but a policy must not do so for ever.
         """
+
+    def another(self) -> Tokens:
+        """The same part for a further replica."""
 
 
 class Batch(Protocol):
@@ -182,3 +189,7 @@ class Policy:
     relief: Relief
     prefix_cache: bool = False  # shares and keeps prefixes by default
     lookahead: int = 0  # what the system itself does; the simulator's default
+
+    def parts_of(self, replica: int) -> tuple[Memory, Tokens]:
+        """Those parts that each replica has for itself; the first has the policy's own."""
+        return (self.memory.another(), self.tokens.another()) if replica else (self.memory, self.tokens)

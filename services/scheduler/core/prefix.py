@@ -218,6 +218,10 @@ class Index:
         cuts = np.minimum(wrong[np.searchsorted(wrong, starts)], ends).tolist()
         return [blocks[start:cut] for start, cut in zip(starts, cuts, strict=True)]
 
+    def leading(self, keys: UInt64) -> int:
+        """How many of the first keys are indexed."""
+        return len(self._candidates(keys))
+
     def register(self, blocks: Int32, keys: UInt64, tokens: Int32, first: Mask, parents: Int64) -> tuple[Int64, Int32]:
         """See BlockPool.register(). Also returns the blocks that are indexed no more, as others took their place."""
         starts = np.flatnonzero(first)

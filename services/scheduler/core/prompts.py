@@ -50,7 +50,7 @@ class Prompts:
         if depth or not draft.budgeted:
             draft.budgeted = True
             shared = self._shared
-            budget = shared.policy.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens, depth)
+            budget = replica.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens, depth)
             draft.left = min(draft.left, budget - draft.slots.size - draft.prefill)
 
     def run(self, replica: Replica, draft: Draft, slots: Int32, lengths: Int64) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.policy import Memory, Tokens
 from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.sharing import Sharing
@@ -74,10 +75,14 @@ class Refusal:
 class Replica:
     """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
 
-    def __init__(self, number: int, limits: Limits, hasher: Hasher | None) -> None:
-        """With a hasher prefixes are shared and kept."""
+    def __init__(
+        self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Tokens, microbatches: int = 1
+    ) -> None:
+        """With a hasher prefixes are shared and kept. memory, tokens: the policy's, of this replica alone."""
         self.number = number
         self.limits = limits
+        self.memory, self.tokens = memory, tokens
+        self.microbatches = microbatches
         self.table = SlotTable(limits)
         self.contents = Contents()
         indexed = limits.block_size if hasher else 0
@@ -98,6 +103,7 @@ class Replica:
         self.calm = NOT_CALM
         self.refusal: Refusal | None = None  # why the head of the waiting did not enter
         self.beneficiary: Sequence | None = None  # for whom others yielded; nobody enters before it is asked
+        self.nobody = (-1, 0)  # none of the waiting is for this replica: at this Placer.changes, until this moment (ns)
         self.alive = True
         self.last = Last()
 
@@ -209,7 +215,7 @@ class Replica:
         del self.inflight[step.id]
         self.inflight_of[step.microbatch] -= 1
 
-    def check(self, microbatches: int, lookahead: int) -> None:
+    def check(self, lookahead: int) -> None:
         """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3."""
         table = self.table
         table.check(lookahead + 1)
@@ -220,7 +226,7 @@ class Replica:
         owed = int(np.maximum(table.promised - table.held, 0)[table.active].sum())
         if owed != self.outstanding or self.outstanding > self.pool.free + self.pool.cached:
             raise RuntimeError(f"{owed} blocks are promised, {self.outstanding} counted, {self.pool.free} free")
-        if len(self.inflight) > microbatches * (lookahead + 1):
+        if len(self.inflight) > self.microbatches * (lookahead + 1):
             raise RuntimeError(f"{len(self.inflight)} steps in flight")
         if any(gone.sequence.slot >= 0 for each in self.departed.values() for gone in each):
             raise RuntimeError("a preempted sequence has a slot again while a step of it is unanswered")

@@ -65,6 +65,8 @@ class Sequence:
     host: Int32 = field(default_factory=lambda: EMPTY)  # its KV in the host tier of `replica`, while it is swapped out
     computed: int = 0  # tokens whose KV lies there
     lost: int = 0  # tokens whose KV it gave up when it left its slot
+    offers: dict[int, int] = field(default_factory=dict)  # replica -> from when (ns) it may take it, while it waits
+    offered: int = -1  # the set of replicas (Routing) for which `offers` holds; -1: not decided
 
     @property
     def priority(self) -> int:

@@ -86,6 +86,17 @@ class Sharing:
             hits.append(Hit(gpu, host, parent))
         return hits
 
+    def peek(self, keys: UInt64) -> int:
+        """About how many leading blocks of a chain are cached, in either tier; the tokens are not compared."""
+        blocks = self._pool.leading(keys)
+        return blocks + (self._host.leading(keys[blocks:]) if self._host.cached else 0)
+
+    def computing(self, key: int) -> UInt64 | None:
+        """The keys of the sequence that computes that block now; None: nobody does."""
+        owner = self._computing.get(key)
+        sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
+        return sequence.keys if sequence is not None else None
+
     def root(self, sequence: Sequence) -> int:
         """The parent of its first block."""
         return self._contents.root(sequence.record.request.salt)

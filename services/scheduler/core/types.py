@@ -153,3 +153,4 @@ class Limits:
     max_step_tokens: int
     host_blocks: int = 0
     block_bytes: int = 0  # of one block, all layers; a first guess of what a swap costs
+    stages: int = 1  # steps of disjoint sequences that it runs at the same time: pipeline stages

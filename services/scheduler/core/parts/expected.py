@@ -80,7 +80,7 @@ class Expected:
 
     def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.5) -> None:
         self.spare = least  # share of the pool
-        self.lengths = Lengths()
+        self.lengths = Lengths()  # of all replicas' requests
         self._add, self._decay, self._least, self._most = add, decay, least, most
         self._peak = Peak()
 
@@ -102,6 +102,11 @@ class Expected:
                 held, steps = held[running : running + count], steps[running : running + count]
                 count = self._peak.fitting(held, steps, entrants.shared[:count], room)
         return blocks[: first_of_none(replica, count)]
+
+    def another(self) -> Expected:
+        other = Expected(self._add, self._decay, self._least, self._most)
+        other.lengths = self.lengths
+        return other
 
     def stepped(self, replica: Replica, preempted: int) -> None:
         change = self._add * preempted if preempted else -self._add / self._decay

@@ -28,6 +28,9 @@ class Reserve:
     def admit(self, replica: Replica, entrants: Entrants, pace: Pace) -> Int64:
         return known_blocks(replica, np.maximum(entrants.limit, entrants.known))
 
+    def another(self) -> Reserve:
+        return self
+
     def stepped(self, replica: Replica, preempted: int) -> None:
         pass
 
@@ -51,6 +54,9 @@ class Watermark:
         room = replica.available - int(self._share * replica.pool.total)
         count = int(np.count_nonzero(np.cumsum(blocks - entrants.shared) <= room))
         return blocks[: first_of_none(replica, count)]
+
+    def another(self) -> Watermark:
+        return self
 
     def stepped(self, replica: Replica, preempted: int) -> None:
         pass
@@ -90,6 +96,9 @@ class PeakEstimate:
                 count = self._peak.fitting(new_held[:count], new_steps[:count], entrants.shared[:count], room)
         return blocks[: first_of_none(replica, count)]
 
+    def another(self) -> PeakEstimate:
+        return PeakEstimate()
+
     def stepped(self, replica: Replica, preempted: int) -> None:
         pass
 
@@ -114,6 +123,9 @@ class FtAimd:
         blocks = self._estimate.within(replica, entrants, pace, self.limit // size)
         self._held_back = STALE if blocks.size < available(replica, entrants)[1] else 0
         return blocks
+
+    def another(self) -> FtAimd:
+        return FtAimd()
 
     def stepped(self, replica: Replica, preempted: int) -> None:
         if preempted:
@@ -143,6 +155,9 @@ class Aimd:
         blocks = self._estimate.within(replica, entrants, pace, int(self.limit))
         self._held_back = STALE if blocks.size < available(replica, entrants)[1] else 0
         return blocks
+
+    def another(self) -> Aimd:
+        return Aimd(self._add, self._factor, self._crowd)
 
     def stepped(self, replica: Replica, preempted: int) -> None:
         if preempted:
@@ -178,6 +193,9 @@ class Overcommit:
         need = np.cumsum(entrants.known - entrants.shared * size + growth) + size
         count = int(np.count_nonzero(need <= replica.available * size - reserved))
         return known_blocks(replica, entrants.known)[: first_of_none(replica, count)]
+
+    def another(self) -> Overcommit:
+        return Overcommit()
 
     def stepped(self, replica: Replica, preempted: int) -> None:
         if not preempted:

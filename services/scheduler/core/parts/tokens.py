@@ -24,6 +24,9 @@ class Unlimited:
     def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         return at_most(replica, step_tokens)
 
+    def another(self) -> Unlimited:
+        return self
+
 
 class Fixed:
     """A fixed budget that decodes count against (Sarathi: B = n_decode + n_prefill)."""
@@ -36,6 +39,9 @@ class Fixed:
 
     def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         return at_most(replica, step_tokens or self._tokens)
+
+    def another(self) -> Fixed:
+        return self
 
 
 class EmaBudget:
@@ -57,6 +63,9 @@ class EmaBudget:
         limit_ns = tightest(replica, decodes) or self._tbt_ns
         prompts = replica.token_time.budget(limit_ns, most, count, ALIGN)
         return min(count + self._starved.feed(prompts), most)
+
+    def another(self) -> EmaBudget:
+        return EmaBudget(self._tbt_ns)
 
 
 class ModelBudget:
@@ -87,6 +96,9 @@ class ModelBudget:
             strict_ns = tightest(replica, decodes)
             prompts = min(self._fits(replica, strict_ns, count, context, depth), ALIGN) if strict_ns else ALIGN
         return min(count + self._starved.feed(prompts), most)
+
+    def another(self) -> ModelBudget:
+        return ModelBudget(self._tbt_ns, self._safety)
 
     def _fits(self, replica: Replica, limit_ns: int, decodes: int, context: int, depth: int) -> int:
         """Tokens of prompts beside the decodes."""

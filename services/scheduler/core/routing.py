@@ -1,0 +1,263 @@
+"""Which replica does a waiting sequence go to? Decided late, when a replica with room looks at it.
+
+All who wait stand in the one order of the Placer. A replica that plans walks it from the head and takes whom it should
+take. For each sequence and replica there is a moment from which it may: at once where the request is predicted to be
+done first (cached prefix against the work that is there, in ns of the replica's own step-time model), elsewhere only
+after as long as it would lose there. So nobody waits for a favourite longer than that is worth. One replica takes all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.core.sequence import Record, Sequence, State, UInt64
+from services.scheduler.core.types import Finish
+
+if TYPE_CHECKING:
+    from services.scheduler.core.draft import Shared
+    from services.scheduler.core.replica import Replica
+
+NEVER = 1 << 62  # ns
+DECODE_STEPS = 64  # of a sequence's decode that are predicted; when it ends by itself nobody knows
+GUARD = 1.3  # prefixes count only for a replica with at most so many times the mean work of all,
+SLACK = 4  # and so many sequences, which are always let through
+UNSEEN = (1e6, 5e4, 0.0, 0.0)  # ns, ns a token, ...: a replica's speed while no step of any was timed
+STARTING = 1024  # prefixes that somebody was sent to compute, remembered until they are found in a cache
+LEAST_KEYS = 2  # blocks that a prefix must share with one that is being computed
+
+
+@dataclass(slots=True)
+class Load:
+    """The work of one replica when it was last looked at."""
+
+    made_of: tuple[int, int, int]
+    running: int
+    most: int  # sequences that may run
+    busy_ns: float  # until what is in flight and the prompts under way have run
+    step_ns: float  # a decode step of those that run
+    chunk: int  # tokens of prompts that a step has room for
+    token_ns: float  # a token of a prompt in such steps
+    pair_ns: float  # a (query, key) pair of a prompt
+    slot_ns: float  # between two ends of those that run
+    share_ns: float  # one sequence's part of a full batch's step: the replica's speed
+
+
+class Routing:
+    """The replicas that are there, who may enter where, and since when."""
+
+    def __init__(self, shared: Shared, affinity: float = 1.0) -> None:
+        """affinity: what a cached token counts, in tokens computed; 0: by load alone."""
+        self._shared = shared
+        self._affinity = affinity
+        self._alive: list[Replica] = []
+        self._context = 0  # the longest of all
+        self._generation = 0  # of the set of replicas: older offers are void
+        self._loads: dict[int, Load] = {}
+        self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> for whom it is the best, and tokens to compute
+        self._starting: OrderedDict[int, tuple[int, UInt64]] = OrderedDict()  # next key -> replica, all keys
+        self.confined: Mapping[str, Record] = {}  # requests that run alone, on `dock`
+        self.dock = -1  # -1: on the next replica that joins
+
+    def joined(self, replica: Replica, alive: list[Replica]) -> None:
+        """`replica` came, and is the dock if one is needed; these are there now."""
+        if self.confined and self.dock < 0:
+            self.dock = replica.number
+        self._changed(alive)
+
+    def lost(self, replica: Replica, alive: list[Replica]) -> None:
+        """`replica` went; these are there now."""
+        if self.dock == replica.number:
+            self.dock = -1
+        self._changed(alive)
+
+    def confine(self, records: Mapping[str, Record]) -> None:
+        """See Core.confine."""
+        self.confined = records
+        self.dock = self.dock if records else -1
+        self._changed(self._alive)
+
+    def assign_dock(self) -> Replica | None:
+        """The replica that is the dock from now on; None if none is needed, or there is one, or no replica at all."""
+        if not self.confined or self.dock >= 0 or not self._alive:
+            return None
+        chosen = min(self._alive, key=lambda replica: replica.table.count)
+        self.dock = chosen.number
+        self._changed(self._alive)
+        return chosen
+
+    def evict(self, sequence: Sequence) -> None:
+        """It gives up its KV in the host tier of the replica where it ran."""
+        for replica in self._alive:
+            if replica.number == sequence.replica:
+                replica.evict(sequence)
+
+    def _changed(self, alive: list[Replica]) -> None:
+        self._alive = alive
+        self._context = max((replica.limits.max_model_len for replica in alive), default=0)
+        self._generation += 1
+        self._loads.clear()
+        self._starting.clear()
+        self._sent = {replica.number: {} for replica in alive}
+        self._shared.placer.changes += 1
+
+    def examine(self, sequence: Sequence) -> tuple[Finish, str]:
+        """RUNNING if it can go on with the replicas that are there (or none is yet), else how it ends, and why."""
+        if not sequence.prompt.size:
+            return Finish.ERROR, "the prompt is empty: it must have at least one token"
+        reasons = [sequence.misfit(replica.limits) for replica in self._alive]
+        if reasons and all(reasons):
+            return Finish.ERROR, reasons[0]
+        return sequence.verdict(min(sequence.wanted, self._context or sequence.wanted)), ""
+
+    @property
+    def chooses(self) -> bool:
+        """Is there anything to decide?"""
+        return len(self._alive) > 1 or bool(self.confined)
+
+    def may_enter(self, replica: Replica, sequence: Sequence) -> bool:
+        """Could this replica ever run the waiting `sequence`, and does it owe no step?"""
+        limits = replica.limits
+        if sequence.unanswered or sequence.misfit(limits):
+            return False
+        if self.confined and (sequence.record.request.id in self.confined) != (replica.number == self.dock):
+            return False
+        if sequence.swapped and sequence.replica == replica.number:
+            return True
+        if sequence.swapped and replica.available < replica.blocks_for(sequence.known):
+            return False  # nobody gives up his KV to wait for memory elsewhere
+        return sequence.longest(limits) >= min(sequence.wanted, self._context)  # it must not end early
+
+    def takes(self, replica: Replica, sequence: Sequence, now_ns: int) -> bool:
+        """Should this replica take the waiting `sequence` now?"""
+        if not self.may_enter(replica, sequence):
+            return False
+        if len(self._alive) == 1 or sequence.record.request.id in self.confined:
+            return True
+        return now_ns >= self.since(replica, sequence, now_ns)
+
+    def since(self, replica: Replica, sequence: Sequence, now_ns: int) -> int:
+        """The moment from which this replica may take it; decided when it is asked for first."""
+        if sequence.offered != self._generation:
+            self._decide(sequence, now_ns)
+        return sequence.offers.get(replica.number, NEVER)
+
+    def entered(self, sequences: list[Sequence]) -> None:
+        """They have slots now: what was decided of them is done."""
+        for sequence in sequences:
+            sequence.offered = -1
+            for sent in self._sent.values():
+                sent.pop(sequence, None)
+
+    def waiting_on_dock(self) -> bool:
+        """Does anybody wait who may run on the dock alone?"""
+        return any(s.state is State.WAITING for record in self.confined.values() for s in record.sequences)
+
+    def _decide(self, sequence: Sequence, now_ns: int) -> None:
+        able = [replica for replica in self._alive if self.may_enter(replica, sequence)]
+        sequence.offered, sequence.offers = self._generation, {}
+        if not able:
+            sequence.offered = -1  # asked again: it owes a step, or nobody is allowed to run it
+            return
+        hits = [self._hit(replica, sequence) for replica in able]
+        costs = [self._cost(replica, sequence, hit) for replica, hit in zip(able, hits, strict=True)]
+        best = min(range(len(able)), key=costs.__getitem__)
+        if len(able) > 1 and self._overloaded(able[best]):
+            costs = [self._cost(replica, sequence, 0) for replica in able]
+            best = min(range(len(able)), key=costs.__getitem__)
+        for replica, cost in zip(able, costs, strict=True):
+            sequence.offers[replica.number] = now_ns + int(cost - costs[best])
+        self._send(able[best], sequence, hits[best])
+
+    def _send(self, replica: Replica, sequence: Sequence, hit: int) -> None:
+        """Notes that it is about to run there, for those who are decided before it does."""
+        self._sent[replica.number][sequence] = max(sequence.known - hit, 1)
+        done = hit // replica.limits.block_size
+        if replica.sharing is not None and sequence.keys.size - done >= LEAST_KEYS:
+            self._starting[int(sequence.keys[done])] = (replica.number, sequence.keys)
+            if len(self._starting) > STARTING:
+                self._starting.popitem(last=False)
+
+    def _hit(self, replica: Replica, sequence: Sequence) -> int:
+        """Tokens that need not be computed there: cached ones, and those that somebody there computes or soon will."""
+        size = replica.limits.block_size
+        if sequence.swapped and sequence.replica == replica.number:
+            return sequence.computed
+        if replica.sharing is None or not self._affinity:
+            return 0
+        blocks = replica.sharing.peek(sequence.keys)
+        if sequence.keys.size - blocks >= LEAST_KEYS:
+            computing = replica.sharing.computing(int(sequence.keys[blocks]))
+            number, starting = self._starting.get(int(sequence.keys[blocks]), (-1, None))
+            theirs = computing if computing is not None else starting if number == replica.number else None
+            if theirs is not None:
+                both = min(theirs.size, sequence.keys.size)
+                differ = theirs[:both] != sequence.keys[:both]
+                blocks = max(blocks, int(differ.argmax()) if differ.any() else both)
+        return min(int(blocks * size * self._affinity), sequence.known - 1)
+
+    def _cost(self, replica: Replica, sequence: Sequence, hit: int) -> float:
+        """ns until the request would be done there, or DECODE_STEPS of its output."""
+        load, sent = self._load(replica), self._sent_to(replica)
+        others = [tokens for other, tokens in sent.items() if other is not sequence]
+        ahead, rest = len(others), max(sequence.known - hit, 1)
+        crowd = load.running + ahead
+        steps = min(sequence.record.request.max_tokens - sequence.outputs.size, DECODE_STEPS)
+        cost = load.busy_ns + sum(others) * load.token_ns
+        cost += max(rest / load.chunk, 1.0) * load.step_ns + rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
+        cost += steps * load.step_ns * (1 + crowd / load.most)  # a slot is worth something where steps do not grow
+        if sequence.swapped and sequence.replica == replica.number:
+            cost += replica.swap_ns_per_block * sequence.host.size
+        lacking = crowd + 1 - load.most
+        if lacking > 0 or replica.available < replica.blocks_for(rest):
+            cost += max(lacking, 1) * load.slot_ns
+        return cost
+
+    def _sent_to(self, replica: Replica) -> dict[Sequence, int]:
+        sent = self._sent[replica.number]
+        for gone in [sequence for sequence in sent if sequence.state is not State.WAITING]:
+            del sent[gone]
+        return sent
+
+    def _overloaded(self, best: Replica) -> bool:
+        """Would one more be over what the guard lets through?"""
+        work = {r.number: (self._load(r).running + len(self._sent_to(r))) * self._load(r).share_ns for r in self._alive}
+        mean = sum(work.values()) / len(work)
+        share_ns = self._load(best).share_ns
+        return work[best.number] + share_ns > GUARD * mean + SLACK * share_ns
+
+    def _load(self, replica: Replica) -> Load:
+        table = replica.table
+        made_of = (replica.next_step, table.roster, len(replica.inflight))
+        load = self._loads.get(replica.number)
+        if load is not None and load.made_of == made_of:
+            return load
+        high, most = table.high, self._shared.most(replica)
+        known, planned = table.known[:high], table.planned[:high]
+        owed = known - planned
+        prompts = int(owed.sum(where=owed > 1))
+        base, per_token, per_context, per_pair = self._speed(replica)
+        running, context = table.count, int(planned.sum())
+        step_ns = base + per_token * running + per_context * context
+        chunk = max(replica.tokens.most(replica, self._shared.step_tokens) - running, 1)
+        token_ns = per_token + step_ns / chunk
+        flying = sum(
+            base + per_token * step.tokens + per_context * step.decode_context + per_pair * step.prefill_context
+            for step in replica.inflight.values()
+        )
+        left = float(np.maximum(table.limit[:high] - known, 0).sum()) / max(running, 1)  # steps, of one on average
+        load = Load(
+            made_of, running, most, flying + prompts * token_ns, step_ns, chunk, token_ns, per_pair,
+            step_ns * left / max(running, 1), per_token + base / most,
+        )  # fmt: skip
+        self._loads[replica.number] = load
+        return load
+
+    def _speed(self, replica: Replica) -> tuple[float, float, float, float]:
+        """The coefficients of its model; of one that has answered nothing yet those of another."""
+        known = next((r for r in (replica, *self._alive) if r.model.observed), None)
+        return known.model.coefficients if known is not None else UNSEEN
