@@ -37,7 +37,7 @@ UP_OPTIONS = $(call option,model,$(MODEL)) $(call option,port,$(PORT)) $(call op
 	$(call option,policy,$(POLICY)) $(call option,tp,$(TP)) $(call option,pp,$(PP)) $(call option,replicas,$(REPLICAS))
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
 run: redis-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
@@ -133,6 +133,9 @@ down: ## stop the containers; the Redis volume stays
 compose-test: ## bring the containers up for real, stream a completion, take them down
 	deploy/compose-test.sh
 
+k8s-check: install-dev ## build the Kubernetes overlays and check them, no cluster needed
+	$(PY) -m pytest tests/services/test_kubernetes.py
+
 kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
 	$(PY) kernels/cpu/build.py
 
@@ -193,4 +196,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Entry of every Orcinus container: `gateway`, `scheduler`, `worker` (commands of `orcinus`), `healthcheck SERVICE`.
+# Entry of every Orcinus container: `gateway`, `scheduler`, `worker` (commands of `orcinus`), `healthcheck SERVICE`, and
+# `torchrun ...`, which starts a worker's ranks on one of several machines.
 # Turns what only a container knows (its secrets' files, its name on the network) into settings.
 set -eu
 
@@ -17,6 +18,9 @@ case "${1:-}" in
     healthcheck)
         shift
         exec python /app/deploy/healthcheck.py "$@"
+        ;;
+    torchrun)
+        exec "$@"
         ;;
     worker)
         # The container's name is its address inside the network and differs for each of `--scale worker=N`.

@@ -31,6 +31,7 @@ SHORT = {
 LEFT_OUT = {
     r"^(ORCINUS_\w+=\S+ )?(make run|orcinus up)\b": "starts the stack, as tests/e2e/test_make_run.py does",
     r"^make test$": "this is a part of it",
+    r"^make k8s-check": "tests/services/test_kubernetes.py is all of it",
     r"^make (test-faults|soak)$|^orcinus chaos": "hurts a stack of its own for minutes; tests/faults does that",
     r"^make peers|^python -m bench\.peers": "installs other servers and measures for half an hour",
     r"cmpl-0123": "names a request of the reader's; tests/e2e/test_api.py goes on with one of its own",
