@@ -186,15 +186,16 @@ class Generation:
     def usage(self) -> Usage:
         return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
 
-    async def next(self, timeout_s: float | None = None) -> list[Delta]:
+    async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
         """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
 
-        Raises ApiError when the request failed, was cancelled or its client was cut; what came before is given first.
+        deliver: as in `Sink.take`; it has to `apply` what it takes. Raises ApiError when the request failed, was
+        cancelled or its client was cut; what came before is given first.
         """
         try:
             if self._ended is not None:
                 raise self._ended
-            return self._apply(await self.sink.take(timeout_s))
+            return self.apply(await self.sink.take(timeout_s, deliver))
         except ApiError as error:
             self.failure = error
             if error.code == HANDED_OVER and not self._goes_on:
@@ -202,7 +203,13 @@ class Generation:
                 self.failure = unavailable(text, "shutting_down")
             raise self.failure from None
 
-    def _apply(self, rows: list[Row]) -> list[Delta]:
+    @property
+    def never_holds_ends(self) -> bool:
+        """Do its choices end by rows alone? A stop string ends one in between, and a client may have read the end."""
+        return not self.spec.stop and max(self._had) <= 0
+
+    def apply(self, rows: list[Row]) -> list[Delta]:
+        """What rows add, in order. Raises ApiError when the first of them tells a failure."""
         deltas: dict[int, Delta] = {}
         for row in rows:
             choice = self.choices[row.choice]

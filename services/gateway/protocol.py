@@ -35,7 +35,8 @@ class Bounds:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. Adds to the scope ways to wait until its client has read, and to drop it."""
+    """One connection. Adds to the scope ways to write without waiting, to wait until its client has read, and to drop
+    it."""
 
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(**given)
@@ -79,7 +80,12 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        own = {"orcinus.abort": {"call": self.transport.abort}, "orcinus.drain": {"call": self.flow.drain}}
+        own = {
+            "orcinus.abort": {"call": self.transport.abort},
+            "orcinus.drain": {"call": self.flow.drain},
+            "orcinus.has_room": {"call": self._has_room},
+            "orcinus.write": {"call": self._write},
+        }
         self.scope["extensions"] = own  # type: ignore[typeddict-item]
         self._in_head, self._head_bytes, self._past_body_bytes = True, 0, 0
         self._wait()
@@ -103,6 +109,17 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._wait_no_more()
         super().on_message_complete()
+
+    def _has_room(self) -> bool:
+        """May `_write` be called now? Only while the connection's newest request is answered in chunks."""
+        cycle = self.cycle
+        if cycle is None or self.flow.write_paused:
+            return False
+        return bool(cycle.chunked_encoding) and not (cycle.response_complete or cycle.disconnected)
+
+    def _write(self, body: bytes) -> None:
+        """A chunk of the answer that is under way. The way through the middleware costs as much as all the rest."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _too_long(self) -> ApiError:
         text = f"the head of a request may have {self._bounds.head_bytes} bytes and {MOST_HEADERS} fields"

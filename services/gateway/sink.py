@@ -1,13 +1,15 @@
 """One request's mailbox between the token reader and the handler that serves the client.
 
-The reader puts rows in (never waits), the handler takes them out. Every token has its index: what is there already is
-dropped, what is missing is reported as a gap, so the handler sees each token once and in order.
+The reader puts rows in (never waits), the handler takes them out. A handler that waits may be called instead: to wake
+its task costs more than all that it does. Every token has its index: what is there already is dropped, what is missing
+is reported as a gap, so the handler sees each token once and in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -64,6 +66,7 @@ class Sink:
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     _rows: list[Row] = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _deliver: Callable[[Row], bool] | None = None  # while its owner waits in `take`
 
     def __post_init__(self) -> None:
         self.received = [0] * self.choices
@@ -90,8 +93,11 @@ class Sink:
             return Offer.OVERFLOW
         self.received[choice] = have + len(tokens)
         self.finished[choice] = row.finish != 0
-        self._rows.append(Row(choice, tokens, row.finish, row.error, row.logprobs[late * self.record_bytes :]))
-        self._wake.set()
+        if late:
+            row = Row(choice, tokens, row.finish, row.error, row.logprobs[late * self.record_bytes :])
+        if self._deliver is None or self._rows or row.finish or not self._deliver(row):
+            self._rows.append(row)
+            self._wake.set()
         return Offer.TAKEN
 
     def put_aside(self, row: Row, first: int) -> None:
@@ -120,17 +126,20 @@ class Sink:
         if cut:
             self.cut.set()
 
-    async def take(self, timeout_s: float | None = None) -> list[Row]:
-        """Rows since the last call; empty after `timeout_s` or `wake`. Raises ApiError once the request failed."""
+    async def take(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Row]:
+        """Rows since the last call; empty after `timeout_s` or `wake`. Raises ApiError once the request failed.
+
+        deliver: called with rows that come meanwhile and are no ends; those that it takes (True) are not given here.
+        """
         if not self._rows and self.failure is None:
-            if timeout_s is None:
-                await self._wake.wait()
-            else:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await self._wake.wait()
-                except TimeoutError:
-                    return []
+            self._deliver = deliver
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+            finally:
+                self._deliver = None
         self._wake.clear()
         if self.failure is not None:
             raise self.failure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Usage
 from services.gateway.position import NOTHING, PREAMBLE, Position
+from services.gateway.sink import Row
 from services.gateway.tasks import end
 from services.gateway.tool_reader import merged
 
@@ -140,7 +142,11 @@ class EventWriter:
 
 
 class EventStream(Response):
-    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut."""
+    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut.
+
+    While the writer waits and the connection has room, rows are written as they are read from Redis, by whoever reads
+    them. Ends, and all that needs patience with the client, are the writer's own.
+    """
 
     media_type = "text/event-stream"
 
@@ -152,10 +158,15 @@ class EventStream(Response):
         self._generation = generation
         self._writer = writer
         self._keepalive_s = keepalive_s
+        self._deliver: Callable[[Row], bool] | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
+        own = scope.get("extensions", {})
+        if generation.never_holds_ends and "orcinus.write" in own:
+            self._has_room, self._put = own["orcinus.has_room"]["call"], own["orcinus.write"]["call"]
+            self._deliver = self._at_once
         writing = asyncio.create_task(self._write(send))
         leaving = asyncio.create_task(until_disconnect(receive))
         cutting = asyncio.create_task(generation.sink.cut.wait())
@@ -178,15 +189,14 @@ class EventStream(Response):
             await _body(send, self._writer.error(error), last=True)
         except Exception:
             log.exception("a stream failed")
-            failed = ApiError(500, "the gateway failed; its log says more", code="internal_error")
-            await _body(send, self._writer.error(failed), last=True)
+            await _body(send, self._writer.error(_failed()), last=True)
 
     async def _write_events(self, send: Send) -> None:
         generation, writer = self._generation, self._writer
         if echoed := writer.echo():
             await _body(send, echoed)
         while not generation.done:
-            deltas = await generation.next(self._keepalive_s)
+            deltas = await self._next()
             events = writer.events(deltas) if deltas else KEEP_ALIVE
             if generation.done:
                 await _body(send, events + writer.end(generation.usage), last=True)
@@ -194,6 +204,27 @@ class EventStream(Response):
             if events:
                 await _body(send, events)
         await _body(send, writer.end(generation.usage), last=True)
+
+    async def _next(self) -> list[Delta]:
+        """What is for the writer; empty when nothing was told for `keepalive_s`, in whatever way."""
+        generation, sink, begun = self._generation, self._generation.sink, time.monotonic()
+        while True:
+            told = max(begun, sink.heard_at)
+            deltas = await generation.next(max(0.0, told + self._keepalive_s - time.monotonic()), self._deliver)
+            if deltas or generation.done or sink.heard_at <= told:
+                return deltas
+
+    def _at_once(self, row: Row) -> bool:
+        """Writes what a row adds; False where that would have to wait."""
+        if not self._has_room():
+            return False
+        try:
+            if events := self._writer.events(self._generation.apply([row])):
+                self._put(events)
+        except Exception:
+            log.exception("a stream failed")
+            self._generation.sink.fail(_failed())  # the writer tells it
+        return True
 
     async def _cut(self, scope: Scope, send: Send) -> None:
         """The client does not read: the error event may still fit, then the connection goes."""
@@ -206,6 +237,10 @@ class EventStream(Response):
             abort: Callable[[], None] | None = scope.get("extensions", {}).get("orcinus.abort", {}).get("call")
             if abort is not None:
                 abort()
+
+
+def _failed() -> ApiError:
+    return ApiError(500, "the gateway failed; its log says more", code="internal_error")
 
 
 def calls_delta(delta: Delta) -> bytes:
