@@ -35,6 +35,11 @@ LIMITS: dict[str, Any] = {
 """Of llguidance's LLParserLimits."""
 
 
+NOT_FOLLOWED = "the grammar cannot be followed"
+"""How the error of a sequence begins whose grammar ran out of a bound on the way: the request is at fault, as no walk
+through a grammar is tried at the door."""
+
+
 class GrammarError(OrcinusError):
     """A grammar that cannot be used; the text is for whoever wrote it."""
 

@@ -132,7 +132,7 @@ class GatewaySettings(CommonSettings):
     requests_per_minute: int = Field(0, ge=0, description="per key; 0: unlimited")
     tokens_per_minute: int = Field(0, ge=0, description="per key, prompt and output together; 0: unlimited")
     concurrent_requests: int = Field(0, ge=0, description="per key; 0: unlimited")
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "none"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template does, none where it knows none"
     )
     max_choices: int = Field(128, ge=1, description="sequences of one request (prompts x n)")

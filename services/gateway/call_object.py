@@ -15,8 +15,10 @@ class CallObject:
     """`feed` from the opening brace on. name: once it is known; ended: behind the closing brace; failed: no such
     object, or one without a name."""
 
-    def __init__(self) -> None:
-        self.name = ""
+    def __init__(self, name: str = "") -> None:
+        """name: of a call of which the arguments alone are written, from their opening brace to their closing one."""
+        self.name = name
+        self.has_whole_arguments = False
         self.ended = False
         self.failed = False
         self._place = "open"  # what comes next: open, key, colon, value, comma
@@ -26,6 +28,9 @@ class CallObject:
         self._quoted = self._escaped = False
         self._waiting = ""  # arguments that came before the name
         self._has_arguments = False
+        self._is_alone = bool(name)
+        if name:
+            self._place, self._key = "value", ARGUMENTS[0]
 
     def feed(self, text: str) -> tuple[int, str]:
         """How much of the text belongs to the object, and what its arguments gained."""
@@ -98,6 +103,8 @@ class CallObject:
                 self._end_value()
 
     def _end_value(self) -> None:
+        self.has_whole_arguments |= self._key in ARGUMENTS
+        self.ended = self._is_alone
         if self._key == "name" and not self.name:
             self.name = _string(self._written)
             self.failed = not self.name

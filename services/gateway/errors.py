@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from shared.errors import OrcinusError
+from shared.grammars import NOT_FOLLOWED
 
 TYPES = {
     400: "invalid_request_error",
@@ -67,6 +68,17 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """503: nothing is wrong with the request, it may come again."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
+def failed(why: str, grammar_field: str = "") -> ApiError:
+    """Of a request that ended with an error beside the workers; 400 where its own grammar was at fault.
+
+    grammar_field: the field that brought the grammar, as far as it is known.
+    """
+    if why.startswith(NOT_FOLLOWED):
+        text = f"{why}; send a simpler one in {grammar_field}" if grammar_field else why
+        return ApiError(400, text, param=grammar_field or None, code="invalid_grammar")
+    return ApiError(500, why or "the generation failed", code="generation_failed")
 
 
 def too_big(most_bytes: int, got: str) -> ApiError:

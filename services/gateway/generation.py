@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from services.gateway.endings import Endings
-from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, unavailable
+from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, unavailable
 from services.gateway.logprobs import Logprobs
 from services.gateway.metrics import Metrics
 from services.gateway.position import NOTHING, Position
@@ -104,7 +104,7 @@ class ChoiceText:
             return text
         rest, last = tools.flush()
         self.calls += last
-        if self.finish_reason == "stop" and tools.calls:
+        if self.finish_reason == "stop" and tools.calls and not tools.cut:
             self.finish_reason = "tool_calls"
         return text + rest
 
@@ -216,7 +216,7 @@ class Generation:
             if choice.finish_reason is not None:
                 continue
             if row.finish in (Finish.ERROR, Finish.CANCELLED):
-                self._ended = _failure(row)
+                self._ended = _failure(row, self.spec)
                 if not deltas:
                     raise self._ended
                 break
@@ -324,8 +324,8 @@ def _nothing() -> None:
     """Nobody waits to hear that a stop is written: this client was told the end before."""
 
 
-def _failure(row: Row) -> ApiError:
+def _failure(row: Row, spec: GenerationSpec) -> ApiError:
     """Of a row that ends its request without success."""
     if row.finish == Finish.CANCELLED:
         return ApiError(409, "the request was cancelled", code="cancelled")
-    return ApiError(500, row.error or "the generation failed", code="generation_failed")
+    return failed(row.error, spec.grammar_field)

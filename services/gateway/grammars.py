@@ -51,16 +51,16 @@ class GrammarCheck:
             self._waiting -= 1
 
 
-async def body_grammar(body: StructuredBody, check: GrammarCheck) -> str:
-    """What binds the output of a request; empty where nothing does. Raises ApiError."""
+async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
+    """The field that binds the output of a request, and its grammar; empty where nothing does. Raises ApiError."""
     asked = dict(_asked(body))
     if not asked:
-        return ""
+        return "", ""
     if len(asked) > 1:
         raise invalid(list(asked)[1], f"only one of {', '.join(asked)} can be given")
     ((field, grammar),) = asked.items()
     await check.check(field, grammar)
-    return grammar
+    return field, grammar
 
 
 def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:

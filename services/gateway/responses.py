@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, failed
 from services.gateway.generation import Delta, Generation, Usage
 from services.gateway.responses_body import ResponsesBody
 from services.gateway.tool_reader import CallPiece
@@ -92,8 +92,9 @@ def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) 
     if state["status"] != "finished":
         return begun | {"status": "in_progress" if state["status"] == "running" else "queued"}
     if state["error"] or "error" in state["finish_reasons"]:
-        failed = {"code": "server_error", "message": state["error"] or "the generation failed"}
-        return begun | {"status": "failed", "error": failed}
+        error = failed(state["error"] or "")
+        told = {"code": error.code if error.status < 500 else "server_error", "message": error.message}
+        return begun | {"status": "failed", "error": told}
     return begun | {"status": "cancelled"}
 
 
@@ -172,9 +173,9 @@ class ResponseEvents:
 
     def error(self, error: ApiError) -> bytes:
         """An error after the first byte; the stream ends behind it."""
-        failed = {"code": error.code or "server_error", "message": error.message}
-        told = self._event("error", **failed, param=error.param)
-        return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": failed})
+        said = {"code": error.code or "server_error", "message": error.message}
+        told = self._event("error", **said, param=error.param)
+        return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": said})
 
     def _text(self, text: str) -> bytes:
         item, told = self._message()

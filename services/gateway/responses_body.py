@@ -138,6 +138,9 @@ def in_words_of_responses(error: ApiError) -> ApiError:
         (r"messages(\[\d+\][\w.\[\]]*)?", "input"),
         (r"max_completion_tokens|max_tokens", "max_output_tokens"),
         (r"response_format", "text.format"),
+        (r"verbosity", "text.verbosity"),
+        (r"(tools\[\d+\]|tool_choice)\.function", r"\1"),
+        (r"tool_choice\.allowed_tools", "tool_choice"),
     ):
         error.message = re.sub(rf"\b(?:{chat})(?!\w)", ours, error.message)
         error.param = re.sub(rf"^(?:{chat})\b", ours, error.param) if error.param else None
@@ -229,9 +232,14 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {name: value for name, value in choice.items() if name != "type"}}
-    return choice
+    """What chat has one level deeper."""
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
+        return choice
+    kind = choice["type"]
+    rest = {name: value for name, value in choice.items() if name != "type"}
+    if kind == "allowed_tools" and isinstance(rest.get("tools"), list):
+        rest["tools"] = [_tool_choice(tool) for tool in rest["tools"]]
+    return {"type": kind, kind: rest}
 
 
 def _string(item: dict[str, Any], name: str, where: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 1024
@@ -95,7 +95,34 @@ class ChosenTool(Body):
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+class AllowedTools(Body):
+    """`tool_choice.allowed_tools`: those of `tools` that may be called, or of which one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+
+
+class AllowedChoice(Body):
+    """`tool_choice` that narrows the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: Any) -> str:
+    if isinstance(value, str):
+        return "Word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "Allowed" if kind == "allowed_tools" else "Tool"
+
+
+# The tags are no lower-case words, as what is said of a fault must not name them (bodies.py).
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Word")]
+    | Annotated[ChosenTool, Tag("Tool")]
+    | Annotated[AllowedChoice, Tag("Allowed")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class CalledFunction(Body):

@@ -1,8 +1,9 @@
-"""Tool calls in the text of a model, read while it comes: hermes, llama3 and mistral.
+"""Tool calls in the text of a model, read while it comes: hermes, llama3 and the two of mistral.
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, one after another
     llama3    {"name": "f", "parameters": {...}}; {...} - and nothing else
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, {...}]
+    newer     [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]..., perhaps with [CALL_ID]x before [ARGS]; read as mistral, too
 
 What comes out is a function of the text so far, however it was cut into pieces. What turns out to be no call is text.
 """
@@ -10,15 +11,19 @@ What comes out is a function of the text so far, however it was cut into pieces.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from services.gateway.call_object import CallObject
 
 PYTHON_TAG = "<|python_tag|>"
-OPENINGS = {"hermes": "<tool_call>", "llama3": "", "mistral": "[TOOL_CALLS]"}
-CLOSINGS = {"hermes": "</tool_call>", "llama3": "", "mistral": "]"}
-SEPARATORS = {"hermes": "", "llama3": ";", "mistral": ","}
+MISTRAL_ARGS = "[ARGS]"
+OPENINGS = {"hermes": "<tool_call>", "llama3": "", "mistral": "[TOOL_CALLS]", "mistral-args": "[TOOL_CALLS]"}
+CLOSINGS = {"hermes": "</tool_call>", "llama3": "", "mistral": "]", "mistral-args": "]"}
+SEPARATORS = {"hermes": "", "llama3": ";", "mistral": ",", "mistral-args": ","}
+_NAMED = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*(\{)?", re.ASCII)
+_BEGINS_NAMED = re.compile(r"[\w.-]{1,64}(\[\w{0,7}|\[CALL_ID\]\w{0,64}(\[\w{0,4})?)?", re.ASCII)
 
 
 def format_of(template: str) -> str:
@@ -26,7 +31,7 @@ def format_of(template: str) -> str:
     if "tools" not in template:
         return "none"
     if OPENINGS["mistral"] in template:
-        return "mistral"
+        return "mistral-args" if MISTRAL_ARGS in template else "mistral"
     if OPENINGS["hermes"] in template:
         return "hermes"
     return "llama3" if '"parameters"' in template or PYTHON_TAG in template else "none"
@@ -34,11 +39,12 @@ def format_of(template: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How the calls of a request are read. names: the tools that it offers."""
+    """How the calls of a request are read. names: the tools that it may call. forced: nothing but calls can come."""
 
     format: str
     names: tuple[str, ...]
     parallel: bool
+    forced: bool = False
 
 
 @dataclass(slots=True)
@@ -80,11 +86,13 @@ class ToolReader:
 
     def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
         self._use = use
+        self._is_mistral = use.format.startswith("mistral")
         self._owner = f"{request_id}:{choice}"
         self._at = _At.TEXT
         self._held = ""  # not looked at yet
         self._raw = ""  # of what may be a call, while it may also be text
         self._listed = False  # inside mistral's brackets
+        self._alone = False  # the last call was mistral's newer one: neither a bracket nor a comma belongs to it
         self._blank = ""  # white space at the end of the text: dropped where a call follows
         self._said = False  # other text than white space came out
         self._behind_call = False  # and none since the last call
@@ -92,6 +100,7 @@ class ToolReader:
         self._text: list[str] = []
         self._pieces: list[CallPiece] = []
         self.calls = 0
+        self.cut = False  # behind `flush`: the arguments of the last call are not whole
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """What can be told now."""
@@ -102,12 +111,17 @@ class ToolReader:
 
     def flush(self) -> tuple[str, list[CallPiece]]:
         """The rest, at the end of the choice."""
-        if self._at is _At.TEXT:
+        if self._use.forced:  # what has no name yet is no text: it would have become a call
+            if not self.calls and len(self._use.names) == 1:
+                self._begin_call(self._use.names[0])
+                self.cut = True
+        elif self._at is _At.TEXT:
             self._say(self._held)
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
             self._say(self._raw + ("" if self._at is _At.OBJECT else self._held))
         if not self.calls:
             self._text.append(self._blank)
+        self.cut |= self._at is _At.OBJECT and bool(self._object.name) and not self._object.has_whole_arguments
         self._held = self._raw = self._blank = ""
         return self._take()
 
@@ -163,13 +177,27 @@ class ToolReader:
         rest = self._skip_blanks()
         if not rest:
             return False
-        if self._use.format == "mistral" and rest[0] == "[" and not self._listed:
+        if self._is_mistral and rest[0] == "[" and not self._listed:
             self._raw, self._held, self._listed = self._raw + "[", rest[1:], True
             return True
+        if self._is_mistral and rest[0] != "{" and not self._listed:
+            return self._begin_named(rest)
         if rest[0] != "{":
             return self._is_text()
         self._object = CallObject()
         self._at = _At.OBJECT
+        return True
+
+    def _begin_named(self, rest: str) -> bool:
+        """A name before its arguments, or text."""
+        found = _NAMED.match(rest)
+        if found is None or found[2] is None:
+            may_come = _BEGINS_NAMED.fullmatch(rest) if found is None else found.end() == len(rest)
+            return False if may_come else self._is_text()
+        self._held = rest[found.start(2) :]
+        self._object = CallObject(found[1])
+        self._begin_call(found[1])
+        self._at, self._alone = _At.OBJECT, True
         return True
 
     def _read_object(self) -> bool:
@@ -194,7 +222,7 @@ class ToolReader:
 
     def _begin_call(self, name: str) -> None:
         digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
-        own = digest[:9] if self._use.format == "mistral" else f"call_{digest[:24]}"  # its templates want nine
+        own = digest[:9] if self._is_mistral else f"call_{digest[:24]}"  # its templates want nine
         self._pieces.append(CallPiece(self.calls, own, name, ""))
         self.calls += 1
         self._raw = self._blank = ""
@@ -203,7 +231,7 @@ class ToolReader:
     def _go_behind(self) -> bool:
         """Another object, the closing, or text."""
         rest = self._skip_blanks()
-        closing, separator = CLOSINGS[self._use.format], SEPARATORS[self._use.format]
+        closing, separator = ("", "") if self._alone else (CLOSINGS[self._use.format], SEPARATORS[self._use.format])
         if not rest or (len(rest) < len(closing) and closing.startswith(rest)):
             return False
         if separator and rest.startswith(separator):
@@ -211,7 +239,7 @@ class ToolReader:
             self._at = _At.BEFORE
             return True
         self._raw, self._held = "", rest.removeprefix(closing)
-        self._listed = False
+        self._listed = self._alone = False
         self._at = _At.TEXT
         return True
 

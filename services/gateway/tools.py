@@ -14,9 +14,9 @@ import orjson
 from services.gateway.api_types import ChatBody, ChatMessage, GenerationBody
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.grammars import OPTIONS, body_grammar, lark_text
-from services.gateway.structured_types import ChosenTool, FunctionTool, Tool
+from services.gateway.structured_types import AllowedChoice, ChosenTool, FunctionTool, Tool, ToolChoice
 from services.gateway.tokenizer import ModelText
-from services.gateway.tool_reader import OPENINGS, ToolUse
+from services.gateway.tool_reader import MISTRAL_ARGS, OPENINGS, ToolUse
 
 MOST_CALLS = 16
 """Of an answer that has to call a tool; where calls are free, the model decides."""
@@ -25,12 +25,12 @@ MOST_CALLS = 16
 @dataclass(frozen=True, slots=True)
 class AskedTools:
     """use: how calls are read, None where no tool may be called. shown: for the template. grammar: of an answer that
-    has to call, else empty. opening_id: the control token before calls, None where that is text."""
+    has to call, else empty. has_control: a call begins with a control token."""
 
     use: ToolUse | None = None
     shown: tuple[dict[str, Any], ...] = ()
     grammar: str = ""
-    opening_id: int | None = None
+    has_control: bool = False
 
 
 def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
@@ -40,9 +40,9 @@ def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
         raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
     if not tools or choice == "none":
         return AskedTools()
-    names = tuple(tool.function.name for tool in tools)
+    names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise invalid("tools", f"two of the tools have one name; got {shown(list(names))}")
+        raise invalid("tools", f"two of the tools have one name; got {shown(names)}")
     if model.tool_format == "none":
         raise invalid(
             "tools",
@@ -50,55 +50,69 @@ def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
             "--tool-parser",
             "tools_unavailable",
         )
+    callable_, forced = _callable(tools, choice)
     parallel = body.parallel_tool_calls is not False
-    use = ToolUse(model.tool_format, names, parallel)
-    opening_id = _control_id(OPENINGS[use.format], model)
+    use = ToolUse(model.tool_format, tuple(tool.function.name for tool in callable_), parallel, forced)
+    opening = OPENINGS[use.format]
     grammar = ""
-    if choice != "auto":
-        grammar = calls_grammar(use, _callable(tools, choice), opening_id)
-    return AskedTools(use, tuple(tool.model_dump(exclude_none=True) for tool in tools), grammar, opening_id)
+    if forced:
+        atoms = _atom(opening, model), _atom(MISTRAL_ARGS, model)
+        grammar = calls_grammar(use, [tool.function for tool in callable_], *atoms)
+    # Of a named function the model is told all tools, as it has to know what it does not call.
+    offered = tools if isinstance(choice, ChosenTool) else callable_
+    dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
+    return AskedTools(use, dumped, grammar, _control_id(opening, model) is not None)
 
 
-async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedTools) -> str:
-    """What binds the output, compiled once; empty where nothing does. Raises ApiError."""
-    grammar = await body_grammar(body, model.grammars)
+async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedTools) -> tuple[str, str]:
+    """What binds the output, compiled once, behind the field that brought it; empty where nothing does. Raises
+    ApiError."""
+    field, grammar = await body_grammar(body, model.grammars)
     if grammar and tools.use is not None:
         raise invalid("tools", "tools cannot be combined with what binds the whole output; send tool_choice none")
     if tools.grammar:
         await model.grammars.check("tools", tools.grammar)
-        grammar = tools.grammar
-    for field in ("ignore_eos", "min_tokens"):
-        if grammar and getattr(body, field):
-            raise invalid(field, f"{field} cannot be combined with structured output, which ends where it is complete")
-    return grammar
+        field, grammar = "tools", tools.grammar
+    for name in ("ignore_eos", "min_tokens"):
+        if grammar and getattr(body, name):
+            raise invalid(name, f"{name} cannot be combined with structured output, which ends where it is complete")
+    return field, grammar
 
 
-def _callable(tools: Sequence[Tool], choice: str | ChosenTool) -> list[FunctionTool]:
-    """The functions that may be called where one has to be."""
-    if not isinstance(choice, ChosenTool):
-        return [tool.function for tool in tools]
-    found = [tool.function for tool in tools if tool.function.name == choice.function.name]
-    if not found:
-        raise invalid("tool_choice", f"tool_choice names no tool of tools; got {shown(choice.function.name)}")
-    return found
+def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bool]:
+    """The tools that may be called, and whether one of them has to be. Raises ApiError(400)."""
+    if isinstance(choice, str):
+        return list(tools), choice == "required"
+    chosen = [choice] if isinstance(choice, ChosenTool) else choice.allowed_tools.tools
+    by_name = {tool.function.name: tool for tool in tools}
+    for name in (one.function.name for one in chosen):
+        if name not in by_name:
+            raise invalid("tool_choice", f"tool_choice names no tool of tools; got {shown(name)}")
+    names = {one.function.name for one in chosen}
+    found = [tool for name, tool in by_name.items() if name in names]
+    return found, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
 
 
-def calls_grammar(use: ToolUse, functions: Sequence[FunctionTool], opening_id: int | None) -> str:
-    """Of one call, or of up to MOST_CALLS; in Lark."""
+def calls_grammar(use: ToolUse, functions: Sequence[FunctionTool], opening: str, args: str) -> str:
+    """Of one call, or of up to MOST_CALLS; in Lark. opening, args: what stands before a call, and before arguments
+    where they stand alone, as atoms of Lark."""
     key = "parameters" if use.format == "llama3" else "arguments"
-    opening = f"<[{opening_id}]>" if opening_id is not None else lark_text(OPENINGS[use.format])
     more = f"{{0,{MOST_CALLS - 1}}}"
-    further = {"hermes": '("\\n" call)', "llama3": '("; " object)', "mistral": '(", " object)'}[use.format] + more
-    further = further if use.parallel else ""
+    between = {"hermes": '("\\n" call)', "llama3": '("; " object)', "mistral": '(", " object)', "mistral-args": "call"}
+    further = between[use.format] + more if use.parallel else ""
     lines = {
         "hermes": [f"start: call {further}", f'call: {opening} "\\n" object "\\n</tool_call>"'],
         "llama3": [f"start: object {further}"],
         "mistral": [f'start: {opening} "[" object {further} "]"'],
+        "mistral-args": [f"start: call {further}", f"call: {opening} object"],
     }[use.format]
     lines.append("object: " + " | ".join(f"call_{at}" for at in range(len(functions))))
     for at, function in enumerate(functions):
-        before = lark_text(f'{{"name": "{function.name}", "{key}": ')
-        lines.append(f'call_{at}: {before} arguments_{at} "}}"')
+        if use.format == "mistral-args":
+            lines.append(f"call_{at}: {lark_text(function.name)} {args} arguments_{at}")
+        else:
+            before = lark_text(f'{{"name": "{function.name}", "{key}": ')
+            lines.append(f'call_{at}: {before} arguments_{at} "}}"')
         lines.append(f"arguments_{at}: %json {orjson.dumps(_arguments(function)).decode()}")
     return "\n".join(lines) + "\n"
 
@@ -111,6 +125,12 @@ def _arguments(function: FunctionTool) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise invalid("tools", f"parameters of {function.name} must be of type object; got {shown(schema['type'])}")
     return {**schema, "type": "object", "x-guidance": {**OPTIONS, "lenient": not function.strict}}
+
+
+def _atom(text: str, model: ModelText) -> str:
+    """A literal of a Lark grammar: a control token, where the model has one of that name."""
+    found = _control_id(text, model)
+    return lark_text(text) if found is None else f"<[{found}]>"
 
 
 def _control_id(opening: str, model: ModelText) -> int | None:

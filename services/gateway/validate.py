@@ -72,6 +72,7 @@ class GenerationSpec:
     keep: int = 0  # of each prompt's n choices the best so many are told; 0: all
     continuous_usage: bool = False
     tools: ToolUse | None = None
+    grammar_field: str = ""  # that brought the grammar of `sampling`
     prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
 
     def __post_init__(self) -> None:
@@ -163,9 +164,9 @@ async def chat_spec(
 
 async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: AskedTools) -> None:
     """What the output has to be, and how it is read. Raises ApiError."""
-    spec.sampling.grammar = await output_grammar(body, model, tools)
+    spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
     spec.tools = tools.use
-    if tools.opening_id is not None:
+    if tools.has_control:
         spec.skip_special = False  # calls are found by it
 
 

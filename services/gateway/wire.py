@@ -69,6 +69,7 @@ def to_delivery(spec: GenerationSpec, model: ModelText) -> bytes:
         logprobs=0 if spec.logprobs is None else spec.logprobs + 1,
         keep=spec.keep,
         continuous_usage=spec.continuous_usage,
+        grammar_field=spec.grammar_field,
         tools_json=b"" if spec.tools is None else orjson.dumps(dataclasses.asdict(spec.tools)),
     ).SerializeToString()
 
@@ -102,6 +103,7 @@ def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSp
         logprobs=wire.logprobs - 1 if wire.logprobs else None,
         keep=wire.keep,
         continuous_usage=wire.continuous_usage,
+        grammar_field=wire.grammar_field,
         tools=_tools(wire.tools_json),
     )
 
@@ -110,4 +112,4 @@ def _tools(stored: bytes) -> ToolUse | None:
     if not stored:
         return None
     use = orjson.loads(stored)
-    return ToolUse(use["format"], tuple(use["names"]), use["parallel"])
+    return ToolUse(use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False))

@@ -22,7 +22,7 @@ from services.worker.flight import Flight
 from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
-from shared.grammars import GrammarError, Grammars, reason
+from shared.grammars import NOT_FOLLOWED, GrammarError, Grammars, NoGrammarsError, reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -96,8 +96,10 @@ class SlotGrammars:
                 found[slot] = self._mask(bound, outputs, until)
             except TimeoutError:
                 wrong[slot] = f"the grammar was not compiled within {COMPILE_S:.0f} s"
+            except NoGrammarsError as error:
+                wrong[slot] = str(error)
             except OrcinusError as error:
-                wrong[slot] = f"the grammar cannot be followed: {error}"
+                wrong[slot] = f"{NOT_FOLLOWED}: {error}"
         return found, wrong
 
     def _mask(self, bound: _Bound, outputs: Int32, until: float) -> bytes:

@@ -23,6 +23,7 @@ from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
 from shared import grammars as grammars_module
 from shared.columns import pack, unpack
+from shared.grammars import NOT_FOLLOWED
 from tests import in_process
 from tests.engine.engine_driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
@@ -144,6 +145,21 @@ def test_a_sequence_whose_grammar_cannot_be_used_fails_alone(engine: Engine, gra
     assert [(error.slot, error.code) for error in result.errors] == [(2, "grammar")]
     assert words in result.errors[0].message
     assert unpack(result.slots).tolist() == [0]
+
+
+def test_a_grammar_that_breaks_a_bound_on_the_way_says_that_it_cannot_be_followed(engine: Engine) -> None:
+    """Gateways compile it without a fault, as its first row is small; they answer 400 by these words."""
+    grammar = LLMatcher.grammar_from_lark("start: " + " ".join(f'"a{at}"?' for at in range(5000)))
+    driver = Driver(engine)
+    engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar))
+    results = [driver.step({0: 64, 2: 64}) for _ in range(2)]
+    assert not results[0].errors
+    assert [(error.slot, error.code) for error in results[1].errors] == [(2, "grammar")]
+    assert results[1].errors[0].message.startswith(f"{NOT_FOLLOWED}: ")
+    assert "max is" in results[1].errors[0].message
+    assert unpack(results[1].slots).tolist() == [0]
 
 
 def test_a_grammar_that_is_not_compiled_in_time_fails_its_sequence_alone(

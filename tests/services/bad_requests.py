@@ -50,6 +50,11 @@ def _tool(name: str = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+def _allowed(mode: str, name: str) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": name}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
+
+
 def _calling(**function: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", **function}}]}
 
@@ -117,6 +122,9 @@ BOUND_OUTPUT = [
     chat(tools=[{"type": "retrieval"}]),
     chat(tools=[_tool()], tool_choice="maybe"),
     chat(tools=[_tool()], tool_choice=_tool("g")),
+    chat(tools=[_tool()], tool_choice=_allowed("required", "g")),
+    chat(tools=[_tool()], tool_choice=_allowed("maybe", "f")),
+    chat(tools=[_tool()], tool_choice={"type": "custom"}),
     chat(tools=[_tool()], tool_choice="required", ignore_eos=True),
     chat(tools=[_tool(parameters={"type": "array"})], tool_choice="required"),
     chat(tools=[_tool(parameters={"type": "object", "properties": {"a": {"type": "foo"}}})], tool_choice="required"),
@@ -162,6 +170,8 @@ RESPONSES = [
     responses(truncation="auto"),
     responses(tools=[{"type": "web_search"}]),
     responses(text={"format": {"type": "xml"}}),
+    responses(text={"verbosity": "low"}),
+    responses(tools=[{"type": "function", "name": "f"}], tool_choice={"type": "allowed_tools", "mode": "auto"}),
     responses(background=True, stream=True),
     Sent("/v1/responses/resp_none", method="GET"),
     Sent("/v1/responses/resp_none/cancel"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from shared.grammars import NOT_FOLLOWED
 from shared.logprobs import pack_record
 from tests.services.gateway_clients import Stream, posted, raw_post
 from tests.services.gateway_process import GatewayProcess, running_gateway
@@ -236,6 +237,24 @@ def test_a_failure_of_a_whole_answer_has_its_status(
         scheduler.publish(Line(claimed.id, 0, finish=finish, error="why" if finish == ERROR else ""))
     assert answers[0].status_code == status
     assert answers[0].json()["error"]["message"]
+
+
+def test_a_grammar_that_broke_a_bound_on_the_way_is_the_requests_fault(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    bound = {"prompt": "x", "guided_grammar": 'start: "a"*'}
+    why = f"{NOT_FOLLOWED}: too many items"
+    with posted(gateway, bound) as answers:
+        scheduler.publish(Line(scheduler.claim().id, 0, finish=ERROR, error=why))
+    error = answers[0].json()["error"]
+    assert (answers[0].status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_grammar")
+    assert error["message"] == f"{why}; send a simpler one in guided_grammar"
+    stream = Stream(gateway, guided_grammar=bound["guided_grammar"])
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [50]))
+    scheduler.publish(Line(claimed.id, 1, finish=ERROR, error=why))
+    stream.join()
+    assert stream.error == error
 
 
 def test_a_deadline_has_its_own_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:

@@ -12,6 +12,7 @@ from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Usage
 from services.gateway.responses import ResponseEvents, of_chat, shell
 from services.gateway.responses_body import ResponsesBody, chat_body, in_words_of_responses
+from services.gateway.structured_types import AllowedChoice
 from services.gateway.tool_reader import CallPiece
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -50,6 +51,10 @@ def test_tools_choice_and_form_are_those_of_chat() -> None:
     assert (chat.tools[0].function.name, chat.tools[0].function.strict) == ("add", True)
     assert chat.tool_choice is not None and not isinstance(chat.tool_choice, str)
     assert chat.tool_choice.function.name == "add"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    chosen = chat_body(body(tools=[TOOL], tool_choice=allowed)).tool_choice
+    assert isinstance(chosen, AllowedChoice) and chosen.allowed_tools.mode == "required"
+    assert [tool.function.name for tool in chosen.allowed_tools.tools] == ["add"]
     assert chat.response_format is not None
     assert chat.response_format.model_dump(exclude_none=True)["json_schema"]["name"] == "x"
 
@@ -66,6 +71,14 @@ def test_tools_choice_and_form_are_those_of_chat() -> None:
         ("your messages has 9 tokens", "messages", "your input has 9 tokens", "input"),
         ("max_tokens must be less", "max_tokens", "max_output_tokens must be less", "max_output_tokens"),
         ("response_format is wrong", "response_format", "text.format is wrong", "text.format"),
+        ("verbosity is not supported", "verbosity", "text.verbosity is not supported", "text.verbosity"),
+        ("tools[1].function.x is unknown", "tools[1].function.x", "tools[1].x is unknown", "tools[1].x"),
+        (
+            "tool_choice.allowed_tools.tools[0].function.name is none",
+            "tool_choice",
+            "tool_choice.tools[0].name is none",
+            "tool_choice",
+        ),
         ("temperature is wrong", "temperature", "temperature is wrong", "temperature"),
     ],
 )

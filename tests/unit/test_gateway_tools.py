@@ -73,7 +73,7 @@ def completion(**fields: Any) -> CompletionBody:
 def grammar_of(body: Any, model: ModelText) -> str:
     async def work() -> str:
         tools = asked_tools(body, model) if isinstance(body, ChatBody) else asked_tools(chat(), model)
-        return await output_grammar(body, model, tools)
+        return (await output_grammar(body, model, tools))[1]
 
     return asyncio.run(work())
 
@@ -227,6 +227,7 @@ def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
     [
         ("<tool_call>", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS]f[ARGS]{}", "mistral-args"),
         ('{"name": "f", "parameters": {}}', "llama3"),
         ("", "none"),
     ],
@@ -236,7 +237,7 @@ def test_the_form_of_calls_goes_by_the_template(tmp_path: Path, words: str, kind
     assert ModelText(write_model(tmp_path / "m", chat_template=source)).tool_format == kind
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral", "mistral-args"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("control", [False, True])
@@ -245,12 +246,12 @@ def test_calls_that_have_to_be_are_valid_whatever_the_model_draws(
 ) -> None:
     tokenizer = byte_level()
     if control:
-        tokenizer.add_special_tokens(["<tool_call>", "[TOOL_CALLS]"])
+        tokenizer.add_special_tokens(["<tool_call>", "[TOOL_CALLS]", "[ARGS]"])
     directory = write_model(tmp_path / "m", tokenizer)
     text = ModelText(directory, tool_parser=kind)
     body = chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
     asked = asked_tools(body, text)
-    assert asked.use is not None and (asked.opening_id is not None) == (control and kind != "llama3")
+    assert asked.use is not None and asked.has_control == (control and kind != "llama3")
     grammar = grammar_of(body, text)
     for seed in range(4):
         if (said := walk(text, directory, grammar, seed)) is None:

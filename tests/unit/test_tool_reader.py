@@ -64,6 +64,17 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", f'[TOOL_CALLS] [{CALL}, {{"name": "add", "arguments": {{}}, "id": "x"}}]', "", [WEATHER, ADD]),
     ("mistral", f"Hm [TOOL_CALLS][{CALL}", "Hm", [WEATHER]),
     ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{A}", "", [WEATHER]),
+    ("mistral-args", f"[TOOL_CALLS]get_weather[ARGS]{A}", "", [WEATHER]),
+    ("mistral-args", f"[TOOL_CALLS][{CALL}, {CALL}]", "", [WEATHER, WEATHER]),
+    ("mistral", f"Hm [TOOL_CALLS] get_weather[ARGS] {A}[TOOL_CALLS]add[ARGS]{{}} ] bye", "Hm] bye", [WEATHER, ADD]),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]Ab3[ARGS]{A}", "", [WEATHER]),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": [{', "", [("add", '{"a": [{')]),
+    ("mistral", "[TOOL_CALLS]add[ARGS]", "[TOOL_CALLS]add[ARGS]", []),
+    ("mistral", "[TOOL_CALLS]add[ARGS] 4", "[TOOL_CALLS]add[ARGS] 4", []),
+    ("mistral", "[TOOL_CALLS]add [ARGS]{}", "[TOOL_CALLS]add [ARGS]{}", []),
+    ("mistral", "[TOOL_CALLS]add[CALL_ID]x", "[TOOL_CALLS]add[CALL_ID]x", []),
+    ("mistral", f"[TOOL_CALLS]{'a' * 65}[ARGS]{{}}", f"[TOOL_CALLS]{'a' * 65}[ARGS]{{}}", []),
 ]
 
 
@@ -97,6 +108,9 @@ def test_it_does_not_matter_where_the_text_was_cut(data: st.DataObject) -> None:
         '{"',
         "}",
         "<tool",
+        "add",
+        "[ARGS]",
+        "[CALL_ID]",
         '"',
     ]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
