@@ -68,6 +68,10 @@ def up(
 def gateway(values: Values) -> None:
     """Run the HTTP gateway."""
     settings = build(GatewaySettings, values)
+    if settings.processes > 1:
+        from services.gateway.processes import run as run_several
+
+        raise typer.Exit(run_several(settings))
     from services.gateway.main import run
 
     raise typer.Exit(run(settings))

@@ -102,6 +102,12 @@ class GatewaySettings(CommonSettings):
     grpc_port: int = Field(
         0, ge=0, le=65535, description="port of the gRPC front (Open Inference Protocol), beside PORT; 0: none"
     )
+    processes: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="gateways behind these ports, each a process with an id of its own; above 1 on Linux",
+    )
     api_key: SecretStr | None = Field(None, description="key that every client must present")
     api_key_file: Path | None = Field(None, description="file with one key a line")
     require_key: bool = Field(
@@ -112,7 +118,7 @@ class GatewaySettings(CommonSettings):
     ops_names: str = Field(
         "", description="names, with commas between, by which the ops port may be asked beside addresses and localhost"
     )
-    max_connections: int = Field(4096, ge=1, description="open connections of a port; more get 503")
+    max_connections: int = Field(4096, ge=1, description="open connections of a port in each process; more get 503")
     max_header_bytes: int = Field(32 << 10, ge=1024, description="a longer head of a request gets 431")
     read_timeout_s: float = Field(30.0, gt=0, description="a request that is not all there after this gets 408")
     template_timeout_s: float = Field(2.0, gt=0, description="what the chat template may take for one conversation")

@@ -11,13 +11,13 @@ from typing import Any
 
 import uvicorn
 
+from services.gateway.listeners import BACKLOG
 from services.gateway.protocol import Bounds, Protocol
 from shared.settings import GatewaySettings, is_loopback
 from shared.tls import check_pair
 
 log = logging.getLogger("orcinus.gateway")
 
-BACKLOG = 2048
 GRACE_S = 5
 """What answers get to be written when delivery has ended."""
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"

@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from services.gateway.admission import refuse_late
 from services.gateway.background import Keeper
@@ -18,6 +19,7 @@ from services.gateway.keys import Caller, Keyring
 from services.gateway.metrics import Metrics
 from services.gateway.position import Position
 from services.gateway.reaper import Reaper
+from services.gateway.siblings import Siblings
 from services.gateway.sink import Sink
 from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
@@ -46,6 +48,7 @@ class Gateway:
         self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
         self.keeper = Keeper()
         self.reaper = Reaper(settings, self.id, self.keeper, self._take_up)
+        self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.draining = False
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
@@ -95,6 +98,16 @@ class Gateway:
         for request_id in list(requests):
             if sink := self.dispatcher.sinks.get(request_id):
                 sink.fail(handed_over(request_id), cut=True)
+
+    def state(self) -> dict[str, Any]:
+        """What `/stats` tells of this process."""
+        return {
+            "id": self.id,
+            "model": self.settings.served_model_name,
+            "active_requests": len(self.dispatcher.sinks),
+            "draining": self.draining,
+            "not_ready": self.reason_not_ready() or None,
+        }
 
     # Whether
 

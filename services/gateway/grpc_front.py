@@ -76,7 +76,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+            # A port in use is an error, not a second listener; several processes have it reserved (processes.py).
+            ("grpc.so_reuseport", int(gateway.settings.processes > 1)),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import faulthandler
 import logging
+import os
 import signal
 import socket
 
 import uvloop
 
 from services.gateway.app import ops_app, public_app
-from services.gateway.front import BACKLOG, GRACE_S, renew_certificates, scheme, server, warn_of_clear_text
+from services.gateway.front import GRACE_S, Server, renew_certificates, scheme, server, warn_of_clear_text
 from services.gateway.gateway import Gateway
 from services.gateway.grpc_front import GrpcFront
+from services.gateway.listeners import listen
+from services.gateway.processes import Place
+from services.gateway.siblings import Siblings
 from services.gateway.tasks import end
 from services.gateway.tokenizer import ModelText
 from shared import logs
-from shared.errors import ConfigurationError
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
 
-def run(settings: GatewaySettings) -> int:
-    """Blocks. 0 after a clean stop, 1 when a task of the gateway died.
+def run(settings: GatewaySettings, place: Place | None = None) -> int:
+    """Blocks. 0 after a clean stop, 1 when a task of the gateway died. place: which of several processes this is.
 
     Raises ConfigurationError for a model, a key, a certificate or a port that will not do.
     """
@@ -41,12 +43,19 @@ def run(settings: GatewaySettings) -> int:
     gateway = Gateway(settings, model)
     faulthandler.register(signal.SIGUSR1)  # what hangs can be asked where
     with contextlib.ExitStack() as sockets:
-        public = sockets.enter_context(contextlib.closing(_listen(settings.host, settings.port, "port")))
-        ops = sockets.enter_context(contextlib.closing(_listen(settings.ops_host, settings.ops_port, "ops port")))
+        public, ops = (
+            sockets.enter_context(contextlib.closing(listen(host, port, what, shared=place is not None)))
+            for host, port, what in (
+                (settings.host, settings.port, "port"),
+                (settings.ops_host, settings.ops_port, "ops port"),
+            )
+        )
+        which = f" as process {place.number} of {place.count}" if place is not None else ""
         name, host, port = settings.served_model_name, settings.host, settings.port
-        log.info("serving %s on %s://%s:%d", name, scheme(settings), host, port)
-        warn_of_clear_text(settings)
-        failure = uvloop.run(_serve(gateway, public, ops))
+        log.info("serving %s on %s://%s:%d%s", name, scheme(settings), host, port, which)
+        if place is None or place.number == 0:
+            warn_of_clear_text(settings)
+        failure = uvloop.run(_serve(gateway, public, ops, place))
     model.close()
     if failure:
         # Whoever started this process starts it again; without that task it would only look alive.
@@ -56,7 +65,7 @@ def run(settings: GatewaySettings) -> int:
     return 0
 
 
-async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) -> str:
+async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, place: Place | None) -> str:
     """Until told to stop, or until a task died: then its error is returned."""
     servers = [server(app, gateway.settings) for app in (public_app(gateway), ops_app(gateway))]
     grpc_front = await _grpc_front(gateway)
@@ -75,14 +84,22 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, renew)
+    if place is not None:
+        gateway.siblings = Siblings(place, gateway)
+        await gateway.siblings.start()
     gateway.start()
+    leaving: list[asyncio.Task[None]] = []
     serving = [
         asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)
     ]
+    if place is not None:
+        os.write(place.ready, b"1")
     asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
     tasks = gateway.tasks
     await asyncio.wait({*asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     failure = gateway.dead_task()
+    if place is not None and gateway.cluster.drain_asked.is_set():
+        leaving = [asyncio.create_task(_leave(servers[0], grpc_front, gateway.settings.drain_s))]
     draining = asyncio.create_task(gateway.drain(0 if failure else gateway.settings.drain_s))
     hurry = asyncio.create_task(hurried.wait())
     await asyncio.wait({draining, hurry, *([] if failure else tasks)}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,9 +110,19 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket) ->
     for one in servers:
         one.should_exit = True
     await asyncio.gather(*serving, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
-    await end(*asked, hurry)
+    await end(*asked, hurry, *leaving)
+    if gateway.siblings is not None:
+        await gateway.siblings.stop()
     await gateway.stop()
     return failure
+
+
+async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -> None:
+    """Takes no new connection; what is asked of the port from now on is the other processes'."""
+    for each in public.servers:
+        each.close()
+    if grpc_front is not None:
+        await grpc_front.stop(drain_s)
 
 
 async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
@@ -107,26 +134,3 @@ async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
     await front.start()
     log.info("serving gRPC on %s:%d", settings.host, settings.grpc_port)
     return front
-
-
-def _listen(host: str, port: int, what: str) -> socket.socket:
-    """A bound socket. Raises ConfigurationError that says which port and what to do."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"{what} {port} on {host} is in use; stop what uses it or choose another"
-            ) from error
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
-    listener.setblocking(False)
-    return listener

@@ -145,24 +145,21 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
 
     @routes.get("/metrics", include_in_schema=not on_public_port)
     async def metrics() -> Response:
-        """Prometheus metrics of this gateway."""
+        """Prometheus metrics of this gateway, and of the other processes behind its port."""
         guard()
-        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        siblings = gateway.siblings
+        text = gateway.metrics.text() if siblings is None else await siblings.metrics()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/stats", include_in_schema=not on_public_port)
     async def stats() -> Response:
         """What this gateway knows of the stack."""
         guard()
-        snapshot = gateway.cluster.snapshot
+        snapshot, siblings = gateway.cluster.snapshot, gateway.siblings
         return json_response(
             {
-                "gateway": {
-                    "id": gateway.id,
-                    "model": gateway.settings.served_model_name,
-                    "active_requests": len(gateway.dispatcher.sinks),
-                    "draining": gateway.draining,
-                    "not_ready": gateway.reason_not_ready() or None,
-                },
+                "gateway": gateway.state(),
+                **({"processes": await siblings.states()} if siblings is not None else {}),
                 "redis": {
                     "error": gateway.cluster.redis_error or None,
                     "memory_used_bytes": snapshot.memory_used if snapshot else None,

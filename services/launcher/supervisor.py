@@ -12,12 +12,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
 from services.launcher.rundir import RunDir
 from services.launcher.service import Service, ServiceSpec, describe_exit
+from shared.restarts import Backoff
 
 LOG_LIMIT_BYTES = 64 << 20
 AGAIN_S = 1.0  # make passes a signal on that its whole group got too: within this time it is the same one
@@ -29,23 +29,6 @@ class Report(Protocol):
     def event(self, text: str, kind: str = "info") -> None: ...
 
     def update(self, services: list[Service]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Seconds before a restart: first_s, then `factor` times more for each further death in window_s, at most cap_s.
-
-    Death number `loop` in the window is called a crash loop. A process that became ready clears its record.
-    """
-
-    first_s: float = 0.2
-    factor: float = 2.5
-    cap_s: float = 30.0
-    window_s: float = 60.0
-    loop: int = 5
-
-    def delay_s(self, deaths: int) -> float:
-        return min(self.first_s * self.factor ** max(deaths - 1, 0), self.cap_s)
 
 
 class Supervisor:

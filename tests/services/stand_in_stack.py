@@ -10,8 +10,9 @@ from pathlib import Path
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
 from services.launcher.service import ServiceSpec
-from services.launcher.supervisor import Backoff, Supervisor
+from services.launcher.supervisor import Supervisor
 from shared.errors import ConfigurationError
+from shared.restarts import Backoff
 
 
 class FileProbe:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from services.launcher.service import Service, ServiceSpec, describe_exit
-from services.launcher.supervisor import Backoff
+from shared.restarts import Backoff
 from tests.services.launcher_support import ROOT, Stack, alive, clean_env
 from tests.waiting import until
 

@@ -1,0 +1,55 @@
+"""Listening sockets of the gateway: its own, shared by several processes, or only kept from others."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from shared.errors import ConfigurationError
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int, what: str, *, shared: bool = False) -> socket.socket:
+    """A socket that listens. shared: beside those of other processes of this user that share it as well.
+
+    Raises ConfigurationError that says which port and what to do.
+    """
+    return _bound(host, port, what, shared, listening=True)
+
+
+def reserve(host: str, port: int, what: str) -> socket.socket:
+    """A socket that takes no connection: nobody but who listens `shared` gets the port while it is open.
+
+    SO_REUSEPORT alone would let a second gateway of the same user in without a word. Raises ConfigurationError.
+    """
+    held = _bound(host, port, what, False, listening=False)  # fails where anybody listens, shared or not
+    # Whoever binds without SO_REUSEPORT is in conflict with it from now on, whoever binds with it is not.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return held
+
+
+def _bound(host: str, port: int, what: str, shared: bool, listening: bool) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind(address)
+        if listening:
+            listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(
+                f"{what} {port} on {host} is in use; stop what uses it or choose another"
+            ) from error
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
+    listener.setblocking(False)
+    return listener

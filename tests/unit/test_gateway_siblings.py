@@ -1,0 +1,46 @@
+"""The metrics of several processes as one text: Prometheus must be able to read it, and no figure may be lost."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.gateway.metrics import Metrics
+from services.gateway.siblings import labelled, merged
+
+
+def texts(*counts: int) -> list[bytes]:
+    found = []
+    for number, count in enumerate(counts):
+        metrics = Metrics("m", aliases=True)
+        for _ in range(count):
+            metrics.answers.labels('/a "quoted" \n# HELP x y', "200").inc()
+        metrics.output_tokens.inc(10 * count)
+        found.append(labelled(metrics.registry, str(number)))
+    return found
+
+
+@pytest.mark.parametrize("counts", [(3,), (3, 4), (3, 0, 5)])
+def test_every_sample_of_every_process_is_there_once_under_its_number(counts: tuple[int, ...]) -> None:
+    parts = texts(*counts)
+    whole = list(text_string_to_metric_families(merged(parts).decode()))
+    assert len({family.name for family in whole}) == len(whole)
+    samples = [sample for family in whole for sample in family.samples]
+    assert {sample.labels["process"] for sample in samples} == {str(number) for number in range(len(counts))}
+    single = [
+        sample
+        for part in parts
+        for family in text_string_to_metric_families(part.decode())
+        for sample in family.samples
+    ]
+    key = lambda each: (each.name, sorted(each.labels.items()), each.value)  # noqa: E731
+    assert sorted(map(key, samples)) == sorted(map(key, single))
+    tokens = {
+        each.labels["process"]: each.value for each in samples if each.name == "orcinus_gateway_output_tokens_total"
+    }
+    assert tokens == {str(number): 10.0 * count for number, count in enumerate(counts)}
+
+
+def test_a_process_that_said_nothing_is_left_out() -> None:
+    first, _ = texts(1, 2)
+    assert merged([first]) == merged([first, b""])
