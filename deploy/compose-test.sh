@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Brings compose.yaml up for real, runs deploy/smoke.py against it, takes it down. `make compose-test` and CI call it.
+# Brings compose.yaml up for real, runs deploy/smoke.py against it, scales it to three workers and two gateways, asks
+# again, takes it down. `make compose-test` and CI call it.
 #
 # Where Docker with Compose works already, it is used as it is. Otherwise, as root on Debian 12: the engine comes from
 # Debian 13's packages (Debian 12's have no Compose v2; these need no newer libc), and a daemon is started here and
@@ -13,7 +14,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PROJECT=orcinus-test
 export PORT=${COMPOSE_TEST_PORT:-18080} DEBIAN_FRONTEND=noninteractive
 # The stack under test is the default one, whatever the caller's shell or .env holds.
-unset MODEL SERVED_MODEL_NAME DEVICE GPU POLICY LOG_LEVEL WORKER_MEMORY REDIS_MEMORY
+unset MODEL SERVED_MODEL_NAME DEVICE GPU POLICY PROCESSES LOG_LEVEL WORKER_MEMORY GATEWAY_MEMORY REDIS_MEMORY COMPOSE_PROFILES
 
 WORK=$(mktemp -d)
 chmod 755 "$WORK"
@@ -179,6 +180,15 @@ python3 "$ROOT/deploy/smoke.py" --project "$PROJECT" --port "$PORT" || {
   die "smoke failed"
 }
 say "smoke passed"
+scaled() { quietly scale compose up -d --wait --wait-timeout 300 --scale worker=3 --scale gateway=2; }
+scaled
+say "three workers, two gateways"
+python3 "$ROOT/deploy/smoke.py" --project "$PROJECT" --port "$PORT" --workers 3 --gateways 2 || {
+  show_logs
+  die "smoke of the scaled stack failed"
+}
+say "smoke of the scaled stack passed"
+scaled # a gateway that starts again ends at SIGTERM at once, and not with 0
 quietly stop compose stop
 failures=$(compose ps -aq | xargs docker inspect -f '{{.Name}} {{.State.ExitCode}}' | grep -v ' 0$' || true)
 [ -z "$failures" ] || { show_logs; die "did not stop cleanly: $failures"; }

@@ -30,7 +30,7 @@ def have_compose() -> bool:
 
 def composed(*files: str, **env: str) -> dict[str, Any]:
     command = ["docker", "compose", *files, "--env-file", "/dev/null", "config", "--format", "json"]
-    drop = {"MODEL", "DEVICE", "WORKER_MEMORY", "GPU", "TORCH_INDEX"}
+    drop = {"MODEL", "DEVICE", "WORKER_MEMORY", "GPU", "TORCH_INDEX", "COMPOSE_PROFILES"}
     here = {name: value for name, value in clean_env(**env).items() if name not in drop or name in env}
     done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -79,15 +79,31 @@ def test_a_container_has_no_root_no_capability_no_writable_root_and_bounds(name:
     assert all(str(port).startswith("127.0.0.1:") for port in one.get("ports", []))
 
 
-def test_only_the_gateway_is_between_the_networks_and_published() -> None:
-    core = yaml.safe_load((ROOT / "compose.yaml").read_text())["networks"]["core"]
-    assert core["internal"] is True
-    ours = {name: one for name, one in services().items() if name in {"redis", "worker", "scheduler", "gateway", "ops"}}
-    assert {name: one["networks"] for name, one in ours.items()} == {
-        "redis": ["core"], "worker": ["core"], "scheduler": ["core"], "gateway": ["edge", "core"], "ops": ["core"],
+def test_only_the_front_is_published_and_only_gateways_are_between_it_and_the_rest() -> None:
+    networks = yaml.safe_load((ROOT / "compose.yaml").read_text())["networks"]
+    assert networks["core"]["internal"] is networks["door"]["internal"] is True
+    expected = {
+        "redis": ["core"], "worker": ["core"], "scheduler": ["core"], "gateway": ["door", "core"], "ops": ["core"],
+        "front": ["edge", "door"], "front-grpc": ["edge", "door"],
     }  # fmt: skip
-    assert [name for name, one in ours.items() if one.get("ports")] == ["gateway"]
+    ours = {name: one for name, one in services().items() if name in expected}
+    assert {name: one["networks"] for name, one in ours.items()} == expected
+    assert [name for name, one in ours.items() if one.get("ports")] == ["front", "front-grpc"]
     assert services()["keys"]["network_mode"] == "none"
+
+
+def test_a_front_passes_on_the_port_that_a_gateway_has() -> None:
+    gateway, config = services()["gateway"]["environment"], (ROOT / "deploy" / "front.cfg").read_text()
+    for name, port in (("front", gateway["ORCINUS_PORT"]), ("front-grpc", gateway["ORCINUS_GRPC_PORT"])):
+        one = services()[name]
+        assert one["environment"] == {"FRONT_PORT": port}
+        (published,) = one["ports"]
+        assert published.endswith(f":{port}")
+        assert one["stop_signal"] == "SIGUSR1"  # at SIGTERM HAProxy cuts streams
+    assert f"check port {gateway['ORCINUS_PORT']} " in config
+    (address,) = re.findall(r"bind (127\.0\.0\.1:\d+)", config)
+    assert address in str(services()["front"]["healthcheck"]["test"])
+    assert services()["front-grpc"]["profiles"] == ["grpc"] and "profiles" not in services()["front"]
 
 
 def test_each_service_has_the_password_of_its_own_user_of_redis_alone() -> None:
@@ -142,7 +158,7 @@ def test_every_stage_that_an_image_copies_from_exists_and_carries_the_kernels() 
     carried = loader.PREBUILT.relative_to(ROOT)
     assert f"COPY --from=cuda-kernels /build/{carried} /app/{carried}" in last["worker-gpu"]
     assert "cuda" not in last["worker"] and "cuda" not in last["control"]
-    for name in ("control", "worker", "worker-gpu"):
+    for name in ("control", "worker", "worker-gpu", "front"):
         assert "USER 10001:10001" in last[name]
 
 

@@ -91,9 +91,7 @@ def test_prometheus_asks_the_ports_that_compose_opens() -> None:
         f"scheduler:{scheduler['ORCINUS_SCHEDULER_METRICS_PORT']}"
     ]
     assert jobs["worker"]["dns_sd_configs"][0]["port"] == worker["ORCINUS_WORKER_METRICS_PORT"]
-    assert jobs["gateway"]["static_configs"][0]["targets"] == [
-        f"gateway:{services['gateway']['environment']['ORCINUS_PORT']}"
-    ]
+    assert jobs["gateway"]["dns_sd_configs"][0]["port"] == services["gateway"]["environment"]["ORCINUS_PORT"]
     key_file = jobs["gateway"]["authorization"]["credentials_file"]
     assert key_file == services["gateway"]["environment"]["ORCINUS_API_KEY_FILE"]
     for name in ("prometheus", "grafana"):

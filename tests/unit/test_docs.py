@@ -170,6 +170,7 @@ def names_that_exist() -> set[str]:
     """Words in capitals with an underscore that are no settings of ours: compose's variables, a mark of models."""
     image = text("deploy/Dockerfile")
     return {
+        "COMPOSE_PROFILES",  # Compose's own
         *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml")),
         *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
         *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
