@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.pending import Done, Pending
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -95,34 +97,6 @@ class Attention:
     k_norm: Norm | None = None
     window: int = 0  # the latest `window` positions are seen, the row's own included; 0: all
     slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
-
-
-ResultT = TypeVar("ResultT")
-
-
-class Pending(ABC, Generic[ResultT]):
-    """What a device still works on."""
-
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether `wait` returns at once."""
-
-    @abstractmethod
-    def wait(self) -> ResultT:
-        """The result, once it is there. May be called again, and by several threads."""
-
-
-class Done(Pending[ResultT]):
-    """What was complete before it was asked for."""
-
-    def __init__(self, result: ResultT) -> None:
-        self._result = result
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> ResultT:
-        return self._result
 
 
 class Cache(ABC):
@@ -317,6 +291,17 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> None:
         """residual += x in place."""
+
+    @abstractmethod
+    def blank(self, prepared: PreparedT, width: int, dtype: torch.dtype) -> Tensor:
+        """[N, width] of whatever was there."""
+
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        """call(x) after what was asked for before and before what is asked for next; it may read and overwrite x.
+
+        The ranks of a mesh meet in it. Like any operation it is called again with each batch, for a compiled pass too.
+        """
+        call(x)
 
     @abstractmethod
     def select(self, x: Tensor, prepared: PreparedT) -> Tensor:

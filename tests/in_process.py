@@ -16,7 +16,7 @@ from protos import queue_pb2, worker_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, NewRequest, Outcome
 from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
-from services.worker.engine import FLIGHTS, Engine
+from services.worker.engine import Engine
 from services.worker.flight import Flight
 from shared.columns import pack, unpack
 
@@ -127,7 +127,7 @@ def run(
             now += IDLE_NS  # a policy may wait for company
             continue
         idle = 0
-        while waiting and len(flights) < (FLIGHTS if engine.overlaps else 1):
+        while waiting and len(flights) < (engine.flights if engine.overlaps else 1):
             flights.append((waiting[0], engine.submit(waiting.popleft())))
         step, flight = flights.popleft()
         result = engine.finish(flight, lambda: bool(waiting or flights))

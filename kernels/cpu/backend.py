@@ -70,7 +70,7 @@ class Table:
 
 
 class Compiled:
-    """A forward pass as one call."""
+    """A forward pass as one call, or as one between each two exchanges."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -262,6 +262,12 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def add(self, x: Tensor, residual: Tensor) -> None:
         args = AddArgs(residual.data_ptr(), x.data_ptr(), x.shape[1], DTYPES[x.dtype])
         self._runner.emit(self._runner.rows(x), args, None)
+
+    def blank(self, prepared: CpuPrepared, width: int, dtype: torch.dtype) -> Tensor:
+        return self._runner.out(self._count(prepared, ROWS_TOKENS), width, dtype)
+
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        self._runner.exchange(x, call)
 
     def select(self, x: Tensor, prepared: CpuPrepared) -> Tensor:
         rows = self._count(prepared, ROWS_SAMPLES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,6 +61,9 @@ class Runner(Protocol):
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
         """Runs or records one command. `keep`: what must live as long as its addresses are used."""
 
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        """Calls, or records that it is to be called, between the commands before and those after."""
+
     def now(self, rows: int, args: ctypes.Structure) -> None:
         """Runs one command at once, recording or not."""
 
@@ -83,8 +87,24 @@ class Immediate:
         used = self._nothing if step is None else step
         self._library.run(ctypes.addressof(made), 1, ctypes.addressof(used), self.threads)
 
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        call(x)
+
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.emit(rows, args, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A call between two commands with the rows of x that a step has."""
+
+    before: int  # the command that it precedes
+    x: Tensor
+    rows: int  # a symbol
+    call: Callable[[Tensor], object]
+
+    def run(self, step: Step) -> None:
+        self.call(self.x[: step.tokens_count if self.rows == ROWS_TOKENS else step.samples_count])
 
 
 @dataclass(slots=True)
@@ -95,6 +115,7 @@ class Recording:
     max_tokens: int
     max_samples: int
     commands: list[Command] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     _kept: list[object] = field(default_factory=list)
     _free: list[Tensor] = field(default_factory=list)
     _symbols: dict[int, int] = field(default_factory=dict)  # address of a result -> its rows
@@ -125,12 +146,16 @@ class Recording:
         self.commands.append(command(rows, args))
         self._kept.append(keep)
 
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        # Another tensor on the same buffer: x itself would keep the buffer from those who come after its last reader.
+        self.exchanges.append(Exchange(len(self.commands), x.detach(), self.rows(x), call))
+
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.immediate.now(rows, args)
 
 
 class Program:
-    """A recorded forward pass: one call a step."""
+    """A recorded forward pass: one call a step, and one more for each exchange."""
 
     def __init__(self, library: Library, threads: int, recording: Recording, result: Tensor) -> None:
         self._library = library
@@ -140,14 +165,21 @@ class Program:
         self.workspace_bytes = recording.workspace_bytes
         self._result = result
         self._commands = (Command * len(recording.commands))(*recording.commands)
+        bounds = [0, *(exchange.before for exchange in recording.exchanges), len(recording.commands)]
+        self._parts = list(zip(bounds[:-1], bounds[1:], [*recording.exchanges, None], strict=True))
 
     def run(self, step: Step) -> Tensor:
         """The result's rows of this step; they hold until the next run."""
         self._check(step)
         threads = self._choice.pick(step.tokens_count)
-        begun = time.monotonic_ns()
-        self._library.run(ctypes.addressof(self._commands), len(self._commands), ctypes.addressof(step), threads)
-        self._choice.took(step.tokens_count, threads, time.monotonic_ns() - begun)
+        took = 0
+        for first, end, exchange in self._parts:
+            begun = time.monotonic_ns()
+            self._run(first, end, step, threads)
+            took += time.monotonic_ns() - begun
+            if exchange is not None:
+                exchange.run(step)
+        self._choice.took(step.tokens_count, threads, took)
         # What runs at once afterwards, the sampler above all, keeps to this number: a team that grows and shrinks in
         # each step makes and ends threads.
         self._recording.immediate.threads = threads
@@ -157,14 +189,16 @@ class Program:
         """Runs and returns (operation, ns) of each command in order."""
         self._check(step)
         times = np.zeros(len(self._commands), np.int64)
-        self._library.run(
-            ctypes.addressof(self._commands),
-            len(self._commands),
-            ctypes.addressof(step),
-            self._threads,
-            address(times),
-        )
+        for first, end, exchange in self._parts:
+            self._run(first, end, step, self._threads, address(times[first:]))
+            if exchange is not None:
+                exchange.run(step)
         return [(NAMES[made.op], int(took)) for made, took in zip(self._commands, times, strict=True)]
+
+    def _run(self, first: int, end: int, step: Step, threads: int, times: int = 0) -> None:
+        if first < end:
+            commands = ctypes.addressof(self._commands) + first * ctypes.sizeof(Command)
+            self._library.run(commands, end - first, ctypes.addressof(step), threads, times)
 
     def _check(self, step: Step) -> None:
         most = self._recording

@@ -25,7 +25,8 @@ from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_colum
 from kernels.cuda.planner import Planner
 from kernels.cuda.prepared import CudaPrepared, Work
 from kernels.cuda.sampling import Sampler
-from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Pending, Sampled, SamplingRows, register
+from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Sampled, SamplingRows, register
+from kernels.pending import Pending
 
 MOST_SLOTS = 1 << 16
 
@@ -63,6 +64,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._attention = PagedAttention(gpu, self._staging)
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, as long as somebody has it
         self._logits_room: Tensor | None = None  # where the next logits go
+        self._exchanges = False  # whether the forward pass has any
 
     def new_cache(self, shape: CacheShape) -> CudaCache:
         dtype_name(shape.dtype)
@@ -207,6 +209,18 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             call = calls.add(dtype_name(x.dtype), rows, width, x.data_ptr(), residual.data_ptr())
             launch(self._main, call, x, residual)
 
+    def blank(self, prepared: CudaPrepared, width: int, dtype: torch.dtype) -> Tensor:
+        return self._empty(prepared.rows, width, dtype)
+
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        """On the device's stream, which a graph cannot record: a pass with exchanges has none."""
+        self._exchanges = True
+        if self.device.type == "cuda":
+            self._main.run(lambda: call(x))
+        else:
+            self._main.record().wait()
+            call(x)
+
     def select(self, x: Tensor, prepared: CudaPrepared) -> Tensor:
         rows, width = prepared.samples, x.shape[1]
         out = self._empty(rows, width, x.dtype)
@@ -305,7 +319,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
 
         numbers = self._prepared(NOBODY, cache, planner, most).numbers + most * PAGES_OF_GRAPHS
         columns = self.gpu.empty((numbers,), torch.int32)
-        graphs = Graphs(self.gpu, run, sizes_up_to(most), columns, cache, planner)
+        sizes = [] if self._exchanges else sizes_up_to(most)
+        graphs = Graphs(self.gpu, run, sizes, columns, cache, planner)
         graphs.record(lambda size: self._prepared(NOBODY, cache, planner, size))
         self._graphs = weakref.ref(graphs)
         return graphs

@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.cuda import calls
 from kernels.cuda.attention_calls import SLAB
 from kernels.cuda.device import Device, Event
-from kernels.ops import Cache, CacheShape, Done, Int32, Pending
+from kernels.ops import Cache, CacheShape, Int32
+from kernels.pending import Done, Pending
 
 
 class CudaCache(Cache):

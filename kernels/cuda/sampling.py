@@ -17,7 +17,8 @@ from torch import Tensor
 from kernels.cuda import sampling_calls
 from kernels.cuda.device import Device, Event
 from kernels.likely import write_likely
-from kernels.ops import Done, Float32, Int32, Int64, Likely, Pending, Sampled, SamplingRows, Sparse
+from kernels.ops import Float32, Int32, Int64, Likely, Sampled, SamplingRows, Sparse
+from kernels.pending import Done, Pending
 
 Array = npt.NDArray[Any]
 

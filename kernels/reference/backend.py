@@ -117,6 +117,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     def add(self, x: Tensor, residual: Tensor) -> None:
         residual += x
 
+    def blank(self, prepared: ReferencePrepared, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(len(prepared.tokens), width, dtype=dtype, device=self.device)
+
     def select(self, x: Tensor, prepared: ReferencePrepared) -> Tensor:
         return x.index_select(0, prepared.sample_rows)
 

@@ -34,8 +34,11 @@ log = logging.getLogger("orcinus.worker")
 BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
 
 
-def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
-    """The operations and the type to compute in. Raises ConfigurationError for what cannot be had."""
+def choose(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) -> tuple[AnyOps, torch.dtype]:
+    """The operations and the type to compute in. Raises ConfigurationError for what cannot be had.
+
+    Not alone: other ranks have to choose the same, so nothing is measured.
+    """
     if settings.kernels == "emulator":
         return _emulator(settings, config)
     if _on_gpu(settings):
@@ -46,7 +49,15 @@ def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, tor
     library = None if settings.kernels == "reference" else _library(settings)
     if library is None:
         return kernel_ops.create("reference", torch.device("cpu")), dtype
+    if not alone:
+        return CpuOps(library, torch.get_num_threads()), dtype
     return _faster(settings, config, library, dtype), dtype
+
+
+def set_threads(settings: WorkerSettings, ranks_here: int) -> None:
+    """Of the CPU: as set, else torch's choice, shared with the other ranks of the replica on this host."""
+    if settings.threads or ranks_here > 1:
+        torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // ranks_here))
 
 
 def device_of(ops: AnyOps) -> Device | None:

@@ -19,6 +19,7 @@ import torch
 from kernels.cpu.build import BuildError
 from kernels.cuda.loader import CudaError
 from kernels.ops import CacheShape
+from services.worker.mesh import Mesh
 from services.worker.models.config import DecoderConfig
 from shared.errors import ConfigurationError
 
@@ -110,20 +111,27 @@ def wanted_lengths(settings: WorkerSettings, config: DecoderConfig) -> Lengths:
 
 
 def plan_pool(
-    settings: WorkerSettings, shape: CacheShape, block_bytes: int, lengths: Lengths, gpu_bytes: int | None
+    settings: WorkerSettings,
+    shape: CacheShape,
+    block_bytes: int,
+    lengths: Lengths,
+    gpu_bytes: int | None,
+    mesh: Mesh,
 ) -> tuple[CacheShape, Lengths]:
-    """The pool's blocks and those of its host tier, and the lengths that fit.
+    """The pool's blocks and those of its host tier, and the lengths that fit: what every rank of the mesh can hold.
 
     block_bytes: of one block as the backend holds it; gpu_bytes: what a GPU has left for the pool, None where it lies
-    in the host's memory.
+    in the host's memory, which the ranks of this host share.
     """
-    host_bytes = free_memory_bytes()
+    host_bytes = free_memory_bytes() // mesh.ranks_here
     on_gpu = gpu_bytes is not None
     blocks, lengths = plan_blocks(
         settings, block_bytes, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu
     )
     host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
-    return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), lengths
+    mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
+    blocks, host_blocks, *least = mesh.least(mine)
+    return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), Lengths(*least)
 
 
 def plan_blocks(

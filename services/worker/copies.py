@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kernels.ops import Cache, Int32, Pending
+from kernels.ops import Cache, Int32
+from kernels.pending import Pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,25 +13,24 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.backend import Compiled, CpuOps
-from kernels.ops import (
-    Batch,
-    Cache,
-    CacheShape,
-)
+from kernels.ops import Batch, Cache, CacheShape, Int32
 from protos import worker_pb2
-from services.worker.backend import choose, device_of
+from services.worker.backend import choose, device_of, set_threads
 from services.worker.cache import plan_pool, room_for, wanted_lengths
 from services.worker.copies import Copies
+from services.worker.draws import Draws
 from services.worker.flight import GRAMMAR, Flight, Flights, Marks
 from services.worker.grammar import SlotGrammars
 from services.worker.mesh import Mesh
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.loader import Progress, open_weights
+from services.worker.models.shard import shard_of
 from services.worker.models.weights import check_matrices
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
@@ -64,8 +63,7 @@ class Engine:
         self.settings = settings
         self.mesh = mesh or Mesh()
         self.identity = identity()
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
+        set_threads(settings, self.mesh.ranks_here)
         config = load_config(settings.model)
         self.lengths = wanted_lengths(settings, config)
         weights = open_weights(settings.model, settings.load_format, progress)
@@ -73,24 +71,30 @@ class Engine:
         self.config = config
         self.model_hash = weights.fingerprint()
         with room_for("measuring the kernels", "use a smaller model"):
-            self._ops, self.dtype = choose(settings, config)
+            part = shard_of(config, self.mesh).config(config)
+            self._ops, self.dtype = choose(settings, part, self.mesh.size == 1)
+        self.mesh.demand_same(
+            f"{self.model_hash} {self._ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
+            f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
+        )
+        self.mesh.connect(self._ops.device)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             int8 = settings.quantize == "int8"
-            self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, int8)
+            self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, int8, self.mesh)
         self._grammars = SlotGrammars(Grammars(settings.model, config.vocab_size), config.vocab_size)
+        self._draws = Draws(self.mesh, self._decoder.shard)
         self._lock = threading.Lock()  # around slots and flights, which both threads change
-        self._warm_s, self._warm_tokens = 0.0, 0  # the largest step of the warm-up
-        self._warm_decode_s = 0.0
+        self._warm_s, self._warm_decode_s, self._warm_tokens = 0.0, 0.0, 0  # the largest steps of the warm-up
         self._step_log: StepLog | None = None
         self._plan_memory()
         with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
             self._compile()
-        if settings.step_log is not None:
+        if settings.step_log is not None and self.mesh.is_leader:
             self._step_log = StepLog(settings.step_log)
 
     def _plan_memory(self) -> None:
         """Takes a pool of as many blocks as there may be; on a GPU of what weights and the largest step leave."""
-        settings, config = self.settings, self.config
+        settings, config = self.settings, self._decoder.config
         shape = CacheShape(
             blocks=1,
             host_blocks=0,
@@ -104,7 +108,8 @@ class Engine:
         if (device := device_of(self._ops)) is not None:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
                 gpu_bytes = self._left_on(device, shape)
-        shape, self.lengths = plan_pool(settings, shape, self._ops.block_bytes(shape), self.lengths, gpu_bytes)
+        block_bytes = self._ops.block_bytes(shape)
+        shape, self.lengths = plan_pool(settings, shape, block_bytes, self.lengths, gpu_bytes, self.mesh)
         with room_for("the KV pool", "lower --kv-blocks, --kv-memory-fraction or --host-blocks"):
             self._take_pool(shape)
 
@@ -148,7 +153,7 @@ class Engine:
     @property
     def overlaps(self) -> bool:
         """Whether a step may be submitted before the one before it is finished: up to `flights`."""
-        return self._ops.overlaps
+        return self.mesh.pp > 1 or (self._ops.overlaps and self.mesh.size == 1)
 
     @property
     def flights(self) -> int:
@@ -171,7 +176,7 @@ class Engine:
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self._ops.device),
             backend=self._ops.name,
-            layers=shape.layers,
+            layers=self.config.layers,
             block_size=shape.block_size,
             block_bytes=self._ops.block_bytes(shape),
             gpu_blocks=shape.blocks,
@@ -198,6 +203,8 @@ class Engine:
         """A new Run: no slot is taken, no KV is known, nothing is copied any more. What stays in the blocks is never
         read, and the results of flights that are out mean nothing."""
         self._copies.drain()
+        if self.mesh.size > 1:  # what the ranks say to each other has an order
+            self._learn(np.arange(self._slots.max_seqs, dtype=np.int32))
         with self._lock:
             self._slots.clear()
             self._begin_run()
@@ -222,7 +229,8 @@ class Engine:
             shape = self._cache.shape
             if most := min(self._slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
-        self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
+        if self.mesh.samples:
+            self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
 
     def prove(self) -> None:
         """Runs steps of one token, as the warm-up did. What they raise is the engine's doing, whatever was asked of it
@@ -279,13 +287,18 @@ class Engine:
         if step.HasField("hello"):
             raise ProtocolError("a step cannot carry hello: it begins a Run")
         with torch.inference_mode():
+            if self.mesh.size > 1:
+                self._learn(self._slots.slots_of(step.chunk_slots))
             marks = Marks(self._last_end, self._ops.mark())
             with self._lock:
                 flight, batch = self._begin(step, marks, queued_ns)
             prepared = None if batch is None else self._ops.prepare(batch, self._cache)
             if self._ops.overlaps:
                 marks.start = self._ops.mark()  # a device that has waited for the host until here was idle
+            flight.begun_ns = time.monotonic_ns()
             logits = None if prepared is None else self._compiled(prepared)
+            if logits is not None and not self.mesh.first:
+                marks.start = self._decoder.began
             marks.forwarded = self._ops.mark()
             if logits is not None:
                 self._sample(flight, logits)
@@ -303,7 +316,9 @@ class Engine:
         sampled = None if flight.sampled is None else flight.sampled.wait()
         with self._lock:
             slots, tokens, records = self._flights.settle(flight, sampled)
-        copied = flight.copies.acknowledge(flight.id, wait=not more())
+        copied = flight.copies.acknowledge(flight.id, wait=self.mesh.size > 1 or not more())
+        if flight.swaps and self.mesh.size > 1:
+            self._draws.copied(flight)
         result = worker_pb2.Result(
             epoch=flight.epoch,
             id=flight.id,
@@ -311,7 +326,7 @@ class Engine:
             tokens=pack(tokens),
             logprobs=b"".join(records),
             logprob_sizes=pack([len(record) for record in records]),
-            timings=flight.marks.timings(self._ops, flight.queued_ns, copied.ns),
+            timings=flight.timings(self._ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
             errors=flight.all_errors(),
@@ -324,7 +339,8 @@ class Engine:
         """The step applied to the slots; its batch, None when it computes nothing."""
         table = self._slots
         chunks = table.apply(step, self._copies)
-        self._grammars.enter(step.enters)
+        if self.mesh.samples:
+            self._grammars.enter(step.enters)
         tokens = int(chunks.lengths.sum())
         if tokens > self.settings.max_step_tokens:
             raise ProtocolError(
@@ -341,27 +357,44 @@ class Engine:
             marks=marks,
             queued_ns=queued_ns,
             errors=table.errors(step),
+            swaps=bool(step.swap_out_gpu or step.swap_in_host),
         )
         self._flights.begin(flight)
         if not chunks.slots.size:
             return flight, None
         batch = table.batch(chunks)
         table.computed_through(chunks)
-        return flight, batch
+        return flight, self._draws.rows_of(batch)
+
+    def _learn(self, slots: Int32) -> None:
+        """Waits for the tokens, drawn elsewhere, that these slots were to get in flights that are out."""
+        for flight in self._flights.unknown(slots):
+            if (sampled := flight.sampled and flight.sampled.wait()) is not None:
+                with self._lock:
+                    self._flights.learn(flight, sampled)
 
     def _sample(self, flight: Flight, logits: Tensor) -> None:
-        """Begins to draw one token for each slot that samples."""
+        """Begins to draw one token for each slot that samples, or to hear which were drawn."""
         slots, table = flight.sampling, self._slots
-        if not slots.size:
+        flight.places = places = table.known[slots]
+        flight.logprobs = table.sampling.logprobs[slots]
+        flight.has_grammars = bool(table.sampling.has_grammar[slots].any())
+        if self.mesh.size > 1:
+            logits = self._draws.whole(logits, self._ops, self.config.vocab_size)
+        if not self.mesh.samples:
+            with self._lock:
+                table.expect(slots, places)
+            flight.sampled = self._draws.hear(flight)
             return
-        masks, wrong = self._grammars.masks(flight, self._previous, table)
-        with self._lock:
-            for slot, mask in masks.items():
-                table.sampling.set_mask(slot, mask)
-            for slot, why in wrong.items():
-                self._flights.fail(flight, slot, GRAMMAR, why)
-            flight.places = places = table.known[slots]
-            flight.logprobs = table.sampling.logprobs[slots]
-            rows = table.sampling.rows(slots, places, table.prompt[slots], table.tokens)
-            table.expect(slots, places)
-        flight.sampled = self._ops.sample_later(logits, rows, slots)
+        if slots.size:
+            masks, wrong = self._grammars.masks(flight, self._previous, table)
+            with self._lock:
+                table.sampling.set_masks(masks)
+                for slot, why in wrong.items():
+                    self._flights.fail(flight, slot, GRAMMAR, why)
+                rows = table.sampling.rows(slots, places, table.prompt[slots], table.tokens)
+                table.expect(slots, places)
+            flight.sampled = self._ops.sample_later(logits, rows, slots)
+        if self.mesh.size > 1:
+            self._draws.tell(flight)
+            self._learn(slots)

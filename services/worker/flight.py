@@ -10,16 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kernels.ops import (
-    STATUS_FINE,
-    STATUS_NOT_FINITE,
-    STATUS_NOTHING_ALLOWED,
-    AnyOps,
-    Int32,
-    Int64,
-    Pending,
-    Sampled,
-)
+from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, AnyOps, Int32, Int64, Sampled
+from kernels.pending import Pending
 from protos import worker_pb2
 from services.worker.copies import Copies
 from services.worker.slots import Chunks, SlotTable
@@ -73,7 +65,22 @@ class Flight:
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
     places: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
     logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [R] as in the sequences' sampling
+    has_grammars: bool = False  # whether a sequence that samples is bound by one
+    swaps: bool = False
+    begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
+    learned: bool = False  # whether the slots know the tokens
+    # Of a mesh: when the tokens came from the rank that samples, and rows whose grammar it could not follow.
+    arrived_ns: int = 0
+    why: dict[int, str] = field(default_factory=dict)
+
+    def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
+        """Those of the Result, once the device is done. All of this rank, but for the total of a step whose tokens come
+        from another one: until they are here."""
+        found = self.marks.timings(ops, self.queued_ns, swap_ns)
+        if self.arrived_ns:
+            found.total_ns = self.arrived_ns - self.begun_ns
+        return found
 
     def generation(self, slot: int) -> int | None:
         """Of one of the chunks' slots; None for a slot that has no chunk here."""
@@ -100,8 +107,28 @@ class Flights:
     def begin(self, flight: Flight) -> None:
         self._out.append(flight)
 
+    def unknown(self, slots: Int32) -> list[Flight]:
+        """Those, in order, that sample for one of these slots a token that the host does not know yet."""
+        return [
+            one for one in list(self._out) if one.sampled and not one.learned and np.isin(one.sampling, slots).any()
+        ]
+
+    def learn(self, flight: Flight, sampled: Sampled) -> Int32:
+        """The host knows the tokens, which are returned, from here on; what could not be drawn fails."""
+        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
+        if flight.learned:
+            return tokens
+        flight.learned = True
+        status = sampled.status.cpu().numpy()
+        for row in (status != STATUS_FINE).nonzero()[0].tolist():
+            self.fail(flight, int(flight.sampling[row]), *WHY[int(status[row])])
+        for row, why in flight.why.items():
+            self.fail(flight, int(flight.sampling[row]), GRAMMAR, why)
+        self._record(flight, tokens)
+        return tokens
+
     def settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
-        """Slots, tokens and records of log-probabilities of the Result; the host knows the tokens from here on.
+        """Slots, tokens and records of log-probabilities of the Result.
 
         The records are one per slot, empty where the sequence did not ask; none at all where nobody did.
         """
@@ -110,11 +137,7 @@ class Flights:
         slots = flight.sampling
         if sampled is None:
             return slots, slots, []
-        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
-        status = sampled.status.cpu().numpy()
-        for row in (status != STATUS_FINE).nonzero()[0].tolist():
-            self.fail(flight, int(slots[row]), *WHY[int(status[row])])
-        self._record(flight, tokens)
+        tokens = self.learn(flight, sampled)
         if not flight.failed:
             return slots, tokens, _records(sampled, flight.logprobs)
         fine = ~np.isin(slots, list(flight.failed))

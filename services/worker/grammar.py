@@ -78,7 +78,7 @@ class SlotGrammars:
     def masks(
         self, flight: Flight, previous: Flight | None, table: SlotTable
     ) -> tuple[dict[int, bytes], dict[int, str]]:
-        """By slot the ids that its next token may have, as SamplingTable.set_mask takes them; or what is wrong.
+        """By slot the ids that its next token may have, as SamplingTable.set_masks takes them; or what is wrong.
 
         previous: the flight before this one, which may still be out. A slot whose draw failed there has neither: it
         fails with that flight. Waits for that flight and for grammars that entered just now.

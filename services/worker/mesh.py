@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -158,9 +158,21 @@ class Mesh:
             self._everyone.allgather([found], [mine]).wait()
         return [bytes(one.numpy().tobytes()).rstrip(b"\0").decode(errors="replace") for one in found]
 
+    def demand_same(self, text: str) -> None:
+        """Raises ConfigurationError where another rank has another text."""
+        said = self.texts(text)
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise ConfigurationError(
+                    f"rank {rank} of the replica has {other!r} and rank 0 {said[0]!r}; start all ranks with one model "
+                    "and the same settings"
+                )
+
     def close(self) -> None:
-        """Leaves. The other ranks' next call fails."""
-        self._sent.clear()
+        """Leaves when the others have taken what was sent to them, or are gone; their next call fails."""
+        with suppress(RuntimeError):
+            while self._sent:
+                self._sent.popleft()[0].wait()
         self._stage_group = self._rows = self._everyone = None
 
     def _send(self, group: Any, x: Tensor, to: int, tag: int) -> None:

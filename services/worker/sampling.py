@@ -48,6 +48,7 @@ class SamplingTable:
         self.repetition = np.ones(max_seqs, np.float32)
         self.penalised = np.zeros(max_seqs, np.bool_)
         self.logprobs = np.zeros(max_seqs, np.int32)  # as in the message
+        self.has_grammar = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
         self._masks: dict[int, npt.NDArray[np.uint32]] = {}
@@ -74,6 +75,7 @@ class SamplingTable:
             message.presence_penalty or message.frequency_penalty or message.repetition_penalty not in (0.0, 1.0)
         )
         self.logprobs[slot] = min(message.logprobs, MOST + 1)
+        self.has_grammar[slot] = bool(message.grammar)
         self._has_ids[slot] = bool(message.bias_ids or message.banned_ids or message.stop_ids)
         try:
             if self._has_ids[slot]:
@@ -82,9 +84,10 @@ class SamplingTable:
             return str(error)
         return _wrong_number(message)
 
-    def set_mask(self, slot: int, mask: bytes) -> None:
-        """The ids that the slot's next token may have: bit i of little-endian word w allows id 32 w + i."""
-        self._masks[slot] = np.frombuffer(mask, "<u4")
+    def set_masks(self, masks: dict[int, bytes]) -> None:
+        """By slot the ids that its next token may have: bit i of little-endian word w allows id 32 w + i."""
+        for slot, mask in masks.items():
+            self._masks[slot] = np.frombuffer(mask, "<u4")
 
     def rows(self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> SamplingRows:
         """The rows of one iteration. known, prompt [R]; tokens [max_seqs, ...] of all slots. Uses up their masks."""

@@ -92,6 +92,10 @@ class SlotTable:
             sample_rows=query_start[1:][chunks.samples] - 1,
         )
 
+    def slots_of(self, column: bytes) -> Int32:
+        """A column of slots. Raises ProtocolError."""
+        return self._column(column, "chunk_slots", self.max_seqs)
+
     def computed_through(self, chunks: Chunks) -> None:
         """For every later step, the KV of the chunks' tokens is in its blocks."""
         self.computed[chunks.slots] = chunks.starts + chunks.lengths

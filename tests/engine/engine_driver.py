@@ -9,12 +9,13 @@ import numpy as np
 
 from protos import worker_pb2
 from services.worker.engine import Engine
+from services.worker.mesh import Mesh
 from shared.columns import pack, unpack
 from shared.logprobs import TokenLogprobs, split_records, unpack_records
 from shared.settings import WorkerSettings
 
 
-def make_engine(model: Path, host_blocks: int = 0, **settings: Any) -> Engine:
+def make_engine(model: Path, host_blocks: int = 0, mesh: Mesh | None = None, **settings: Any) -> Engine:
     """A small float32 engine unless settings say otherwise."""
     values: dict[str, Any] = {
         "dtype": "float32",
@@ -23,7 +24,8 @@ def make_engine(model: Path, host_blocks: int = 0, **settings: Any) -> Engine:
         "max_step_tokens": 4096,
         "threads": 1,
     }
-    return Engine(WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings)))
+    wanted = WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings))
+    return Engine(wanted, mesh=mesh)
 
 
 class Driver:

@@ -118,7 +118,7 @@ def test_dummy_weights_serve_any_config_and_are_the_same_every_time(family: str,
 
 def test_dummy_weights_differ_from_tensor_to_tensor_and_piece_to_piece() -> None:
     dummy, shape = Dummy(Path()), (4096, 4096)
-    pieces = list(dummy.pieces("a.weight", shape, torch.float32))
+    pieces = list(dummy.pieces("a.weight", shape, torch.float32, range(shape[0]), range(shape[1])))
     assert len(pieces) > 1 and sum(len(piece) for piece in pieces) == 4096
     assert not torch.equal(pieces[0], pieces[1])
     assert not torch.equal(dummy.take("b.weight", (8, 8), torch.float32), dummy.take("a.weight", (8, 8), torch.float32))

@@ -64,12 +64,18 @@ class Source(ABC):
         self.check(name, shape)
         return as_piece(self.read(name, shape, 0, shape[0]), dtype)
 
-    def pieces(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """The tensor from top to bottom in `dtype`, a few rows at a time. Raises ModelError."""
+    def pieces(
+        self, name: str, shape: tuple[int, int], dtype: torch.dtype, rows: range, columns: range
+    ) -> Iterator[Tensor]:
+        """These rows and columns of the tensor in `dtype`, a few rows at a time. Raises ModelError.
+
+        Rows that are not asked for are not read; columns are cut from whole rows.
+        """
         self.check(name, shape)
-        rows = max(1, PIECE_BYTES // (shape[1] * 4))
-        for first in range(0, shape[0], rows):
-            yield as_piece(self.read(name, shape, first, min(rows, shape[0] - first)), dtype)
+        step = max(1, PIECE_BYTES // (shape[1] * 4))
+        for first in range(rows.start, rows.stop, step):
+            found = self.read(name, shape, first, min(step, rows.stop - first))
+            yield as_piece(found[:, columns.start : columns.stop], dtype)
 
 
 @dataclass(frozen=True, slots=True)

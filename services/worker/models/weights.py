@@ -1,4 +1,4 @@
-"""A checkpoint's tensors -> what the decoder computes with: packed matrices, norms, what each layer's attention is.
+"""A checkpoint's tensors -> what a rank's decoder computes with: packed matrices, norms, each layer's attention.
 
 Called once, when the model is loaded. Large matrices come first, while little else is held, and are handed to the
 backend a few rows at a time: the peak of memory is the weights as they are held and one piece.
@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.ops import AnyOps, Attention, Norm
 from services.worker.models.config import DecoderConfig
 from services.worker.models.loader import Source, as_piece
+from services.worker.models.shard import Shard
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Ends of names that older checkpoints carry and that are computed, not learned."""
@@ -41,23 +42,28 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole decoder."""
+    """A decoder, or a rank's part of it: where a stage has no embedding or no head, theirs are None."""
 
-    tokens: Any  # the head, where it is tied
+    tokens: Any  # the head, where it is tied and both are here
     tokens_scale: float
     tokens_norm: Norm | None
     places: Tensor | None
     layers: list[Layer]
-    norm: Norm
+    norm: Norm | None
     head: Any
 
 
 def load_weights(
-    config: DecoderConfig, source: Source, ops: AnyOps, dtype: torch.dtype, positions: int, int8: bool
+    config: DecoderConfig, shard: Shard, source: Source, ops: AnyOps, dtype: torch.dtype, positions: int, int8: bool
 ) -> Weights:
-    """Loads all weights; `positions` is the largest context served. Raises ModelError naming the tensor."""
-    loader = _Loader(config, source, ops, dtype, positions, int8)
+    """Loads the shard's weights; config: the whole model's; `positions` is the largest context served.
+
+    Raises ModelError naming the tensor.
+    """
+    loader = _Loader(config, shard, source, ops, dtype, positions, int8)
     weights = loader.weights()
+    if not (shard.first and shard.last):
+        return weights  # the other stages read the rest
     names = config.family.names
     left = [name for name in source.unread() if not name.endswith(BUFFERS) and not name.startswith(names.head + ".")]
     if left:
@@ -97,43 +103,74 @@ def find(config: DecoderConfig, source: Source, name: str) -> str:
     return bare if name not in source and bare in source else name
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a tensor of the checkpoint that has `total`."""
+
+    name: str  # without .weight and .bias
+    total: int
+    rows: range
+
+
 class _Loader:
     def __init__(
-        self, config: DecoderConfig, source: Source, ops: AnyOps, dtype: torch.dtype, positions: int, int8: bool
+        self,
+        config: DecoderConfig,
+        shard: Shard,
+        source: Source,
+        ops: AnyOps,
+        dtype: torch.dtype,
+        positions: int,
+        int8: bool,
     ) -> None:
-        self.config, self.names = config, config.family.names
+        self.config, self.shard, self.names = config, shard, config.family.names
         self.source, self.ops, self.dtype, self.int8 = source, ops, dtype, int8
         self.positions = positions
         self.rope, self.local_rope = (
             None if rope is None else rope.table(positions).to(ops.device) for rope in (config.rope, config.local_rope)
         )
-        slopes = alibi_slopes(config.heads) if config.family.positions == "alibi" else None
+        heads = shard.heads
+        slopes = alibi_slopes(config.heads)[heads.start : heads.stop] if config.family.positions == "alibi" else None
         self.slopes = None if slopes is None else slopes.to(ops.device)
 
     def weights(self) -> Weights:
-        c, names = self.config, self.names
+        c, names, shard = self.config, self.names, self.shard
         tokens = f"{names.base}{names.tokens}"
-        table = (c.vocab_size, c.hidden_size)
+        size = (shard.vocab_rows, c.hidden_size)
+        tied = c.tied and shard.first and shard.last
         embedded: Any = None
-        if not c.tied:
-            pieces = self.source.pieces(self._find(f"{tokens}.weight"), table, self.dtype)
-            embedded = self.ops.pack_embedding(pieces, *table)
-        head = tokens if c.tied else names.head
-        pieces = self.source.pieces(self._find(f"{head}.weight"), table, self.dtype)
-        bias = self._vector(f"{names.head}.bias", c.vocab_size) if "head" in c.biases else None
-        packed = (self.ops.pack_tied if c.tied else self.ops.pack_linear)(pieces, *table, bias)
+        packed: Any = None
+        if shard.first and not tied:
+            embedded = self.ops.pack_embedding(self._table(tokens), *size)
+        if shard.last:
+            bias = self._head_bias() if "head" in c.biases else None
+            pack = self.ops.pack_tied if tied else self.ops.pack_linear
+            packed = pack(self._table(tokens if c.tied else names.head), *size, bias)
         scale = 1.0
         if c.family.embedding_scale:  # rounded to the model's type, as the model was trained
             scale = float(torch.tensor(c.hidden_size**0.5).to(self.dtype))
         return Weights(
-            tokens=packed if embedded is None else embedded,
+            tokens=packed if tied else embedded,
             tokens_scale=scale,
-            tokens_norm=self._norm(names.base, names.tokens_norm),
-            places=self._places(),
-            layers=[self._layer(index) for index in range(c.layers)],
-            norm=self._needed_norm(names.base, names.norm),
+            tokens_norm=self._norm(names.base, names.tokens_norm) if shard.first else None,
+            places=self._places() if shard.first and shard.adds else None,
+            layers=[self._layer(index) for index in shard.layers],
+            norm=self._needed_norm(names.base, names.norm) if shard.last else None,
             head=packed,
         )
+
+    def _table(self, name: str) -> Iterator[Tensor]:
+        """The shard's rows of the embedding or the head, and zeros."""
+        c, vocab, more = self.config, self.shard.vocab, self.shard.vocab_rows - len(self.shard.vocab)
+        whole = (c.vocab_size, c.hidden_size)
+        yield from self.source.pieces(self._find(f"{name}.weight"), whole, self.dtype, vocab, range(c.hidden_size))
+        if more:
+            yield torch.zeros(more, c.hidden_size, dtype=self.dtype)
+
+    def _head_bias(self) -> Tensor:
+        vocab = self.shard.vocab
+        bias = self._vector(f"{self.names.head}.bias", self.config.vocab_size)[vocab.start : vocab.stop]
+        return torch.nn.functional.pad(bias, (0, self.shard.vocab_rows - len(vocab)))
 
     def _places(self) -> Tensor | None:
         c, first = self.config, self.config.family.first_place
@@ -144,25 +181,28 @@ class _Loader:
         return table[first : first + self.positions].clone().to(self.ops.device)
 
     def _layer(self, index: int) -> Layer:
-        c, names = self.config, self.names
+        c, names, shard = self.config, self.names, self.shard
         at = f"{names.base}{names.layers}.{index}."
-        query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         return Layer(
             input_norm=self._needed_norm(at, names.input_norm),
-            qkv=self._linear(at, names.qkv, (query, kv, kv), c.hidden_size, "qkv"),
+            qkv=self._outputs(self._qkv(at), "qkv"),
             attention=self._attention(at, index),
-            out=self._linear(at, (names.out,), (c.hidden_size,), query, "out"),
+            out=self._inputs(f"{at}{names.out}", c.heads * c.head_dim, _numbers(shard.heads, c.head_dim), "out"),
             attention_norm=self._norm(at, names.attention_norm),
             mlp_norm=self._needed_norm(at, names.mlp_norm),
-            up=self._linear(at, names.up, (c.up_size // len(names.up),) * len(names.up), c.hidden_size, "mlp"),
-            down=self._linear(at, (names.down,), (c.hidden_size,), c.intermediate_size, "mlp"),
+            up=self._outputs(self._stacked(at, names.up, [(c.intermediate_size, shard.inner)] * self._ups), "mlp"),
+            down=self._inputs(f"{at}{names.down}", c.intermediate_size, shard.inner, "mlp"),
             down_norm=self._norm(at, names.down_norm),
         )
+
+    @property
+    def _ups(self) -> int:
+        return 2 if self.config.family.gated else 1
 
     def _attention(self, at: str, index: int) -> Attention:
         c, window = self.config, self.config.windows[index]
         return Attention(
-            heads=c.heads,
+            heads=len(self.shard.heads),
             scale=c.scale,
             rope=self.local_rope if window and self.local_rope is not None else self.rope,
             q_norm=self._norm(at, self.names.q_norm, c.head_dim),
@@ -171,37 +211,61 @@ class _Loader:
             slopes=self.slopes,
         )
 
-    def _linear(self, at: str, parts: tuple[str, ...], sizes: tuple[int, ...], inputs: int, kind: str) -> Any:
-        """One packed matrix of several of the checkpoint, one under the other, or of one that is fused already."""
-        outputs = sum(sizes)
-        named = [f"{at}{part}" for part in parts]
-        each = sizes if len(parts) == len(sizes) else (outputs,)
+    def _qkv(self, at: str) -> list[_Rows]:
+        """Queries, keys and values of the shard's heads."""
+        c, names, size = self.config, self.names, self.config.head_dim
+        if c.family.interleaved:  # which has as many KV heads as heads
+            total = 3 * c.heads * size
+            starts = [3 * size * head + part * size for part in range(3) for head in self.shard.heads]
+            return [_Rows(f"{at}{names.qkv[0]}", total, range(start, start + size)) for start in starts]
+        query, kv = (
+            (size * count, _numbers(held, size))
+            for count, held in ((c.heads, self.shard.heads), (c.kv_heads, self.shard.kv_heads))
+        )
+        return self._stacked(at, names.qkv, [query, kv, kv])
+
+    def _stacked(self, at: str, parts: tuple[str, ...], sizes: list[tuple[int, range]]) -> list[_Rows]:
+        """The rows, each of (size, rows), that lie one under the other in one tensor, or each in its own."""
+        if len(parts) == len(sizes):
+            return [_Rows(f"{at}{part}", size, rows) for part, (size, rows) in zip(parts, sizes, strict=True)]
+        found: list[_Rows] = []
+        total, above = sum(size for size, _ in sizes), 0
+        for size, rows in sizes:
+            start, stop = above + rows.start, above + rows.stop
+            if found and found[-1].rows.stop == start:
+                start = found.pop().rows.start  # one piece with those above
+            found.append(_Rows(f"{at}{parts[0]}", total, range(start, stop)))
+            above += size
+        return found
+
+    def _outputs(self, parts: list[_Rows], kind: str) -> Any:
+        """One packed matrix of these rows, one under the other, and their biases."""
         bias = None
         if kind in self.config.biases:
-            bias = torch.cat([self._vector(f"{name}.bias", size) for name, size in zip(named, each, strict=True)])
-            if kind == "qkv" and self.config.family.interleaved:
-                bias = bias.view(-1, 3, self.config.head_dim).transpose(0, 1).flatten()
-        pieces = (
-            piece
-            for name, size in zip(named, each, strict=True)
-            for piece in self._pieces(self._find(f"{name}.weight"), size, inputs, kind)
-        )
-        return self.ops.pack_linear(pieces, outputs, inputs, bias, self.int8)
+            wholes = {name: self._vector(f"{name}.bias", total) for name, total in {(p.name, p.total) for p in parts}}
+            bias = torch.cat([wholes[part.name][part.rows.start : part.rows.stop] for part in parts])
+        hidden = self.config.hidden_size
+        pieces = (piece for part in parts for piece in self._pieces(part, hidden, range(hidden)))
+        return self.ops.pack_linear(pieces, sum(len(part.rows) for part in parts), hidden, bias, self.int8)
 
-    def _pieces(self, name: str, outputs: int, inputs: int, kind: str) -> Iterator[Tensor]:
-        """The matrix in pieces [rows, inputs], rows in the order in which the decoder wants them."""
-        source, family, size = self.source, self.config.family, self.config.head_dim
-        if family.transposed:
-            whole = source.take(name, (inputs, outputs), self.dtype)
-            step = -(-outputs // 8)
-            yield from (as_piece(whole[:, first : first + step].t(), self.dtype) for first in range(0, outputs, step))
-        elif kind == "qkv" and family.interleaved:
-            source.check(name, (outputs, inputs))
-            for first in (0, size, 2 * size):
-                for head in range(self.config.heads):
-                    yield as_piece(source.read(name, (outputs, inputs), 3 * size * head + first, size), self.dtype)
-        else:
-            yield from source.pieces(name, (outputs, inputs), self.dtype)
+    def _inputs(self, name: str, inputs: int, columns: range, kind: str) -> Any:
+        """A packed matrix of all rows and these columns. Its bias is added once: the ranks' products are summed."""
+        hidden = self.config.hidden_size
+        bias = self._vector(f"{name}.bias", hidden) if kind in self.config.biases and self.shard.adds else None
+        pieces = self._pieces(_Rows(name, hidden, range(hidden)), inputs, columns)
+        return self.ops.pack_linear(pieces, hidden, len(columns), bias, self.int8)
+
+    def _pieces(self, part: _Rows, inputs: int, columns: range) -> Iterator[Tensor]:
+        """[some of the rows, columns], from the first row to the last."""
+        source, name, rows = self.source, self._find(f"{part.name}.weight"), part.rows
+        if not self.config.family.transposed:
+            yield from source.pieces(name, (part.total, inputs), self.dtype, rows, columns)
+            return
+        source.check(name, (inputs, part.total))
+        whole = as_piece(source.read(name, (inputs, part.total), columns.start, len(columns)), self.dtype)
+        step = -(-len(rows) // 8)
+        for first in range(rows.start, rows.stop, step):
+            yield as_piece(whole[:, first : min(first + step, rows.stop)].t(), self.dtype)
 
     def _needed_norm(self, at: str, name: str) -> Norm:
         return self._norm_of(f"{at}{name}", self.config.hidden_size)
@@ -224,6 +288,11 @@ class _Loader:
 
     def _find(self, name: str) -> str:
         return find(self.config, self.source, name)
+
+
+def _numbers(heads: range, size: int) -> range:
+    """The numbers of heads that have `size` each."""
+    return range(heads.start * size, heads.stop * size)
 
 
 def alibi_slopes(heads: int) -> Tensor:

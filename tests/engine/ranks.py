@@ -1,0 +1,147 @@
+"""Replicas of several ranks for tests: this process is the leader, the others are processes that take its steps.
+
+A process is used by one replica after another: to start one costs seconds. Steps cross a pipe here; behind gRPC they
+come in the same order, and like there one thread submits and another finishes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from protos import worker_pb2
+from services.worker.engine import Engine
+from services.worker.flight import Flight
+from services.worker.mesh import Mesh
+from tests.engine.engine_driver import make_engine
+
+TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
+
+
+def serve(pipe: Connection) -> None:
+    """A process: replicas one after another, until the pipe is closed."""
+    pipe.send("")
+    while True:
+        try:
+            size, *rest = pipe.recv()
+        except EOFError:
+            return
+        try:
+            _follow(pipe, size, *rest)
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        else:
+            pipe.send("")
+
+
+def _follow(pipe: Connection, size: tuple[int, int], rank: int, port: int, model: Path, settings: Any) -> None:
+    store = dist.TCPStore(LOOPBACK, port, None, False, timedelta(seconds=TIMEOUT_S))
+    mesh = Mesh.join(*size, rank, store, TIMEOUT_S)
+    engine = make_engine(model, mesh=mesh, **settings)
+    flights: queue.Queue[Flight | None] = queue.Queue()
+    failed: list[BaseException] = []
+
+    def finish() -> None:
+        try:
+            while (flight := flights.get()) is not None:
+                engine.finish(flight)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    try:
+        while (said := pipe.recv()) is not None:
+            if callable(getattr(engine, str(said), None)):
+                getattr(engine, said)()
+            else:
+                flights.put(engine.submit(worker_pb2.Step.FromString(said)))
+    finally:
+        flights.put(None)
+        thread.join()
+        mesh.close()
+    if failed:
+        raise failed[0]
+
+
+class Replica:
+    """The leader, with what a driver asks of an engine."""
+
+    def __init__(self, engine: Engine, pipes: list[Connection]) -> None:
+        self.engine = engine
+        self._pipes = pipes
+        self.overlaps, self.flights = engine.overlaps, engine.flights
+        self.info, self.finish, self.read_block = engine.info, engine.finish, engine.read_block
+
+    def submit(self, step: worker_pb2.Step) -> Flight:
+        self._tell(step.SerializeToString())
+        return self.engine.submit(step)
+
+    def execute(self, step: worker_pb2.Step) -> worker_pb2.Result:
+        return self.finish(self.submit(step))
+
+    def reset(self) -> None:
+        self._tell("reset")
+        self.engine.reset()
+
+    def warm_up(self) -> None:
+        self._tell("warm_up")
+        self.engine.warm_up()
+
+    def _tell(self, what: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(what)
+
+
+class Processes:
+    """As many as the largest replica needs."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._running: list[tuple[Any, Connection]] = []
+
+    @contextmanager
+    def replica(self, tp: int, pp: int, model: Path, **settings: Any) -> Iterator[Replica]:
+        """Its ranks, until the end of the block. An error of theirs is raised there."""
+        new = [self._start() for _ in range(tp * pp - 1 - len(self._running))]
+        assert not any(_answers(new))
+        pipes = [pipe for _, pipe in self._running[: tp * pp - 1]]
+        store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+        for rank, pipe in enumerate(pipes, 1):
+            pipe.send(((tp, pp), rank, store.port, model, settings))
+        mesh = Mesh.join(tp, pp, 0, store, TIMEOUT_S)
+        try:
+            yield Replica(make_engine(model, mesh=mesh, **settings), pipes)
+        finally:
+            for pipe in pipes:
+                pipe.send(None)
+            said = _answers(pipes)
+            mesh.close()
+        assert not any(said), said
+
+    def stop(self) -> None:
+        for process, pipe in self._running:
+            pipe.close()
+            process.join(TIMEOUT_S)
+
+    def _start(self) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._running.append((process, ours))
+        return ours
+
+
+def _answers(pipes: list[Connection]) -> list[str]:
+    return [pipe.recv() if pipe.poll(TIMEOUT_S) else "no answer" for pipe in pipes]
