@@ -7,17 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.parts.order import ClassThenSlack
-from services.scheduler.core.parts.shares import ALLOWANCE, SEVERAL, ByShare
+from services.scheduler.core.parts.shares import ALLOWANCE, ByShare, Spare
+from services.scheduler.core.policy import Queue
 from services.scheduler.core.queues import BySlack, arrival
 from services.scheduler.core.sequence import Sequence, State
-from tests.unit.policy_rows import drained, waiting
+from tests.unit.policy_rows import Rows, drained, waiting
 
 NORMAL, LOW = 2, 3
 
 
 def _share() -> ByShare:
     """Nobody is ever late; inside it the first come is first."""
-    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival))
+    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), Spare())
 
 
 def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priority: int = NORMAL) -> None:
@@ -115,8 +116,7 @@ def test_tokens_of_one_tenant_alone_are_not_counted() -> None:
     for number in range(3):
         queue.push(waiting(number, number, tenant=7), 1)
     share = order._shares[NORMAL]
-    for _ in range(SEVERAL + 1):  # the first that ever came might have been the second
-        _serve(order, [7], [10])
+    assert not share.several
     before = share.counters.counter[7]
     queue.pop(queue.head(2))
     _serve(order, [7], [10])
@@ -126,19 +126,76 @@ def test_tokens_of_one_tenant_alone_are_not_counted() -> None:
     assert not share._charged
 
 
+def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: int) -> Queue:
+    """Sequences of these tenants wait in that order, of class normal; so many of each tenant run."""
+    queue = order.queue()
+    for number, tenant in enumerate(tenants):
+        queue.push(waiting(number, number, tenant=tenant), 1)
+    rows = Rows(slots=most, blocks=most)
+    for tenant, count in enumerate(running):
+        for _ in range(count):
+            rows.add(known=1, limit=9, tenant=tenant)
+    order.spare(rows.table, most, len(tenants))
+    return queue
+
+
+def test_who_holds_more_than_an_even_share_of_the_slots_leaves_the_last_ones_to_others() -> None:
+    queue = _full(ClassThenSlack(), [0, 0, 0, 0, 1, 1, 1], [40, 21], 64)  # three are free, two are to be left
+    taken = drained(queue, 2)
+    assert [s.number for s in taken] == [0, 4, 5, 6]
+    queue.push(taken[0], 2)  # it did not get it after all
+    assert queue.head(2) is taken[0]
+    assert sorted(s.number for s in queue) == [0, 1, 2, 3]
+
+
+def test_who_leaves_slots_enters_again_when_more_are_free_or_its_share_is_even() -> None:
+    order = ClassThenSlack()
+    queue = _full(order, [0, 0, 1], [40, 22], 64)
+    assert [s.number for s in drained(queue, 2)] == [2]
+    rows = Rows(slots=64, blocks=64)
+    for tenant in [0] * 32 + [1] * 30:
+        rows.add(known=1, limit=9, tenant=tenant)
+    order.spare(rows.table, 64, 2)
+    assert queue.head(3).number == 0, "32 of 64 are an even share of two"
+    order.spare(Rows(slots=64).table, 64, 2)
+    assert [s.number for s in drained(queue, 4)] == [0, 1]
+
+
+def test_a_tenant_alone_leaves_no_slot() -> None:
+    assert len(drained(_full(ClassThenSlack(), [0, 0, 0], [62], 64), 2)) == 3
+
+
+def test_urgent_ones_leave_none_while_there_are_slots_of_lower_classes_to_take() -> None:
+    order = ClassThenSlack()
+    queue = order.queue()
+    for number, tenant in enumerate([0, 0, 1]):
+        queue.push(waiting(number, number, tenant=tenant, priority=1), 1)
+    rows = Rows(slots=64, blocks=64)
+    for _ in range(63):
+        rows.add(known=1, limit=9, tenant=0, priority=1)
+    order.spare(rows.table, 64, 3)
+    assert queue.head(2).number == 2
+    rows.table.priority[5] = LOW
+    order.spare(rows.table, 64, 3)
+    assert queue.head(3).number == 0
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     events=st.lists(
         st.tuples(
-            st.sampled_from(["push", "push", "pop", "back", "drop", "served"]), st.integers(0, 4), st.integers(1, 9000)
+            st.sampled_from(["push", "push", "pop", "back", "drop", "served", "spare"]),
+            st.integers(0, 4),
+            st.integers(1, 9000),
         ),
         max_size=70,
     )
 )
 def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) -> None:
     """Nothing is lost or invented, whatever happens; and the head's tenant is within the allowance of the least served
-    of those who wait, at the moment's beginning, or has the least of all."""
+    of those who wait, at the moment's beginning, or has the least of all who may enter."""
     share = _share()
+    spare = share._spare
     all_of: list[Sequence] = []
     charged: dict[int, int] = {}
     for now, (kind, tenant, tokens) in enumerate(events, 1):
@@ -149,6 +206,8 @@ def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int
         elif kind == "served" and share.several:
             share.served(np.array([tenant]), np.array([tokens]))
             charged.clear()
+        elif kind == "spare":
+            spare.count(np.array([tenant, 2, 1, 4 - tenant, 0]), 5, 8, tokens % 4 - 1)
         elif kind == "drop" and all_of:
             sequence = all_of.pop(tokens % len(all_of))
             sequence.state = State.ENDED
@@ -156,6 +215,8 @@ def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int
         elif all_of and kind in ("pop", "back"):
             several = share.several
             sequence = share.head(now)
+            if sequence is None:
+                continue
             share.pop(sequence)
             if kind == "back":
                 share.push(sequence, now)
@@ -168,9 +229,11 @@ def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int
         assert bool(share) == bool(all_of)
         later = len(events) + now  # a moment of its own
         head = share.head(later)
-        assert (head is None) == (not all_of)
+        may = {s.record.tenant for s in all_of if not spare.barred(s.record.tenant)}
+        assert (head is None) == (not may)
         if head is not None:
             used = {t: int(share.counters.counter[t]) + charged.get(t, 0) for t in {s.record.tenant for s in all_of}}
             least = min(int(share.counters.counter[t]) for t in used)
             mine = used[head.record.tenant]
-            assert mine <= least + ALLOWANCE or mine == min(used.values())
+            assert mine <= least + ALLOWANCE or mine == min(used[t] for t in may)
+            assert head.record.tenant in may

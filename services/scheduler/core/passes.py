@@ -44,6 +44,7 @@ class Passes:
                 if replica.table.limited:
                     self._guard.protect(replica, draft, now_ns, known)
                 if len(shared.placer):
+                    shared.policy.order.spare(replica.table, shared.most(replica), len(shared.placer))
                     self._admission.make_room(replica, draft, now_ns, known)
                 self._admission.enter_loaded(replica, draft)
                 self._decoding.plan(replica, draft, now_ns, known)

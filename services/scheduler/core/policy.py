@@ -27,7 +27,7 @@ class Queue(Protocol):
         """`sequence` waits from now on; a preempted one keeps its arrival."""
 
     def head(self, now_ns: int) -> Sequence | None:
-        """Who is next; the same until something changes or time passes."""
+        """Who is next, None if nobody may be; the same until something changes or time passes."""
 
     def pop(self, sequence: Sequence) -> None:
         """Takes out what head() has just returned."""
@@ -52,6 +52,10 @@ class Order(Protocol):
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         """Interned tenants [n] were given so many tokens [n] in this step, each in a class [n] (for fairness)."""
+
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        """Before each step while somebody waits: `most` may run at once, `waiting` wait. Slots may be kept for some of
+        them (for fairness): then head() is None though others wait."""
 
     by_class: bool  # does a waiting sequence of a better class stand before all of worse ones (but for ageing)?
     counts: bool  # does served() want to be called?

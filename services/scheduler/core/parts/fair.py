@@ -46,6 +46,9 @@ class Fair:
         self.counters.served(tenants, tokens)
         self._queue.settle()
 
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        pass
+
 
 class FairQueue:
     """The waiting: FIFO inside a tenant, of the tenants the one with the least counter.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.parts.shares import ByShare
+from services.scheduler.core.guard import NORMAL
+from services.scheduler.core.parts.shares import SPARE, ByShare, Spare
 from services.scheduler.core.policy import Queue
 from services.scheduler.core.queues import CLASSES, ByClass, ByPrefix, ByRatio, BySlack, Keyed, SwappedFirst, by_arrival
 from services.scheduler.core.sequence import Sequence
@@ -41,6 +42,9 @@ class FirstCome:
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        pass
+
 
 class ClassThenArrival:
     """By class, then arrival; each `age_ns` waited (0: never) lifts a sequence by one class, so `low` never starves.
@@ -68,6 +72,9 @@ class ClassThenArrival:
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        pass
+
 
 class ClassThenSlack:
     """By class with ageing, then by TTFT limit, long prompts behind those whose limits come a little later; the running
@@ -82,9 +89,12 @@ class ClassThenSlack:
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self._age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
         self._shares: list[ByShare] = []  # by class
+        self._spares = Spare(), Spare()  # of the classes before NORMAL, of the others
 
     def queue(self) -> Queue:
-        self._shares = [ByShare(lambda: BySlack(self._start_by, self._key)) for _ in range(CLASSES)]
+        urgent, others = self._spares = Spare(), Spare()
+        spares = [urgent if priority < NORMAL else others for priority in range(CLASSES)]
+        self._shares = [ByShare(lambda: BySlack(self._start_by, self._key), spare) for spare in spares]
         return ByClass(self._shares, self._age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
@@ -99,6 +109,25 @@ class ClassThenSlack:
             if share.several:
                 mine = classes == priority
                 share.served(tenants[mine], tokens[mine])
+
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        urgent, others = self._spares
+        left = most - table.count - most // SPARE
+        if waiting <= left or not any(share.several for share in self._shares):
+            urgent.open()
+            others.open()
+            return
+        active = table.active[: table.high]
+        held = np.bincount(table.tenant[: table.high][active], minlength=max(share.here.size for share in self._shares))
+        present = held > 0
+        for share in self._shares:
+            present[: share.here.size] |= share.here
+        tenants = max(int(np.count_nonzero(present)), 2)
+        others.count(held, tenants, most, left)
+        if (table.priority[: table.high][active] < NORMAL).all():
+            urgent.count(held, tenants, most, left)
+        else:
+            urgent.open()  # they may take slots of lower classes
 
     def _start_by(self, sequence: Sequence) -> int:
         return start_by(sequence, self._ttft_ns, self._token_ns)
@@ -132,6 +161,9 @@ class LeastSlack:
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        pass
+
 
 class LongestPrefix(FirstCome):
     """Most tokens in the prefix cache first while at most 128 wait, else by arrival (SGLang), as the running do."""
@@ -160,6 +192,9 @@ class ShortestPrompt:
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         pass
 
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+        pass
+
 
 class ResponseRatio:
     """Highest (waited + work) / work first: short prompts go first, and whoever waits long enough is next (HRRN)."""
@@ -181,6 +216,9 @@ class ResponseRatio:
         return slots[np.lexsort((table.number[slots], table.arrived[slots], -ratio))]
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        pass
+
+    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
         pass
 
 

@@ -19,7 +19,40 @@ from services.scheduler.core.types import Int32
 
 ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served who wait
 FLOOD = 4  # one of so many that wait is a tenant's: a flood
+SPARE = 32  # one of so many slots is left free by who holds more than an even share of them
 SEVERAL = 256  # steps for which tokens go on being counted when nobody but one tenant waits
+NOBODY = -1
+
+
+class Spare:
+    """Slots that a tenant leaves free for the others while it holds more than an even share of them: else who comes
+    next to a flood waits until somebody's output ends. One for the queues of several classes."""
+
+    def __init__(self) -> None:
+        self._over: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # by tenant
+        self._left = 0  # sequences of these that may enter in this step
+
+    def open(self) -> None:
+        """Nobody has to leave any."""
+        self._over = self._over[:0]
+
+    def count(self, held: Int64, tenants: int, most: int, left: int) -> None:
+        """Before a step: slots held by each tenant [n], of `most`; so many tenants run or wait; so many slots are free
+        beyond those to be left."""
+        self._over, self._left = held * tenants > most, left
+
+    def over(self, tenant: int) -> bool:
+        """Does it hold more than its share, while slots are few?"""
+        return tenant < self._over.size and bool(self._over[tenant])
+
+    def barred(self, tenant: int) -> bool:
+        """May no more of it enter in this step?"""
+        return self._left <= 0 and self.over(tenant)
+
+    def taken(self, tenant: int, sequences: int) -> None:
+        """So many of it are about to enter; fewer than 0: they came back."""
+        if self.over(tenant):
+            self._left -= sequences
 
 
 class ByShare:
@@ -31,17 +64,18 @@ class ByShare:
     that ran before (preempted ones) are never held.
     """
 
-    def __init__(self, inner: Callable[[], BySlack]) -> None:
-        self.counters = Counters(lambda: np.flatnonzero(self._here).tolist())
+    def __init__(self, inner: Callable[[], BySlack], spare: Spare) -> None:
+        self._spare = spare
+        self.counters = Counters(lambda: np.flatnonzero(self.here).tolist())
         self._inner, self._common = inner, inner()
         self._held: dict[int, BySlack] = {}  # by tenant, none of them empty
         self._known: dict[Sequence, int] = {}  # of those in `common`: known tokens when they came
         self._offered: dict[int, int] = {}  # by tenant, sum of these
         self._count: dict[int, int] = {}  # sequences that wait, by tenant
-        self._here: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: in _count
+        self.here: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: in _count
         self._taken: dict[Sequence, int] = {}  # since the last step
         self._charged: dict[int, int] = {}  # by tenant, sum of these
-        self._rest, self._last = 0, -1  # steps for which tokens still count; the tenant that came last
+        self._rest, self._last = 0, NOBODY  # steps for which tokens still count; the tenant that came last
         self._now_ns, self._limit, self._may_move = -1, 0, MOVED
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -68,6 +102,7 @@ class ByShare:
         tenant = sequence.record.tenant
         if sequence in self._taken:
             self._charged[tenant] -= self._taken.pop(sequence)
+            self._spare.taken(tenant, -1)
         if tenant not in self._count:
             self._comes(tenant)
         self._count[tenant] += 1
@@ -89,12 +124,15 @@ class ByShare:
         while (late := self._common.held_back(now_ns)) is not None:
             if not self._stands_back(late, now_ns):
                 return late
-        return None
+        if (head := self.head(now_ns)) is None or head in self._known:
+            return None
+        return self._held[head.record.tenant].held_back(now_ns)  # all who wait are ahead
 
     def pop(self, sequence: Sequence) -> None:
         if self.several:
             tenant = sequence.record.tenant
             self._taken[sequence] = sequence.known
+            self._spare.taken(tenant, 1)
             self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
         self.drop(sequence)
 
@@ -109,18 +147,18 @@ class ByShare:
         self._count[tenant] -= 1
         if not self._count[tenant]:
             del self._count[tenant]
-            self._here[tenant] = False
+            self.here[tenant] = False
             self.counters.goes(tenant)
             self._now_ns = -1
 
     def _comes(self, tenant: int) -> None:
         """Its first sequence waits."""
-        while tenant >= self._here.size:
-            self._here = np.append(self._here, np.zeros_like(self._here))
+        while tenant >= self.here.size:
+            self.here = np.append(self.here, np.zeros_like(self.here))
         self.counters.comes(tenant)
-        if self._count or tenant != self._last:
+        if self._count or self._last not in (NOBODY, tenant):
             self._rest = SEVERAL
-        self._count[tenant], self._here[tenant], self._last = 0, True, tenant
+        self._count[tenant], self.here[tenant], self._last = 0, True, tenant
         self._now_ns = -1
 
     def _look(self, now_ns: int) -> None:
@@ -129,7 +167,7 @@ class ByShare:
             return
         self._now_ns, self._may_move = now_ns, MOVED
         if len(self._count) > 1:
-            self._limit = int(self.counters.counter[: self._here.size][self._here].min()) + ALLOWANCE
+            self._limit = int(self.counters.counter[: self.here.size][self.here].min()) + ALLOWANCE
         for tenant in list(self._held):
             while self._may_move and tenant in self._held and self._may_offer(tenant):
                 self._may_move -= 1
@@ -142,19 +180,23 @@ class ByShare:
         return int(self.counters.counter[tenant]) + self._charged.get(tenant, 0)
 
     def _may_offer(self, tenant: int) -> bool:
-        return len(self._count) == 1 or self._used(tenant) + self._offered.get(tenant, 0) <= self._limit
+        return not self._spare.barred(tenant) and self._used(tenant) + self._offered.get(tenant, 0) <= self._limit
 
     def _stands_back(self, head: Sequence, now_ns: int) -> bool:
-        """Moves the head of `common` to its tenant's own queue if that tenant is ahead of others."""
+        """Moves the head of `common` to its tenant's own queue if that tenant is ahead of others, or may not enter."""
         tenant = head.record.tenant
-        if len(self._count) == 1 or head.outputs.size or self._used(tenant) <= self._limit:
+        barred = self._spare.barred(tenant)
+        others = len(self._count) > 1 or tenant in self._held  # else the rest of it would go before what is held
+        ahead = others and self._used(tenant) > self._limit
+        if head.outputs.size or not (barred or ahead):
             return False
         if tenant not in self._held and self._count[tenant] > max(MOVED, len(self._known) // FLOOD):
             self._hold_all(tenant, now_ns)
             return True
-        if not self._may_move:
-            return False
-        self._may_move -= 1
+        if not barred:
+            if not self._may_move:
+                return False
+            self._may_move -= 1
         self._withdraw(head)
         if tenant not in self._held:
             self._held[tenant] = self._inner()
@@ -176,7 +218,7 @@ class ByShare:
 
     def _first_held(self, now_ns: int) -> Sequence | None:
         for tenant in sorted(self._held, key=self._used):
-            if (head := self._held[tenant].head(now_ns)) is not None:
+            if not self._spare.barred(tenant) and (head := self._held[tenant].head(now_ns)) is not None:
                 return head
         return None
 
