@@ -169,7 +169,8 @@ class Admission:
         if not routing.chooses or head is None:
             return head
         changes, until_ns = replica.nobody
-        if changes == placer.changes and now_ns < until_ns:
+        now_made_of = placer.changes + replica.table.roster  # both only grow; who leaves may make room for a flood
+        if changes == now_made_of and now_ns < until_ns:
             return None
         on_dock = bool(routing.confined) and routing.dock == replica.number
         if on_dock and not routing.waiting_on_dock():
@@ -187,7 +188,7 @@ class Admission:
         if head is None:
             owing = any(sequence.unanswered for sequence in draft.passed)
             moments = [routing.since(replica, sequence, now_ns) for sequence in draft.passed if not owing]
-            replica.nobody = (placer.changes, min(moments, default=now_ns))
+            replica.nobody = (now_made_of, min(moments, default=now_ns))
         return head
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:

@@ -62,7 +62,7 @@ class Placer:
 
     def pass_over(self, sequence: Sequence) -> None:
         """The head is for another replica: while one looks on, until put_back()."""
-        self._queue.pop(sequence)
+        self._queue.drop(sequence)  # not popped: what is taken counts, for fairness
 
     def put_back(self, passed: list[Sequence], now_ns: int) -> None:
         """They stand where they stood."""
