@@ -2,6 +2,7 @@
 
     python -m bench.fairness           some minutes; writes bench/results/fairness.json and the page
     python -m bench.fairness --quick   in small, in seconds; prints, writes nothing
+    python -m bench.fairness --policy orcinus    these rows anew, the others as they were
     python -m bench.fairness --docs    renders the page from the committed result alone
 
 Simulated. Three tenants send a share of what the replica can do; a fourth floods it. Compared with the same three while
@@ -106,14 +107,24 @@ def compare(policy: str, flood: float, span_s: float, seeds: Sequence[int]) -> R
     }
 
 
+def made(result: Row) -> str:
+    """By which command, and at which commit each row was."""
+    by_commit: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        names = by_commit.setdefault((row["commit"], row["date"][:10]), [])
+        if (name := f"`{row['policy']}`") not in names:
+            names.append(name)
+    told = [f"{', '.join(names)} at commit {commit} on {date}" for (commit, date), names in by_commit.items()]
+    return f"Made by `python -m bench.fairness`: {'; '.join(told)}."
+
+
 def section(result: Row) -> str:
     """The page's."""
     lines = [
         f"Simulated: {result['shape']} on {result['device']} as above, Poisson arrivals with the lengths of the chat "
         f"trace for {result['span_s']:.0f} s. Three tenants send {OTHERS[0]:g} of the saturation each; a fourth floods "
         "the replica. P99 of the three in the flood / while the fourth sends only what it was served in the flood (its "
-        f"fair share); medians of {len(result['seeds'])} seeds. Made by `{result['command']}` at commit "
-        f"{result['commit']} on {result['date'][:10]}.",
+        f"fair share); medians of {len(result['seeds'])} seeds. {made(result)}",
         "",
         "| policy | flood, of saturation | its share | TTFT, ms | ratio | gap, ms | ratio | ms per output | ratio |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -145,20 +156,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small, in seconds; writes nothing")
     parser.add_argument("--docs", action="store_true", help="the page from the committed result alone")
     given = sys.argv[1:] if argv is None else list(argv)
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
+    parser.add_argument("--prediction", default="", help="what is expected, written before the run")
     options = parser.parse_args(given)
     if options.docs:
         render()
         return 0
     span_s, seeds, floods = (QUICK_SPAN_S, SEEDS[:1], FLOODS[:1]) if options.quick else (SPAN_S, SEEDS, FLOODS)
-    rows = []
+    at, rows = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}, []
+    kept = [] if options.quick else json.loads(RESULT.read_text())["rows"]
     for policy in POLICIES:
+        if options.policy and policy not in options.policy:
+            rows += [row for row in kept if row["policy"] == policy]
+            continue
         for flood in floods:
             print(f"{policy}, flood of {flood:g} ...", file=sys.stderr, flush=True)
-            rows.append(compare(policy, flood, span_s, seeds))
+            rows.append(compare(policy, flood, span_s, seeds) | at)
     result = {
         "command": shlex.join(["python", "-m", "bench.fairness", *given]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "prediction": options.prediction,
+        **at,
         "machine": machine(),
         "versions": versions(),
         "shape": SHAPE,
