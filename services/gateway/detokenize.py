@@ -40,6 +40,7 @@ class TokenText:
         self.special = frozenset(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._strips_first_space = False
         self._pieces = self._table()
+        self._texts: list[str | None] | None = None  # of pieces that are whole code points; made at the first use
 
     @property
     def has_table(self) -> bool:
@@ -49,10 +50,12 @@ class TokenText:
         """A detokenizer for a sequence that continues `prompt`."""
         if self._pieces is None:
             return _Window(self._tokenizer, prompt, self.special if skip_special else frozenset())
+        if self._texts is None:
+            self._texts = [_whole(piece) for piece in self._pieces]
         strip = self._strips_first_space and not any(
             self._pieces[token] for token in prompt if not (skip_special and token in self.special)
         )
-        return _Bytes(self._pieces, self.special if skip_special else frozenset(), strip)
+        return _Bytes(self._pieces, self._texts, self.special if skip_special else frozenset(), strip)
 
     def tail(self, prompt: Sequence[int], skip_special: bool = True) -> list[int]:
         """The part of a prompt on which the text of its continuation depends: `start` makes the same of both."""
@@ -109,12 +112,17 @@ class TokenText:
 
 
 class _Bytes:
-    """By table: O(1) a token."""
+    """By table: O(1) a token. Nearly every token is text of its own and is looked up; the rest is decoded."""
 
-    __slots__ = ("_decoder", "_pieces", "_skip", "_strip")
+    __slots__ = ("_decoder", "_is_open", "_pieces", "_skip", "_strip", "_texts")
 
-    def __init__(self, pieces: list[bytes], skip: frozenset[int], strip_first_space: bool) -> None:
+    def __init__(
+        self, pieces: list[bytes], texts: list[str | None], skip: frozenset[int], strip_first_space: bool
+    ) -> None:
+        """texts: of the pieces that are whole code points, else None."""
         self._pieces = pieces
+        self._texts = texts
+        self._is_open = False  # a code point has begun
         self._skip = skip
         self._strip = strip_first_space
         self._decoder = _utf8_decoder("replace")
@@ -122,7 +130,10 @@ class _Bytes:
     def feed(self, token: int) -> str:
         if token in self._skip or token >= len(self._pieces):
             return ""
-        text = self._decoder.decode(self._pieces[token])
+        text = None if self._is_open else self._texts[token]
+        if text is None:
+            text = self._decoder.decode(self._pieces[token])
+            self._is_open = bool(self._decoder.getstate()[0])
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")
@@ -130,6 +141,13 @@ class _Bytes:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def _whole(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class _Window:

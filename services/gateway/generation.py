@@ -71,8 +71,8 @@ class ChoiceText:
 
     # fmt: off
     __slots__ = (
-        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_stop_ids", "_tells_offsets", "_tools",
-        "calls", "count", "finish_reason", "offsets",
+        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_silent", "_stop_ids", "_tells_offsets",
+        "_tools", "calls", "count", "finish_reason", "is_plain", "offsets",
     )
     # fmt: on
 
@@ -89,6 +89,17 @@ class ChoiceText:
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.count = 0
         self.finish_reason: str | None = None
+        self.is_plain = not (spec.stop or self._tells_offsets or spec.tools)  # then `grow` does as `feed`
+        self._silent = frozenset() if self._include else self._stop_ids
+
+    def grow(self, tokens: list[int]) -> str:
+        """The text of tokens that end nothing, where nothing has to be looked for in it."""
+        self.count += len(tokens)
+        text = ""
+        for token in tokens:
+            if token not in self._silent:
+                text += self._detokenizer.feed(token)
+        return text
 
     def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
         """Text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
@@ -177,6 +188,7 @@ class Generation:
         self.logprobs = Logprobs(spec, model.text, self.choices)
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
+        self._is_plain = self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
 
     @property
     def done(self) -> bool:
@@ -210,6 +222,8 @@ class Generation:
 
     def apply(self, rows: list[Row]) -> list[Delta]:
         """What rows add, in order. Raises ApiError when the first of them tells a failure."""
+        if self._is_plain and len(rows) == 1 and not rows[0].finish:
+            return self._grow(rows[0])
         deltas: dict[int, Delta] = {}
         for row in rows:
             choice = self.choices[row.choice]
@@ -245,8 +259,14 @@ class Generation:
         for number in self._endings.take():
             reason = self.choices[number].finish_reason
             deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = reason
-        self._observe(deltas)
+        self._observe(sum(len(delta.token_ids) for delta in deltas.values()))
         return list(deltas.values())
+
+    def _grow(self, row: Row) -> list[Delta]:
+        """What all of `apply` comes to for nearly every row: some text more. No choice can have ended before."""
+        text = self.choices[row.choice].grow(row.tokens)
+        self._observe(len(row.tokens))
+        return [Delta(row.choice, text, row.tokens, None)]
 
     def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
         """ChoiceText.feed without what the client has already."""
@@ -305,18 +325,15 @@ class Generation:
         streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
         return streams or failure.code == TAKEN_OVER
 
-    def _observe(self, deltas: dict[int, Delta]) -> None:
-        tokens = sum(len(delta.token_ids) for delta in deltas.values())
+    def _observe(self, tokens: int) -> None:
         if not tokens:
             return
         now = time.monotonic()
-        self._metrics.output_tokens.inc(tokens)
+        self._metrics.told(tokens, None if self._last is None else now - self._last)
         if self._last is None:
             if self.span is not None:
                 self.span.first_token()
             self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
-        else:
-            self._metrics.gap.observe(now - self._last)
         self._last = now
 
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.keys import CLASSES
-from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases
+from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram
 
 if TYPE_CHECKING:
     from services.gateway.cluster import Cluster
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Collector)
 P = "orcinus_gateway_"
 S = "orcinus_stack_"
+GAPS_KEPT = 4096
+"""Gaps between deliveries that are noted before they are counted."""
 
 ALIASES = (
     Alias("vllm:num_requests_running", S + "running_sequences", {}),
@@ -69,12 +72,13 @@ class Metrics:
             SECONDS,
             "endpoint",
         )
-        self.gap = histogram("inter_token_seconds", "Between two deliveries of one request", GAPS_S)
+        self._deliveries = Deliveries()
+        registry.register(self._keep(self._deliveries))
+        self.told = self._deliveries.told
         self.duration = histogram(
             "request_duration_seconds", "From arrival to the last token, by endpoint", SECONDS, "endpoint"
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.output_tokens = counter("output_tokens", "Tokens delivered")
         self.active = self._keep(Gauge(P + "active_requests", "Requests that run or wait now", registry=registry))
         self.cancelled = counter(
             "cancelled_requests", "Requests that ended before their last token: mostly, clients that left"
@@ -130,6 +134,35 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
         return generate_latest(self.registry)
+
+
+class Deliveries(Collector):
+    """What is noted at each delivery, and counted when somebody asks: a counter and a histogram cost as much as the
+    text of the token."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._gaps_s: list[float] = []
+        self._gaps = ColumnHistogram(P + "inter_token_seconds", "Between two deliveries of one request", GAPS_S)
+
+    def told(self, tokens: int, gap_s: float | None) -> None:
+        """gap_s: since the request's last delivery; None: there was none."""
+        self._tokens += tokens
+        if gap_s is not None:
+            self._gaps_s.append(gap_s)
+            if len(self._gaps_s) >= GAPS_KEPT:
+                self._count()
+
+    def _count(self) -> None:
+        if self._gaps_s:
+            gaps_s, self._gaps_s = self._gaps_s, []
+            self._gaps.observe(np.asarray(gaps_s))
+            self._gaps.settle()
+
+    def collect(self) -> Iterator[Metric]:
+        self._count()
+        yield CounterMetricFamily(P + "output_tokens", "Tokens delivered", self._tokens)
+        yield self._gaps.family()
 
 
 class StackCollector(Collector):

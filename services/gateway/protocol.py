@@ -113,9 +113,7 @@ class Protocol(HttpToolsProtocol):
     def _has_room(self) -> bool:
         """May `_write` be called now? Only while the connection's newest request is answered in chunks."""
         cycle = self.cycle
-        if cycle is None or self.flow.write_paused:
-            return False
-        return bool(cycle.chunked_encoding) and not (cycle.response_complete or cycle.disconnected)
+        return not self.flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
 
     def _write(self, body: bytes) -> None:
         """A chunk of the answer that is under way. The way through the middleware costs as much as all the rest."""

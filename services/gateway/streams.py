@@ -70,6 +70,11 @@ class EventWriter:
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
         self._position = Position(list(generation.position.last), generation.position.usage)
+        # Of nearly every event, all but its index and its text never changes.
+        own = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
+        self._is_plain = spec.choices == 1 and not own
+        self._before = self._head + b'{"index":0,' + (b'"delta":{"content":' if self._chat else b'"text":')
+        self._behind = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def echo(self) -> bytes:
         """The prompts, when they were asked for: before the first token of each choice."""
@@ -82,8 +87,12 @@ class EventWriter:
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Events of one delivery; empty when all its text is still held back."""
-        parts = []
         last = self._position.last  # moved before each event: its id says what is had with it
+        if self._is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
+            delta = deltas[0]
+            if delta.finish_reason is None and not delta.calls:
+                return self._more(delta.text)
+        parts = []
         for delta in deltas:
             count = self._generation.choices[delta.choice].count
             if self._chat and last[delta.choice] == NOTHING:
@@ -102,6 +111,13 @@ class EventWriter:
                 last[delta.choice] = count + 1
                 parts.append(self._event(delta.choice, "", ids, delta.finish_reason, self._logprobs(delta.choice)))
         return b"".join(parts)
+
+    def _more(self, text: str) -> bytes:
+        """`_event` of the only choice, for text alone."""
+        if not text:
+            return b""
+        index = self._position.last[0] = self._generation.choices[0].count - 1
+        return b"%b%d\n%b%b%b" % (self._id, index, self._before, orjson.dumps(text), self._behind)
 
     def end(self, usage: Usage) -> bytes:
         """The usage, when asked for, and the end mark."""

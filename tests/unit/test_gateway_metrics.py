@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import queue_pb2
 from services.gateway.cluster import Cluster, Snapshot
-from services.gateway.metrics import ALIASES, Metrics
+from services.gateway.metrics import ALIASES, GAPS_KEPT, Metrics
 from services.gateway.validate import GenerationSpec, Limits
 from services.scheduler.metrics import ALIASES as SCHEDULER_ALIASES
 from shared.settings import DEMO_MODEL, GatewaySettings
@@ -97,3 +97,19 @@ def test_the_lag_of_a_batch_counts_from_its_entry_in_redis() -> None:
     metrics.read(f"{int(time.time() * 1000) - 3000}-0".encode())
     metrics.read(f"{int(time.time() * 1000) + 9000}-0".encode())  # a clock ahead of this one
     assert exposed(metrics)["orcinus_gateway_delivery_lag_seconds_sum"] == pytest.approx(3, abs=1)
+
+
+def test_deliveries_are_counted_whenever_they_are_asked_for() -> None:
+    metrics = Metrics()
+    name = "orcinus_gateway_inter_token_seconds"
+    assert exposed(metrics)["orcinus_gateway_output_tokens_total"] == 0
+    metrics.told(3, None)
+    for _ in range(GAPS_KEPT + 1):
+        metrics.told(2, 0.002)
+    metrics.told(1, 0.02)
+    for _ in range(2):
+        found = exposed(metrics)
+        assert found["orcinus_gateway_output_tokens_total"] == 2 * GAPS_KEPT + 6
+        assert (found[f"{name}_bucket{{le=0.001}}"], found[f"{name}_bucket{{le=0.0025}}"]) == (0, GAPS_KEPT + 1)
+        assert found[f"{name}_count"] == GAPS_KEPT + 2
+        assert found[f"{name}_sum"] == pytest.approx(0.002 * (GAPS_KEPT + 1) + 0.02)
