@@ -10,7 +10,7 @@ import multiprocessing
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from protos import worker_pb2
-from services.worker.engine import Engine
 from services.worker.flight import Flight
 from services.worker.mesh import Mesh
 from tests.engine.engine_driver import make_engine
@@ -77,30 +76,32 @@ def _follow(pipe: Connection, size: tuple[int, int], rank: int, port: int, model
 class Replica:
     """The leader, with what a driver asks of an engine."""
 
-    def __init__(self, engine: Engine, pipes: list[Connection]) -> None:
-        self.engine = engine
+    def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
-        self.overlaps, self.flights = engine.overlaps, engine.flights
-        self.info, self.finish, self.read_block = engine.info, engine.finish, engine.read_block
+        self.engine: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def submit(self, step: worker_pb2.Step) -> Flight:
-        self._tell(step.SerializeToString())
+        self.tell(step.SerializeToString())
         return self.engine.submit(step)
 
     def execute(self, step: worker_pb2.Step) -> worker_pb2.Result:
         return self.finish(self.submit(step))
 
     def reset(self) -> None:
-        self._tell("reset")
+        self.tell("reset")
         self.engine.reset()
 
     def warm_up(self) -> None:
-        self._tell("warm_up")
+        self.tell("warm_up")
         self.engine.warm_up()
 
-    def _tell(self, what: object) -> None:
+    def tell(self, what: object) -> None:
         for pipe in self._pipes:
-            pipe.send(what)
+            with suppress(BrokenPipeError):  # one that is gone shows in what is waited for
+                pipe.send(what)
 
 
 class Processes:
@@ -119,20 +120,26 @@ class Processes:
         store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
         for rank, pipe in enumerate(pipes, 1):
             pipe.send(((tp, pp), rank, store.port, model, settings))
-        mesh = Mesh.join(tp, pp, 0, store, TIMEOUT_S)
+        replica, mesh = Replica(pipes), Mesh.join(tp, pp, 0, store, TIMEOUT_S)
         try:
-            yield Replica(make_engine(model, mesh=mesh, **settings), pipes)
+            replica.engine = make_engine(model, mesh=mesh, **settings)
+            yield replica
         finally:
-            for pipe in pipes:
-                pipe.send(None)
+            replica.tell(None)
             said = _answers(pipes)
             mesh.close()
         assert not any(said), said
 
+    def kill(self, at: int) -> None:
+        """Kills a process, which is rank at + 1."""
+        self._running[at][0].kill()
+        self._running[at][0].join()
+
     def stop(self) -> None:
         for process, pipe in self._running:
             pipe.close()
-            process.join(TIMEOUT_S)
+            process.kill()
+            process.join()
 
     def _start(self) -> Connection:
         ours, theirs = self._context.Pipe()
@@ -144,4 +151,11 @@ class Processes:
 
 
 def _answers(pipes: list[Connection]) -> list[str]:
-    return [pipe.recv() if pipe.poll(TIMEOUT_S) else "no answer" for pipe in pipes]
+    """What went wrong at each. Of one that is gone the leader has heard."""
+    said = []
+    for pipe in pipes:
+        try:
+            said.append(pipe.recv() if pipe.poll(TIMEOUT_S) else "no answer")
+        except EOFError:
+            said.append("")
+    return said
