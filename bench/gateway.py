@@ -90,7 +90,7 @@ class Run:
         bodies = [_body(endpoint, self._stack.keys.model) for _ in range(count)]
         streams = Streams(self._stack.port, bodies, PATHS[endpoint])
         try:
-            publisher.claim(count)
+            publisher.claim(count, lambda: streams.poll(0.0))  # what is refused is told there
             late_s: list[float] = []
             drive = self._saturate if case == "saturation" else self._at_rate
             drive(streams, WARM_S, late_s)

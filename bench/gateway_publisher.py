@@ -7,6 +7,7 @@ beforehand. Synchronous: it shares a thread with the clients (gateway_streams.py
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,14 @@ class Publisher:
         now = {"workers": 1, "time_ms": int(time.time() * 1000), "iteration": step, "last_step": step}
         self._client.hset(self._keys.stats(SHARD), mapping={**zeros, **now})
 
-    def claim(self, count: int) -> None:
-        """Takes so many requests. Raises TimeoutError."""
+    def claim(self, count: int, meanwhile: Callable[[], None]) -> None:
+        """Takes so many requests. meanwhile: called again and again while they are waited for. Raises TimeoutError."""
         end = time.monotonic() + CLAIM_S
         self._requests, self._entries, self.published_s = [], {}, []
         streams = dict.fromkeys(self._keys.request_streams(), ">")
         while len(self._requests) < count:
-            found: Any = self._client.xreadgroup(GROUP, SHARD, streams, count=count, block=100)
+            meanwhile()
+            found: Any = self._client.xreadgroup(GROUP, SHARD, streams, count=count, block=20)
             for stream, rows in found:
                 for entry, fields in rows:
                     self._take(stream.decode(), entry.decode(), queue_pb2.Request.FromString(fields[b"r"]))
