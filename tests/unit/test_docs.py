@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from bench import engine_docs, load_docs
+from bench import engine_docs, gateway_docs, load_docs
 from services.cli import app as command
 from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.app import ops_app, public_app
@@ -158,6 +158,12 @@ def test_the_readme_names_the_two_commands() -> None:
 def test_measured_figures_of_the_readme_are_those_of_the_committed_result() -> None:
     measured = json.loads(text("bench/results/serve-demo.json"))
     assert load_docs.table(measured) in text("README.md"), "run `python -m bench.load_docs`"
+
+
+def test_measured_figures_of_one_gateway_are_those_of_the_committed_result() -> None:
+    page = text("docs/benchmarks.md")
+    result = json.loads(text("bench/results/gateway.json"))
+    assert gateway_docs.table(result) in page, "run `python -m bench.gateway_docs`"
 
 
 def test_measured_figures_of_the_engine_are_those_of_the_committed_result() -> None:
