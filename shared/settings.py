@@ -266,7 +266,7 @@ class WorkerSettings(InternalSettings):
 class RankSettings(BaseSettings):
     """Which rank of its replica this worker process is, as torchrun tells it, or rank 0 those that it starts."""
 
-    model_config = SettingsConfigDict(extra="ignore")
+    model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True)
 
     rank: int = Field(0, ge=0, description="of this process; 0 leads")
     world_size: int = Field(0, ge=0, description="processes of the replica; 0: this one starts the others")
@@ -275,6 +275,7 @@ class RankSettings(BaseSettings):
     master_port: int = Field(0, ge=0, le=65535, description="port on which the ranks meet")
     torchelastic_use_agent_store: bool = Field(False, description="torchrun's agent listens on that port, not rank 0")
     torchelastic_restart_count: int = Field(0, ge=0, description="how often torchrun has started the ranks again")
+    cuda_visible_devices: str | None = Field(None, description="GPUs of this host, of which the rank takes its own")
     orcinus_leader_pid: int = Field(0, ge=0, description="the rank 0 that started this process, which ends with it")
 
 

@@ -17,7 +17,7 @@ from services.cli_options import Values, build, without_password
 from services.launcher import redis_server
 from services.launcher.check import Check
 from services.launcher.gpu_checks import judge
-from services.launcher.gpu_facts import Facts, gather
+from services.launcher.gpu_facts import Facts, device_files, gather
 from services.launcher.rundir import RunDir
 from services.launcher.up import model_problem, port_problem
 from shared.errors import ConfigurationError
@@ -40,6 +40,7 @@ def examine(values: Values) -> list[Check]:
         *check_gpu(worker.device, worker.model),
         *check_ports(gateway, launcher.run_dir),
         check_disk(launcher.run_dir),
+        *check_ranks(worker),
         check_memory(worker.model),
         check_model(worker.model, worker.load_format),
     ]
@@ -135,6 +136,22 @@ def check_disk(run_dir: Path) -> Check:
     if free < 4 * GIB:
         return Check("disk", "warn", detail, "Redis' file and logs grow under load: 4 GiB are comfortable")
     return Check("disk", "ok", detail)
+
+
+def check_ranks(worker: WorkerSettings) -> list[Check]:
+    """One line for a replica of several processes; none for a single one."""
+    ranks, cores = worker.tp * worker.pp, psutil.cpu_count(logical=False) or 1
+    if ranks == 1:
+        return []
+    detail = f"TP={worker.tp} x PP={worker.pp}: {ranks} processes"
+    on_gpu = worker.device == "cuda" or (worker.device == "auto" and bool(device_files()))
+    if on_gpu and (gpus := len(gather().devices)) < ranks:
+        return [Check("ranks", "fail", f"{detail}, {gpus} GPUs", "one GPU a rank: lower TP or PP, or DEVICE=cpu")]
+    if not on_gpu and cores < ranks:
+        return [
+            Check("ranks", "warn", f"{detail}, {cores} cores", "ranks that share a core are slower than one process")
+        ]
+    return [Check("ranks", "ok", detail)]
 
 
 def check_memory(model: Path) -> Check:

@@ -141,13 +141,8 @@ def greeting(gateway: GatewaySettings) -> list[str]:
 
 
 def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
-    for name, value, what in (
-        ("TP", worker.tp, "tensor parallelism"),
-        ("PP", worker.pp, "pipeline parallelism"),
-        ("REPLICAS", launcher.replicas, "several replicas"),
-    ):
-        if value > 1:
-            raise ConfigurationError(f"{name}={value}: {what} is not built yet; use {name}=1")
+    if launcher.replicas > 1:
+        raise ConfigurationError(f"REPLICAS={launcher.replicas}: several replicas is not built yet; use REPLICAS=1")
     if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
     if worker.device == "cuda" and (problem := cuda_problem()):

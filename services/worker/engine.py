@@ -188,6 +188,7 @@ class Engine:
             max_step_tokens=self.settings.max_step_tokens,
             vocab_size=self.config.vocab_size,
             stages=self.mesh.pp,
+            tensor_ranks=self.mesh.tp,
             largest_step_ms=max(1, round(self._warm_s * 1000)) if self._warm_tokens else 0,
         )
 

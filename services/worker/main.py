@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -20,10 +21,9 @@ from services.worker.ranks import Ranks
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.channels import channel_credentials, server_credentials
-from shared.errors import ConfigurationError
 from shared.logs import setup
 from shared.metrics import serve as serve_metrics
-from shared.settings import RankSettings, WorkerSettings
+from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
 
@@ -36,11 +36,10 @@ def run(settings: WorkerSettings) -> int:
     Raises ConfigurationError for what the operator has to change.
     """
     setup("worker", settings.log_level, settings.log_json)
-    if settings.tp * settings.pp == 1:
-        return lead(settings, None)
-    if settings.tp * settings.pp > 1:
-        raise ConfigurationError("--tp and --pp above 1 are not built yet")
-    with joined(settings, RankSettings()) as (place, settings):
+    with joined(settings) as place:
+        if place is None:
+            return lead(settings, None)
+        logging.getLogger().handlers[0].addFilter(_of_rank(place.rank))
         return follow(settings, place) if place.rank else lead(settings, place)
 
 
@@ -100,7 +99,7 @@ def follow(settings: WorkerSettings, place: Place) -> int:
 
 def meet(settings: WorkerSettings, place: Place) -> Mesh:
     """Returns when all ranks have come."""
-    log.info("rank %d of %d waits for the others", place.rank, place.size)
+    log.info("waiting for the other %d ranks", place.size - 1)
     return Mesh.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
 
 
@@ -152,6 +151,16 @@ def record(engine: Engine, address: str) -> dict[str, str]:
         "backend": info.backend,
         "ready": "1",
     }
+
+
+def _of_rank(rank: int) -> Callable[[logging.LogRecord], bool]:
+    """Says in each line of the log which rank it is: they may share a file."""
+
+    def name(record: logging.LogRecord) -> bool:
+        record.msg = f"rank {rank}: {record.msg}"
+        return True
+
+    return name
 
 
 class _Progress:

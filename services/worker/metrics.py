@@ -28,7 +28,7 @@ class Metrics:
         self._seconds = [seconds.labels(phase) for phase in PHASES]
         self._busy = Counter(P + "busy_seconds", "Time in which the device computed", registry=registry)
         self._rank_busy = Counter(
-            P + "rank_busy_seconds", "Time in which a rank of several computed", ["rank"], registry=registry
+            P + "rank_busy_seconds", "Time in which each rank of the replica computed", ["rank"], registry=registry
         )
         tokens = Counter(
             P + "computed_tokens", "Tokens computed, by phase: decode, prefill", ["phase"], registry=registry
@@ -48,7 +48,7 @@ class Metrics:
         self._last.set_function(last_step)
 
     def rank_busy(self, rank: int, seconds: float) -> None:
-        """A rank has computed for so long."""
+        """A rank has computed for so long; that of `step` is the first."""
         self._rank_busy.labels(str(rank)).inc(seconds)
 
     def step(self, result: worker_pb2.Result, chunks: Chunks) -> None:
@@ -58,7 +58,9 @@ class Metrics:
             self._seconds, (took.queued_ns, took.idle_ns, took.forward_ns, took.sample_ns, took.swap_ns), strict=True
         ):
             seconds.observe(nanoseconds / 1e9)
-        self._busy.inc(took.total_ns / 1e9)
+        busy_s = (took.forward_ns + took.sample_ns) / 1e9
+        self._busy.inc(busy_s)
+        self.rank_busy(0, busy_s)
         decode = int((chunks.lengths == 1).sum())
         self._decode.inc(decode)
         self._prefill.inc(int(chunks.lengths.sum()) - decode)

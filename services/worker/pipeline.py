@@ -164,7 +164,7 @@ class Pipeline:
         watched = self._watchdog.begin(f"the begin of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
         try:
             if self._ranks is not None:
-                self._ranks.forward(run, hello)
+                self._ranks.forward(hello)
             engine.reset()
             if self._unproved:
                 self._prove(engine, run)
@@ -208,7 +208,7 @@ class Pipeline:
             limit = limit_s(predicted_s, engine.settings.step_timeout_s)
             watched = self._watchdog.begin(f"step {step.id} of epoch {step.epoch}", limit)
             if self._ranks is not None:
-                self._ranks.forward(run, step)
+                self._ranks.forward(step)
             flight = engine.submit(step, item.received_ns)
         except Exception as error:  # whatever a step did
             self._look_at(error)
@@ -223,8 +223,6 @@ class Pipeline:
         try:
             if given.flight is not None:
                 result = engine.finish(given.flight, run.more)
-                if self._ranks is not None:
-                    self._ranks.settle(run, result, wait=not run.more())
                 if given.id > run.broken_at:
                     raise ProtocolError(f"{run.broken}; begin a new Run")
                 run.results.put(result)

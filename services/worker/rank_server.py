@@ -86,9 +86,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
             yield worker_pb2.Followed(
                 epoch=result.epoch,
                 id=result.id,
-                busy_ns=result.timings.total_ns,
-                swapped_out=len(result.swap_out_acks) // 4,
-                swapped_in=len(result.swap_in_acks) // 4,
+                busy_ns=result.timings.forward_ns + result.timings.sample_ns,
                 error=result.error,
             )
 

@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from services.worker.watchdog import end_process
@@ -34,10 +33,9 @@ MEET_S = 600.0
 """What the ranks may take to come, to load, and for any one collective beyond the watchdog."""
 GRACE_S = 3.0
 """After the end of a rank that was not told to end: rank 0 may be about to say what is wrong itself."""
-STOP_S = 5.0
+STOP_S = 1.0
+"""For the interpreter to end in a rank whose steps are done, before it is killed."""
 PR_SET_PDEATHSIG = 1
-POOL_SHARE = 0.2
-"""Of the free memory for KV blocks of all ranks of a CPU together, as one process would take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +60,30 @@ class Place:
 
 
 @contextlib.contextmanager
-def joined(settings: WorkerSettings, ranks: RankSettings) -> Iterator[tuple[Place, WorkerSettings]]:
-    """This process's place, and the settings as they are for one rank of several. Rank 0 starts the others unless
-    torchrun has; at the end of the block those are ended.
+def joined(settings: WorkerSettings) -> Iterator[Place | None]:
+    """This process's place; None where it is the whole replica. Rank 0 starts the others unless torchrun has; at the
+    end of the block those are ended.
 
     Raises ConfigurationError where what torchrun started is not --tp x --pp.
     """
-    size = settings.tp * settings.pp
+    size, ranks = settings.tp * settings.pp, _told()
     if ranks.world_size not in (0, size):
         raise ConfigurationError(
             f"WORLD_SIZE={ranks.world_size}, but --tp {settings.tp} x --pp {settings.pp} is {size} ranks; start as many"
         )
     if ranks.rank >= size:
         raise ConfigurationError(f"RANK={ranks.rank}, but the replica has the ranks 0 to {size - 1}")
+    if size == 1:
+        yield None
+        return
     if ranks.orcinus_leader_pid:
         _die_with(ranks.orcinus_leader_pid)
+    if settings.device != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = _own_gpu(ranks)  # before CUDA is asked for the first time
     host = settings.rank_listen.rpartition(":")[0].strip("[]")
-    if ranks.rank:
-        settings = settings.model_copy(update={"step_log": None})  # rank 0 writes it
     if ranks.world_size:
-        yield Place(ranks.rank, size, _store_of_torchrun(ranks), host), settings
+        yield Place(ranks.rank, size, _store_of_torchrun(ranks), host)
         return
-    settings = _share(settings, size)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(size)
@@ -92,8 +92,25 @@ def joined(settings: WorkerSettings, ranks: RankSettings) -> Iterator[tuple[Plac
         store = TCPStore(
             "127.0.0.1", port, None, True, timedelta(seconds=MEET_S), False, master_listen_fd=listener.detach()
         )
-    with _processes(settings, size, port):
-        yield Place(0, size, _own(store), host), settings
+    with _processes(settings, size, port, ranks.cuda_visible_devices):
+        yield Place(0, size, _own(store), host)
+
+
+def _told() -> RankSettings:
+    """What the environment says of this process. Raises ConfigurationError."""
+    try:
+        return RankSettings()
+    except ValidationError as error:
+        said = "; ".join(f"{str(item['loc'][0]).upper()}={item['input']!r}: {item['msg']}" for item in error.errors())
+        raise ConfigurationError(f"the variables by which torchrun says which rank this is: {said}") from None
+
+
+def _own_gpu(ranks: RankSettings) -> str:
+    """As CUDA_VISIBLE_DEVICES names it: the local_rank-th of those that may be used."""
+    if ranks.cuda_visible_devices is None:
+        return str(ranks.local_rank)
+    visible = ranks.cuda_visible_devices.split(",")
+    return visible[ranks.local_rank] if ranks.local_rank < len(visible) else ""
 
 
 def _store_of_torchrun(ranks: RankSettings) -> Store:
@@ -115,18 +132,8 @@ def _own(store: Store, start: int = 0) -> Store:
     return PrefixStore(f"orcinus/{start}", store)
 
 
-def _share(settings: WorkerSettings, size: int) -> WorkerSettings:
-    """On a CPU the ranks of one machine share its cores and its memory."""
-    own: dict[str, float] = {}
-    if not settings.threads:
-        own["threads"] = max(1, torch.get_num_threads() // size)
-    if settings.device != "cuda" and settings.kv_memory_fraction is None and not settings.kv_blocks:
-        own["kv_memory_fraction"] = POOL_SHARE / size
-    return settings.model_copy(update=own)
-
-
 @contextlib.contextmanager
-def _processes(settings: WorkerSettings, size: int, port: int) -> Iterator[None]:
+def _processes(settings: WorkerSettings, size: int, port: int, gpus: str | None) -> Iterator[None]:
     """The ranks from 1 on, as processes that end with this one; one that ends before it was told to ends this one."""
     stopping = threading.Event()
     started: list[subprocess.Popen[bytes]] = []
@@ -140,7 +147,7 @@ def _processes(settings: WorkerSettings, size: int, port: int) -> Iterator[None]
         for rank in range(1, size):
             process = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", "worker"],
-                env=_environment(settings, rank, size, port),
+                env=_environment(settings, rank, size, port, gpus),
                 stdin=subprocess.DEVNULL,
             )
             started.append(process)
@@ -156,9 +163,11 @@ def _processes(settings: WorkerSettings, size: int, port: int) -> Iterator[None]
                 process.wait()
 
 
-def _environment(settings: WorkerSettings, rank: int, size: int, port: int) -> dict[str, str]:
-    """Every setting that differs from its default, and the rank in torchrun's words."""
+def _environment(settings: WorkerSettings, rank: int, size: int, port: int, gpus: str | None) -> dict[str, str]:
+    """Every setting that differs from its default, and the rank in torchrun's words. gpus: those of all ranks."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+    clean.pop("CUDA_VISIBLE_DEVICES", None)  # rank 0's own by now
+    clean |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     values: dict[str, object] = {}
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)

@@ -235,7 +235,7 @@ def test_model_without_weights_is_a_clear_error(tmp_path: Path) -> None:
         ("--policy no-such-policy", "no policy 'no-such-policy'"),
         ("--no-such-option", "No such option: --no-such-option"),
         ("--max-seqs 0", "--max-seqs=0: input should be greater than or equal to 1"),
-        ("--tp 2", "TP=2: tensor parallelism is not built yet"),
+        ("--tp 0", "--tp=0: input should be greater than or equal to 1"),
         ("--host 0.0.0.0", "listening on 0.0.0.0 needs a key"),
         ("--device cuda", "DEVICE=cuda"),
     ],

@@ -24,7 +24,7 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.stats import Stats
 from shared.keys import Keys
-from shared.settings import DEMO_MODEL, ROOT, GatewaySettings
+from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings
 from tests import docs_tables
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -181,6 +181,7 @@ def names_that_exist() -> set[str]:
         *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
         *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
         *re.findall(r"\b([A-Z]+_[A-Z]+)\b", " ".join(OPENINGS.values())),
+        *map(str.upper, RankSettings.model_fields),
         HIDDEN_BY,
     }
 
