@@ -30,6 +30,8 @@ from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
+BEAT_S = 1.0
+
 
 def run(settings: GatewaySettings, place: Place | None = None) -> int:
     """Blocks. 0 after a clean stop, 1 when a task of the gateway died. place: which of several processes this is.
@@ -92,8 +94,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     serving = [
         asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)
     ]
-    if place is not None:
-        os.write(place.ready, b"1")
+    beating = [asyncio.create_task(_beat(place.beats))] if place is not None else []
     asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
     tasks = gateway.tasks
     await asyncio.wait({*asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +115,16 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     if gateway.siblings is not None:
         await gateway.siblings.stop()
     await gateway.stop()
+    await end(*beating)
     return failure
+
+
+async def _beat(pipe: int) -> None:
+    """Tells the parent that the event loop runs."""
+    while True:
+        with contextlib.suppress(BlockingIOError):  # a parent that was stopped has not read for hours
+            os.write(pipe, b".")
+        await asyncio.sleep(BEAT_S)
 
 
 async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -> None:

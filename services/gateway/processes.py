@@ -36,6 +36,10 @@ PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
 HANDLED = (*STOP, *PASSED_ON, signal.SIGCHLD)
 MOST_PATH_BYTES = 90
 """Of the folder: the address of a unix socket has 108."""
+HUNG_S = 30.0
+"""A process that is silent for so long is ended: the kernel would go on giving it connections."""
+LAST_WORDS_S = 2.0
+"""In which it writes where it hangs, and may still be heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,8 @@ class Place:
     count: int
     folder: Path
     """Where each listens for the others, on NUMBER.sock."""
-    ready: int
-    """Gets a byte when the gateway serves; the parent reads it."""
+    beats: int
+    """A pipe to the parent, which wants a byte every second from when the gateway serves on."""
 
 
 @dataclass(slots=True)
@@ -56,8 +60,10 @@ class Member:
 
     number: int
     pid: int = 0  # 0: none runs
-    ready: int = -1  # reading end of the pipe that Place names; -1: closed
+    pipe: int = -1  # reading end of the one that Place names; -1: closed
     serves: bool = False
+    heard_at: float = 0.0
+    hung_at: float = 0.0  # when it was found silent; 0: it is not
     has_left: bool = False
     deaths: list[float] = field(
         default_factory=list
@@ -127,7 +133,9 @@ class Processes:
                 continue
             code = os.waitstatus_to_exitcode(status)
             member.pid = 0
-            self._read_ready(member)
+            with contextlib.suppress(BlockingIOError):
+                while member.pipe >= 0:
+                    self._hear(member, now)  # to the end, which closes it
             if self._stopping:
                 self._worst = max(self._worst, int(code not in (0, -signal.SIGTERM)))
             elif not (member.serves or any(other.serves or other.deaths for other in self._members)):
@@ -146,18 +154,19 @@ class Processes:
         if member.serves:
             member.deaths.clear()
         member.deaths = [at for at in member.deaths if now - at < self._backoff.window_s] + [now]
-        member.serves = False
+        member.serves, member.hung_at = False, 0.0
         delay_s = self._backoff.delay_s(len(member.deaths))
         member.start_at = now + delay_s
         log.warning("process %d died (%s); restart in %.1f s", member.number, how, delay_s)
 
     @staticmethod
-    def _read_ready(member: Member) -> None:
+    def _hear(member: Member, now: float) -> None:
         """Once there is something to read, if only the end."""
-        if member.ready >= 0:
-            member.serves = bool(os.read(member.ready, 1))
-            os.close(member.ready)
-            member.ready = -1
+        if os.read(member.pipe, 4096):
+            member.serves, member.heard_at, member.hung_at = True, now, 0.0
+        else:
+            os.close(member.pipe)
+            member.pipe = -1
 
     def _running(self) -> int:
         return sum(1 for member in self._members if member.pid)
@@ -176,20 +185,22 @@ class Processes:
                     self._died(member, f"cannot be started: {error}", now)
 
     def _start(self, member: Member) -> None:
-        read, ready = os.pipe()
+        read, beats = os.pipe()
+        for end in (read, beats):
+            os.set_blocking(end, False)
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # else a signal to the child would wake the parent's loop
         try:
             parent = os.getpid()
             pid = os.fork()
             if pid == 0:
-                os._exit(self._be(Place(member.number, len(self._members), self._folder, ready), parent))
-            member.pid, member.ready = pid, read
+                os._exit(self._be(Place(member.number, len(self._members), self._folder, beats), parent))
+            member.pid, member.pipe = pid, read
         except OSError:
             os.close(read)
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-            os.close(ready)
+            os.close(beats)
 
     def _be(self, place: Place, parent: int) -> int:
         """In the child: a gateway until it ends. Returns its exit code."""
@@ -219,22 +230,35 @@ class Processes:
             signal.signal(number, signal.SIG_DFL if known else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         for end in (self._wake, self._waker, *self._reserved):
-            end.close()  # the reading end of its own pipe stays, unread
+            end.close()
         for member in self._members:
-            if member.ready >= 0:
-                os.close(member.ready)
+            if member.pipe >= 0:
+                os.close(member.pipe)
 
     def _wait(self, now: float) -> None:
         due = [each.start_at - now for each in self._members if each.deaths and not each.pid and not each.has_left]
-        timeout = max(0.0, min(due)) if due and not self._stopping else None
-        pipes = {member.ready: member for member in self._members if member.ready >= 0}
-        readable, _, _ = select.select([self._wake, *pipes], [], [], timeout)
+        pipes = {member.pipe: member for member in self._members if member.pipe >= 0}
+        readable, _, _ = select.select([self._wake, *pipes], [], [], max(0.0, min([1.0, *due])))
+        now = time.monotonic()
         for end in readable:
             if end is self._wake:
                 for number in self._signals():
                     self._on_signal(number)
             else:
-                self._read_ready(pipes[end])
+                self._hear(pipes[end], now)
+        for member in self._members:
+            if member.pid and member.serves and now - member.heard_at > HUNG_S:
+                self._end_hung(member, now)
+
+    @staticmethod
+    def _end_hung(member: Member, now: float) -> None:
+        """Only who is silent behind a first look: a machine that slept wakes the parent before the others."""
+        if not member.hung_at:
+            member.hung_at = now
+            log.error("process %d has been silent for %.0f s; it is ended", member.number, now - member.heard_at)
+            os.kill(member.pid, signal.SIGUSR1)
+        elif now - member.hung_at > LAST_WORDS_S:
+            os.kill(member.pid, signal.SIGKILL)
 
     def _signals(self) -> Iterator[int]:
         with contextlib.suppress(BlockingIOError):

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
 
 from deploy import certs
+from protos import kserve_pb2, kserve_pb2_grpc
 from services.gateway.listeners import reserve
 from tests.faults.streams import load
 from tests.models import Reference, make_llama
@@ -32,6 +34,8 @@ LONG = 1000
 ASKED = 40
 """Connections that one of two processes gets none of once in 10^11 runs."""
 COMPLETED = 'orcinus_gateway_requests_total{code="200",endpoint="/v1/completions",process="%d"}'
+
+CALLED = 'orcinus_gateway_requests_total{code="ok",endpoint="grpc/ModelReady",process="%d"}'
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +53,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
     with running_stack(
-        directory,
-        reference.path,
-        dtype="float32",
-        max_seqs=16,
-        threads=1,
-        processes=2,
-        ops_port=free_port(),
-        drain_s=30,
-    ) as running:
+        directory, reference.path, dtype="float32", max_seqs=16, threads=1, processes=2, ops_port=free_port(),
+        grpc_port=free_port(), drain_s=30,
+    ) as running:  # fmt: skip
         yield running
 
 
@@ -109,6 +107,17 @@ def test_both_processes_get_requests_and_each_one_counts_its_own_whoever_is_aske
     types = Counter(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     assert set(types.values()) == {1}  # each family once, or Prometheus refuses the whole
     assert all('process="' in line for line in text.splitlines() if not line.startswith("#"))
+
+
+def test_calls_over_grpc_are_spread_too(stack: Stack) -> None:
+    both(stack)
+    for _ in range(ASKED):
+        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        with grpc.insecure_channel(f"127.0.0.1:{stack.settings['grpc_port']}", own) as channel:
+            ask = kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelReady
+            assert ask(kserve_pb2.ModelReadyRequest(name=stack.name), timeout=20).ready
+    until("all are counted", lambda: sum(counted(stack, CALLED)) == ASKED)
+    assert all(number > 0 for number in counted(stack, CALLED))
 
 
 def test_a_killed_process_takes_no_other_stream_along_and_its_own_go_on_at_the_same_port(
@@ -276,6 +285,36 @@ def test_sigusr1_shows_the_stacks_of_every_process_and_ends_none(alone: GatewayP
     alone.process.send_signal(signal.SIGUSR1)
     until("the stacks are in the log", lambda: alone.log().count("most recent call first") >= 2)
     assert len(psutil.Process(alone.process.pid).children()) == 2
+
+
+IMPATIENT = """
+import sys
+from services.cli import main
+from services.gateway import processes
+
+processes.HUNG_S, processes.LAST_WORDS_S = 3.0, 0.5
+sys.argv = ["orcinus", "gateway"]
+main()
+"""
+
+
+def test_a_process_that_hangs_is_ended_and_started_again(reference: Reference, tmp_path: Path) -> None:
+    gateway = GatewayProcess(tmp_path, reference.path, f"redis://127.0.0.1:{free_port()}/0", processes=2)
+    log = tmp_path / "log"
+    with log.open("ab") as file:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT], env=gateway.environment, cwd=ROOT, stdout=file, stderr=file
+        )
+    try:
+        until("both serve", lambda: log.read_text().count("serving tiny") == 2, 60)
+        first, second = psutil.Process(parent.pid).children()
+        first.send_signal(signal.SIGSTOP)
+        until("another one serves", lambda: log.read_text().count("serving tiny") == 3, 60)
+        assert "process 0 has been silent" in log.read_text()
+        assert second.is_running() and not first.is_running()
+    finally:
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(30) == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
