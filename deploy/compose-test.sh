@@ -7,12 +7,12 @@
 # stopped at the end. Base images that cannot be pulled get stand-ins made from Debian's own packages under the official
 # names: no registry is needed. Anywhere else it says what is missing and fails. Measured on
 # two shared cores, one run each: 38 s and 88 s warm (images built before), 10 minutes cold.
-# COMPOSE_TEST_PORT (18080) is the loopback port that the stack gets.
+# COMPOSE_TEST_PORT (18080) is the loopback port that the stack gets, gRPC the next but one.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PROJECT=orcinus-test
-export PORT=${COMPOSE_TEST_PORT:-18080} DEBIAN_FRONTEND=noninteractive
+export PORT=${COMPOSE_TEST_PORT:-18080} GRPC_PORT=$((${COMPOSE_TEST_PORT:-18080} + 2)) DEBIAN_FRONTEND=noninteractive
 # The stack under test is the default one, whatever the caller's shell or .env holds.
 unset MODEL SERVED_MODEL_NAME DEVICE GPU POLICY PROCESSES LOG_LEVEL WORKER_MEMORY GATEWAY_MEMORY REDIS_MEMORY COMPOSE_PROFILES
 
@@ -180,10 +180,11 @@ python3 "$ROOT/deploy/smoke.py" --project "$PROJECT" --port "$PORT" || {
   die "smoke failed"
 }
 say "smoke passed"
+export COMPOSE_PROFILES=grpc
 scaled() { quietly scale compose up -d --wait --wait-timeout 300 --scale worker=3 --scale gateway=2; }
 scaled
-say "three workers, two gateways"
-python3 "$ROOT/deploy/smoke.py" --project "$PROJECT" --port "$PORT" --workers 3 --gateways 2 || {
+say "three workers, two gateways, gRPC"
+(cd "$ROOT" && python3 -m deploy.smoke_scaled --project "$PROJECT" --port "$PORT" --grpc-port "$GRPC_PORT" --workers 3 --gateways 2) || {
   show_logs
   die "smoke of the scaled stack failed"
 }

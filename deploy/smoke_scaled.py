@@ -1,0 +1,164 @@
+"""Asks a stack that compose scaled what that promises: `python3 -m deploy.smoke_scaled --project NAME --port PORT ...`.
+
+Every worker has registered, every gateway gets its part of the requests, streams survive one that is killed, and gRPC
+is published as the profile says. As smoke.py: standard library and the docker command only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from deploy.smoke import PROMPT, BrokenPromiseError, Killer, Stack, check
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+"""With which a client of HTTP/2 begins: its magic words and an empty SETTINGS frame."""
+SETTINGS = 4
+
+
+def key_is_known(stack: Stack) -> None:
+    logs = stack.compose("logs", "--no-color", "--no-log-prefix", "keys")
+    stack.key = re.findall(r"sk-orcinus-[\w-]{40,}", logs)[0]
+
+
+def counter(stack: Stack, service: str, index: int, port: int, name: str) -> float:
+    """Sum of a metric of one container, over its labels."""
+    ask = (
+        "from urllib.request import *; "
+        f"print(urlopen(Request('http://127.0.0.1:{port}/metrics', headers={{'Authorization': 'Bearer {stack.key}'}}))"
+        ".read().decode())"
+    )
+    text = stack.compose("exec", "-T", "--index", str(index), service, "python", "-c", ask)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}[{{ ]", line))
+
+
+def everything_is_used(stack: Stack, workers: int, gateways: int) -> None:
+    """Requests over connections of their own reach every gateway; every worker has registered."""
+    key = "orcinus:{demo-model}:workers"
+    read = f"REDISCLI_AUTH=$(cat /secrets/redis-ops/password) redis-cli --user ops zrange '{key}' 0 -1"
+    found = stack.compose("exec", "-T", "redis", "sh", "-c", read).split()
+    check(len(found) == workers, f"{workers} workers are registered", found)
+
+    def count() -> list[float]:
+        name = "orcinus_gateway_time_to_first_token_seconds_count"  # of requests, not of health checks
+        return [counter(stack, "gateway", index + 1, 8000, name) for index in range(gateways)]
+
+    before = count()
+    asked = 20 * gateways
+    for _ in range(asked):
+        status, answer = stack.json(
+            "POST", "/v1/completions", {"model": "demo-model", "prompt": PROMPT, "max_tokens": 2}
+        )
+        check(status == 200, "a completion answers 200", answer)
+    served = [now - then for now, then in zip(count(), before, strict=True)]
+    check(
+        min(served) >= asked // gateways // 2, f"each of {gateways} gateways gets its part of {asked} requests", served
+    )
+    print(f"        requests by gateway: {served}")
+
+
+def streams_survive_a_gateway(stack: Stack) -> None:
+    """One of two gateways is killed under streams: its own go on at the same address, the others do not notice."""
+    body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
+    streams = [Resuming(stack, {**body, "stream": True, "return_token_ids": True}) for _ in range(8)]
+    killer = Killer(stack, "gateway")
+    threads = [threading.Thread(target=stream.run, daemon=True) for stream in streams]
+    for thread in threads:
+        thread.start()
+    while not all(stream.tokens for stream in streams) and any(thread.is_alive() for thread in threads):
+        time.sleep(0.01)
+    killer.strike()
+    for thread in threads:
+        thread.join(120)
+    for stream in streams:
+        check(
+            len(stream.tokens) == 450,
+            "a stream whose gateway died holds every token once",
+            (stream.error, len(stream.tokens)),
+        )
+        check(stream.tokens == streams[0].tokens, "every greedy stream says the same")
+    resumed = sum(stream.resumed > 0 for stream in streams)
+    check(0 < resumed < len(streams), "the streams of one gateway were resumed, the others were not", resumed)
+    print(f"        streams resumed: {resumed} of {len(streams)}")
+
+
+class Resuming:
+    """A client that goes on with its stream at the same address when its connection breaks."""
+
+    def __init__(self, stack: Stack, body: dict[str, Any]) -> None:
+        self.tokens: list[int] = []
+        self.resumed = 0
+        self.error = ""
+        self._stack, self._body = stack, body
+        self._id = self._last = ""
+        self._done = False
+
+    def run(self) -> None:
+        by = time.monotonic() + 60
+        while not self._done and time.monotonic() < by:
+            try:
+                self._read()
+            except (OSError, http.client.HTTPException, BrokenPromiseError) as error:
+                self.error = f"{type(error).__name__}: {error}"
+                time.sleep(0.1)
+
+    def _read(self) -> None:
+        if self._id:
+            self.resumed += 1
+            path, headers = f"/v1/requests/{self._id}/stream", {"Last-Event-ID": self._last}
+            status, response = self._stack.ask("GET", path, headers=headers)
+        else:
+            status, response = self._stack.ask("POST", "/v1/completions", self._body)
+        check(status == 200, "a stream and its rest answer 200", response.read(300) if status != 200 else "")
+        event_id = ""
+        for line in response:
+            if line.startswith(b"id: "):
+                event_id = line[4:].strip().decode()
+            elif line.strip() == b"data: [DONE]":
+                self._done = True
+            elif line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                check("error" not in event, "a stream holds no error", event)
+                self._id, self._last = event["id"], event_id
+                self.tokens += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+
+
+def grpc_is_published(port: int) -> None:
+    """A gateway speaks HTTP/2 at the second front's port."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(PREFACE)
+        frame = b""
+        while len(frame) < 9 and (more := connection.recv(9 - len(frame))):
+            frame += more
+    check(len(frame) == 9 and frame[3] == SETTINGS, "the gRPC port answers as HTTP/2 does", frame)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--project", required=True, help="compose project name")
+    parser.add_argument("--port", type=int, required=True, help="the published port")
+    parser.add_argument("--grpc-port", type=int, required=True, help="that of the gRPC front")
+    parser.add_argument("--workers", type=int, required=True, help="how many compose was told to run")
+    parser.add_argument("--gateways", type=int, required=True)
+    options = parser.parse_args()
+    stack = Stack(options.project, options.port)
+    try:
+        key_is_known(stack)
+        everything_is_used(stack, options.workers, options.gateways)
+        grpc_is_published(options.grpc_port)
+        streams_survive_a_gateway(stack)
+    except (BrokenPromiseError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        print(f"smoke: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
