@@ -188,7 +188,9 @@ class Generation:
         self.logprobs = Logprobs(spec, model.text, self.choices)
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
-        self._is_plain = self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
+        self.is_plain = (
+            self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
+        )  # then only rows end it
 
     @property
     def done(self) -> bool:
@@ -216,13 +218,13 @@ class Generation:
             raise self.failure from None
 
     @property
-    def never_holds_ends(self) -> bool:
-        """Do its choices end by rows alone? A stop string ends one in between, and a client may have read the end."""
-        return not self.spec.stop and max(self._had) <= 0
+    def holds_end(self) -> bool:
+        """Was a stop string found whose end is not told yet?"""
+        return bool(self._endings)
 
     def apply(self, rows: list[Row]) -> list[Delta]:
         """What rows add, in order. Raises ApiError when the first of them tells a failure."""
-        if self._is_plain and len(rows) == 1 and not rows[0].finish:
+        if self.is_plain and len(rows) == 1 and not rows[0].finish:
             return self._grow(rows[0])
         deltas: dict[int, Delta] = {}
         for row in rows:

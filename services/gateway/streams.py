@@ -180,7 +180,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         own = scope.get("extensions", {})
-        if generation.never_holds_ends and "orcinus.write" in own:
+        if "orcinus.write" in own:
             self._has_room, self._put = own["orcinus.has_room"]["call"], own["orcinus.write"]["call"]
             self._deliver = self._at_once
         writing = asyncio.create_task(self._write(send))
@@ -213,7 +213,7 @@ class EventStream(Response):
             await _body(send, echoed)
         while not generation.done:
             deltas = await self._next()
-            events = writer.events(deltas) if deltas else KEEP_ALIVE
+            events = writer.events(deltas) if deltas or generation.done else KEEP_ALIVE
             if generation.done:
                 await _body(send, events + writer.end(generation.usage), last=True)
                 return
@@ -232,14 +232,17 @@ class EventStream(Response):
 
     def _at_once(self, row: Row) -> bool:
         """Writes what a row adds; False where that would have to wait."""
-        if not self._has_room():
+        generation = self._generation
+        if not self._has_room() or generation.holds_end:
             return False
         try:
-            if events := self._writer.events(self._generation.apply([row])):
+            if events := self._writer.events(generation.apply([row])):
                 self._put(events)
+            if not generation.is_plain and generation.done:
+                generation.sink.wake()
         except Exception:
             log.exception("a stream failed")
-            self._generation.sink.fail(_failed())  # the writer tells it
+            generation.sink.fail(_failed())  # the writer tells it
         return True
 
     async def _cut(self, scope: Scope, send: Send) -> None:

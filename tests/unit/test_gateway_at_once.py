@@ -31,7 +31,8 @@ class Client:
     ) -> None:
         request = spec(**changes)
         self.sink = Sink(request.id, request.choices)
-        self.generation = Generation(request, model(), self.sink, Recorded(), Metrics(), 0.0, position)
+        self.commands = Recorded()
+        self.generation = Generation(request, model(), self.sink, self.commands, Metrics(), 0.0, position)
         self.writer = EventWriter(self.generation, "fp")
         self.stream = EventStream(self.generation, self.writer, keepalive_s)
         self.body = b""
@@ -62,6 +63,9 @@ class Client:
             self.room = room
             assert self.sink.offer(row, first) in (Offer.TAKEN, Offer.LATE)
             await self.settled()
+        for written in self.commands.unwritten:  # stops: Redis is back
+            written()
+            await self.settled()
         await asyncio.wait_for(serving, 30)
 
     @staticmethod
@@ -82,6 +86,7 @@ SPECS = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 3),
         "echo": st.booleans(),
         "prompt_texts": st.just(["The"]),
+        "stop": st.lists(st.sampled_from(["e", "th", "o", " q"]), max_size=2),
     }
 )
 
@@ -102,20 +107,24 @@ def rows_of(draw: st.DrawFn, choices: int) -> list[tuple[Row, int, bool]]:
     return found
 
 
-@given(st.data(), SPECS)
+@given(st.data(), SPECS, st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_the_bytes_are_those_of_the_writer_without_any_short_cut(data: st.DataObject, changes: dict[str, Any]) -> None:
+def test_the_bytes_are_those_of_the_writer_without_any_short_cut(
+    data: st.DataObject, changes: dict[str, Any], away: bool
+) -> None:
     rows = data.draw(rows_of(changes["n"]))
 
     async def both() -> tuple[Client, Client]:
         by_writer, at_once = Client(False, **changes), Client(True, **changes)
-        by_writer.generation._is_plain = by_writer.writer._is_plain = False
+        by_writer.commands.away = at_once.commands.away = away
+        by_writer.generation.is_plain = by_writer.writer._is_plain = False
         await by_writer.run(rows)
         await at_once.run(rows)
         return by_writer, at_once
 
     by_writer, at_once = asyncio.run(both())
-    assert at_once.body == by_writer.body
+    # A stop that is written while it is told wakes the writer for nothing: then it says that it is there.
+    assert at_once.body.replace(KEEP_ALIVE, b"") == by_writer.body.replace(KEEP_ALIVE, b"")
     assert at_once.body.endswith(b"data: [DONE]\n\n")
     assert not by_writer.at_once
 
@@ -132,17 +141,41 @@ def test_with_room_only_the_end_is_left_to_the_writer() -> None:
     assert client.at_once == client.body.count(b"\nid: ") + client.body.startswith(b"id: ") - 2  # text and reason
 
 
-def test_a_request_that_a_stop_string_may_end_is_left_to_the_writer() -> None:
-    client = Client(True, stop=["zzz"])
-    asyncio.run(client.run(list(plain_rows(8))))
-    assert client.at_once == 0
+def test_the_end_by_a_stop_string_is_left_to_the_writer_and_nothing_overtakes_it() -> None:
+    async def scenario() -> Client:
+        client = Client(True, stop=["fox"], n=2)
+        client.commands.away = True
+        serving = asyncio.create_task(client.stream(client.scope, client._receive, client._send))
+        await client.settled()
+        client.sink.offer(Row(0, model().encode("a fox")), 0)
+        assert client.at_once == 1
+        client.sink.offer(Row(1, model().encode("a")), 0)
+        assert client.at_once == 1
+        await client.settled()
+        client.commands.unwritten[0]()
+        client.sink.offer(Row(1, model().encode("b")), 1)
+        await client.settled()
+        client.sink.offer(Row(1, [], finish=2), 2)
+        await asyncio.wait_for(serving, 30)
+        return client
+
+    body = asyncio.run(scenario()).body
+    assert KEEP_ALIVE not in body
+    assert body.count(b'"finish_reason":"stop"') == 1
 
 
-def test_a_stream_that_is_gone_on_with_is_left_to_the_writer() -> None:
+def test_a_stream_that_is_gone_on_with_begins_behind_what_its_client_has() -> None:
     client = Client(True, position=Position([3]))
     asyncio.run(client.run(list(plain_rows(8))))
-    assert client.at_once == 0
+    assert client.at_once == 4
     assert client.body.startswith(b"id: cmpl-1:4\n")
+
+
+def test_an_end_that_the_client_has_already_still_ends_the_stream() -> None:
+    tokens = model().encode("a fox")
+    client = Client(True, stop=["fox"], position=Position([len(tokens) + 1]))
+    asyncio.run(client.run([(Row(0, tokens), 0, True)]))
+    assert client.body == b"data: [DONE]\n\n"
 
 
 def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
@@ -212,4 +245,4 @@ def test_a_comment_comes_after_silence_and_not_between_tokens(monkeypatch: pytes
     monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     client = asyncio.run(scenario())
     assert asked[:3] == [10.0, 4.0, 10.0]
-    assert client.body.count(KEEP_ALIVE) == len(asked) - 1
+    assert client.body.count(KEEP_ALIVE) == len(asked) - 2  # not behind a token, nor at the end
