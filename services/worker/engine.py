@@ -77,7 +77,7 @@ class Engine:
             f"{self.model_hash} {self._ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
         )
-        self.mesh.connect(self._ops.device)
+        self.mesh.connect(self._ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             int8 = settings.quantize == "int8"
             self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, int8, self.mesh)

@@ -24,8 +24,9 @@ from shared.errors import ConfigurationError, MeshError
 ROWS, DRAWS, COPIES = 1, 2, 3
 """Tags of what goes between two ranks: rows of a stage, what was drawn, copies that are complete. A stream each."""
 
-SENT = 64
-"""Sends whose receiver has not come yet; one more waits for the oldest. More than steps can be out."""
+SENT = 256
+"""Messages whose receiver has not come yet; one more waits for the oldest. More than those of all steps that are out.
+"""
 
 TEXT_BYTES = 256
 
@@ -41,7 +42,9 @@ class Mesh:
         self.stage, self.tp_rank = divmod(rank, tp)
         self.sampler = (pp - 1) * tp
         self.ranks_here = 1  # of this replica on this host, which share its memory
+        self._exact = False
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent_rows: deque[tuple[dist.Work, Tensor]] = deque()
         self._everyone: Any = None  # between hosts' memories
         self._stage_group: Any = None  # between the devices of a stage; None: tp is 1
         self._rows: Any = None  # between the devices of two stages
@@ -63,8 +66,12 @@ class Mesh:
         mesh.ranks_here = hosts.count(hosts[rank])
         return mesh
 
-    def connect(self, device: torch.device) -> None:
-        """Joins the devices of all ranks: before the first call below that takes a tensor of the model."""
+    def connect(self, device: torch.device, exact: bool = False) -> None:
+        """Joins the devices of all ranks: before the first call below that takes a tensor of the model.
+
+        exact: a sum does not depend on where in its tensor a number stands. Costs tp times the memory.
+        """
+        self._exact = exact and self.tp > 2  # two numbers have one sum
         if self.size == 1:
             return
         with _together("connecting the devices"):
@@ -95,9 +102,17 @@ class Mesh:
 
     def all_reduce(self, x: Tensor) -> None:
         """x becomes the sum of the stage's: in place, the same numbers on all of its ranks."""
-        if self._stage_group is not None and x.numel():
-            with _together("a sum over the stage"):
+        if self._stage_group is None or not x.numel():
+            return
+        with _together("a sum over the stage"):
+            if not self._exact:
                 self._stage_group.allreduce([x]).wait()
+                return
+            parts = [torch.empty_like(x) for _ in range(self.tp)]
+            self._stage_group.allgather([parts], [x]).wait()
+            x.copy_(parts[0])
+            for part in parts[1:]:
+                x += part
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every tp rank's x, of one shape, at the first of the stage; None at the others."""
@@ -112,8 +127,9 @@ class Mesh:
         return found or None
 
     def send_rows(self, x: Tensor) -> None:
-        """To the next stage, without waiting; x may be overwritten at once."""
-        self._send(self._rows, x.clone(), self.rank + self.tp, ROWS)
+        """To the next stage, without waiting while it is no more than two steps a stage behind; x may be overwritten at
+        once."""
+        self._send(self._rows, x.clone(), self.rank + self.tp, ROWS, self._sent_rows, 2 * self.pp)
 
     def receive_rows(self, x: Tensor) -> None:
         """Fills x with what the stage before this one has sent."""
@@ -122,7 +138,7 @@ class Mesh:
 
     def send(self, message: Tensor, to: int, tag: int) -> None:
         """A message in host memory, without waiting; it is not to be changed afterwards."""
-        self._send(self._everyone, message, to, tag)
+        self._send(self._everyone, message, to, tag, self._sent, SENT)
 
     def receive(self, message: Tensor, sender: int, tag: int) -> dist.Work:
         """Begins to receive into `message`, which must be as long as what is sent; to be given to `arrived`, once."""
@@ -170,16 +186,18 @@ class Mesh:
 
     def close(self) -> None:
         """Leaves when the others have taken what was sent to them, or are gone; their next call fails."""
-        with suppress(RuntimeError):
-            while self._sent:
-                self._sent.popleft()[0].wait()
+        for sent in (self._sent_rows, self._sent):
+            with suppress(RuntimeError):
+                while sent:
+                    sent.popleft()[0].wait()
         self._stage_group = self._rows = self._everyone = None
 
-    def _send(self, group: Any, x: Tensor, to: int, tag: int) -> None:
-        with _together(f"a message to rank {to}"):
-            if len(self._sent) >= SENT:
-                self._sent.popleft()[0].wait()
-            self._sent.append((group.send([x], to, tag), x))  # x lives until it is gone
+    def _send(self, group: Any, x: Tensor, to: int, tag: int, sent: deque[tuple[dist.Work, Tensor]], most: int) -> None:
+        """`sent` keeps what is on its way: `most` at a time."""
+        with _together(f"what is sent to rank {to}"):
+            if len(sent) >= most:
+                sent.popleft()[0].wait()
+            sent.append((group.send([x], to, tag), x))
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
         options = dist.ProcessGroupGloo._Options()

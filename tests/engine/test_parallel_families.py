@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import ops as kernel_ops
+from protos import worker_pb2
 from services.worker.mesh import Mesh
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
@@ -112,3 +113,23 @@ def test_the_stages_share_the_layers_as_evenly_as_can_be(tmp_path: Path) -> None
     layers = [shard_of(load_config(path), Mesh(1, 3, rank)).layers for rank in range(3)]
     assert [index for stage in layers for index in stage] == list(range(7))
     assert sorted(len(stage) for stage in layers) == [2, 2, 3]
+
+
+def test_with_three_ranks_and_deterministic_logprobs_do_not_hang_on_chunks_and_batches(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Three numbers have more than one sum; where in its tensor a number stands must not choose among them."""
+    fields = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    reference = make_llama(tmp_path / "tiny", seed=6, requests=3, prompt_tokens=(30, 60), output_tokens=1, **fields)
+    settings = {"kernels": "cpu", "block_size": 16, "deterministic": True}
+    found = []
+    with processes.replica(3, 1, reference.path, **settings) as replica:
+        for chunk, together in ((4096, 1), (7, 1), (13, 3)):
+            replica.reset()
+            driver = Driver(replica)
+            for slot in range(together):
+                driver.enter(slot, reference.prompts[slot], sampling=worker_pb2.Sampling(top_p=1, logprobs=4))
+            while len(driver.outputs[0]) < TOKENS:
+                driver.step({slot: chunk for slot in range(together)})
+            found.append((driver.outputs[0], driver.logprobs[0]))
+    assert found[1:] == found[:-1]
