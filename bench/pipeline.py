@@ -181,7 +181,7 @@ def run(stages: int, stage_ms: float, seconds: float) -> dict[str, Any]:
                     raise
                 time.sleep(0.2)
         cases = []
-        for epoch, (microbatches, lookahead) in enumerate(((stages, 1), (stages, 0), (1, 1)), 1):
+        for epoch, (microbatches, lookahead) in enumerate(((stages, 1), (stages + 1, 1), (stages, 0), (1, 1)), 1):
             cases.append(measure(channel, metrics, microbatches, lookahead, seconds, epoch))
             print(f"pp {stages}: {json.dumps(cases[-1])}", file=sys.stderr)
     return {"stages": stages, "cases": cases}

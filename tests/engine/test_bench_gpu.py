@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 SERVICE_ONLY = {
     "redis_url", "redis_username", "redis_password", "redis_ca", "grpc_ca", "grpc_cert", "grpc_key", "shard",
     "log_level", "log_json", "listen", "advertise", "metrics_aliases", "otlp_endpoint", "metrics_host",
-    "worker_metrics_port",
+    "worker_metrics_port", "tp", "pp", "rank_listen",
 }  # fmt: skip
 
 FEW_PACKAGES = """

@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy import certs
 from tests.faults.streams import load
 from tests.models import Reference, make_llama
 from tests.stack import Stack, running_stack
-from tests.waiting import until
+from tests.waiting import free_port, until
 
 REQUESTS = 6
 LONG = 300  # tokens of a stream that a fault shall hit; the reference says what the first 48 are
@@ -90,6 +91,40 @@ def test_a_rank_that_dies_or_hangs_ends_its_replica_and_costs_no_token(
         streams.check(LONG)
     after = stack.settled()
     assert after["blocks"] == after["total"]
+
+
+def test_ranks_that_torchrun_would_start_meet_over_tls_and_end_when_their_leader_is_killed(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is the other's parent, so that no kernel ends one with the other: the broken stream has to."""
+    files = tmp_path / "tls"
+    certs.make(files, [])
+    stack = Stack(tmp_path, reference.path, dtype="float32", tp=2, threads=1, step_timeout_s=STEP_TIMEOUT_S)
+    for name, value in {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        stack.redis.start()
+        for rank, name in enumerate(("worker", "rank-1")):
+            monkeypatch.setenv("RANK", str(rank))
+            stack.start("worker", name, **mutual_tls(files, "worker"))
+        stack.start("scheduler", **mutual_tls(files, "scheduler"))
+        stack.start("gateway")
+        until("the stack is ready", stack.ready, 90)
+        ranks = [psutil.Process(stack.pid(name)) for name in ("worker", "rank-1")]
+        with load(stack, reference, LONG) as streams:
+            ranks[0].kill()
+            until("every rank is gone", lambda: not any(alive(process) for process in ranks), GONE_S)
+            assert stack.wait("rank-1") == 1
+            for stream in streams.streams:
+                stream.leave.set()
+        assert "rank 0 is lost" in stack.log("rank-1")
+    finally:
+        stack.__exit__(None, None, None)
+
+
+def mutual_tls(files: Path, role: str) -> dict[str, Path]:
+    """Settings of a service."""
+    return {"grpc_ca": files / "ca.pem", "grpc_cert": files / f"{role}.pem", "grpc_key": files / f"{role}-key.pem"}
 
 
 def alive(process: psutil.Process) -> bool:
