@@ -1,4 +1,4 @@
-"""How far the fluid model is from the scheduler's own core: the same requests through both, by `orcinus simulate`'s engine."""
+"""How far the fluid model is from the scheduler's own core: the same requests through both."""
 
 from __future__ import annotations
 

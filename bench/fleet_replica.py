@@ -1,4 +1,4 @@
-"""One replica as a fluid: all who decode advance by the same number of steps, and a step's time follows from who is there.
+"""One replica as a fluid: all who decode advance by the same number of steps; a step's time follows from who is there.
 
 Between two events (a prompt is computed, a sequence ends) a step of n decodes and P prompt tokens takes
 a = fixed + max(weights, (n + P) * token) + context * kv + P * pairs, and the context grows by n a step, so k steps take

@@ -1,7 +1,7 @@
 """A fleet over one run: arrivals, replicas, failures and an autoscaler on one virtual clock.
 
-`run` is called by `bench/fleet.py` and the tests. A request that a failure or a scale-in hits starts anew elsewhere with the
-tokens it has, as in the service; none is lost.
+`run` is called by `bench/fleet.py` and the tests. A request that a failure or a scale-in hits starts anew elsewhere
+with the tokens it has, as in the service; none is lost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ran:
 
 
 def run(fleet: Fleet, traffic: Traffic, progress: Callable[[int], None] | None = None) -> Ran:
-    """To the end of the last request. Raises ValueError for an unknown routing or a request that no replica can hold."""
+    """To the end of the last request. Raises ValueError for an unknown routing or a request that fits no replica."""
     if fleet.routing not in ROUTERS:
         raise ValueError(f"no routing {fleet.routing!r}; there are {', '.join(ROUTERS)}")
     return _Run(fleet, traffic, progress).go()

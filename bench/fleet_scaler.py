@@ -1,5 +1,5 @@
-"""The rule of deploy/kubernetes/overlays/autoscaling as Kubernetes' autoscaler applies it (autoscaling/v2, metrics of type
-Value): the larger ratio of metric to threshold times what there is, slowed by windows and policies.
+"""The rule of deploy/kubernetes/overlays/autoscaling as Kubernetes' autoscaler applies it (autoscaling/v2, type Value):
+the larger ratio of metric to threshold times what there is, slowed by windows and policies.
 """
 
 from __future__ import annotations

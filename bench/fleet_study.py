@@ -33,8 +33,9 @@ CASES = [Case(1, rate, 1000) for rate in (8.0, 16.0, 22.0)] + [
     Case(16, 16.0, 200),
 ]
 PREDICTION = (
-    "Fluid against core: tokens a second within 2 %, ms a token within 10 %, TTFT within 25 % below saturation. One queue "
-    "has the lowest P99 TTFT, then least-tokens, two-choices, round-robin, random. Affinity finds twice the prefixes."
+    "Fluid against core: tokens a second within 2 %, ms a token within 10 %, TTFT within 25 % below saturation. One "
+    "queue has the lowest P99 TTFT, then least-tokens, two-choices, round-robin, random. Affinity finds twice the "
+    "prefixes."
 )
 
 
@@ -48,7 +49,8 @@ def main() -> int:
     size = Size(256, roofline.kv_blocks(16) * 16)
     base = Fleet(1000, "least-tokens", size, StepCost.of(roofline), price_hour=1.0)
     found: dict[str, Any] = {
-        "bench": "fleet", "command": "python -m bench.fleet_study", "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "bench": "fleet", "command": "python -m bench.fleet_study",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(), "machine": machine(), "versions": versions("orcinus"), "prediction": PREDICTION,
         "model": {"shape": SHAPE, "device": DEVICE, "slots": size.slots, "kv_tokens": size.kv_tokens,
                   "step_tokens": size.step_tokens},

@@ -1,4 +1,4 @@
-"""What a fleet is asked for: columns of arrivals and lengths, drawn from a trace or a distribution. Pure given the seed."""
+"""What a fleet is asked for: columns of arrivals and lengths, from a trace or a distribution. Pure given the seed."""
 
 from __future__ import annotations
 

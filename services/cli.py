@@ -267,6 +267,14 @@ def simulate(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@app.command("fleet", context_settings=PASS_ON, add_help_option=False)
+def fleet(context: typer.Context) -> None:
+    """Simulate up to 1,000 replicas and millions of requests: routing, failures, autoscaling, cost (fleet --help)."""
+    from bench.fleet import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @app.command("chaos", context_settings=PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
     """Start a stack, load it, hurt it at random, and check every answer (chaos --help)."""
