@@ -111,8 +111,7 @@ def test_every_variable_is_a_setting_of_the_service_that_gets_it(overlay: str, m
         settings = SETTINGS[pod.name]
         found = environment(overlay, container)
         named = {name.removeprefix("ORCINUS_").lower() for name in found if name.startswith("ORCINUS_")}
-        shared = {"tp", "pp"} if pod.name == "worker" else set()
-        assert named - shared <= settings.model_fields.keys(), pod.owner
+        assert named <= settings.model_fields.keys(), pod.owner
         with monkeypatch.context() as patch:
             for name, value in found.items():
                 patch.setenv(name, value)
@@ -266,6 +265,17 @@ def test_all_is_in_one_namespace_and_names_refer_to_objects_in_it(overlay: str) 
     for pod in pods(overlay):
         claims = [each["persistentVolumeClaim"] for each in pod.spec["volumes"] if "persistentVolumeClaim" in each]
         assert all(("PersistentVolumeClaim", claim["claimName"]) in there and claim["readOnly"] for claim in claims)
+
+
+def test_a_group_of_pods_has_a_process_for_each_rank() -> None:
+    (group,) = of_kind("multi-gpu", "LeaderWorkerSet")
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    for pod in (pod for pod in pods("multi-gpu") if pod.name == "worker"):
+        (each,) = re.findall(r"--nproc-per-node=(\d+)", " ".join(pod.container["args"]))
+        found = environment("multi-gpu", pod.container)
+        assert size * int(each) == int(found["ORCINUS_TP"]) * int(found["ORCINUS_PP"])
+        assert int(each) == pod.container["resources"]["limits"]["nvidia.com/gpu"]
+        assert found["ORCINUS_RANK_LISTEN"] == "10.0.0.7:0"
 
 
 @each_overlay
