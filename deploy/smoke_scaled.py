@@ -1,7 +1,7 @@
 """Asks a stack that compose scaled what that promises: `python3 -m deploy.smoke_scaled --project NAME --port PORT ...`.
 
-Every worker has registered, every gateway gets its part of the requests, streams survive one that is killed, and gRPC
-is published as the profile says. As smoke.py: standard library and the docker command only.
+Every worker has registered and those that a scheduler drives compute, every gateway gets its part of the requests,
+streams survive one that is killed, and gRPC is published. As smoke.py: standard library and the docker command only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from deploy.smoke import PROMPT, BrokenPromiseError, Killer, Stack, check
@@ -39,12 +40,30 @@ def counter(stack: Stack, service: str, index: int, port: int, name: str) -> flo
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}[{{ ]", line))
 
 
-def everything_is_used(stack: Stack, workers: int, gateways: int) -> None:
-    """Requests over connections of their own reach every gateway; every worker has registered."""
-    key = "orcinus:{demo-model}:workers"
-    read = f"REDISCLI_AUTH=$(cat /secrets/redis-ops/password) redis-cli --user ops zrange '{key}' 0 -1"
-    found = stack.compose("exec", "-T", "redis", "sh", "-c", read).split()
+def redis(stack: Stack, command: str) -> list[str]:
+    """The lines of an answer."""
+    ask = f"REDISCLI_AUTH=$(cat /secrets/redis-ops/password) redis-cli --user ops {command}"
+    return stack.compose("exec", "-T", "redis", "sh", "-c", ask).split()
+
+
+def all_workers_are_used(stack: Stack, workers: int) -> None:
+    """All have registered, and as many as the scheduler drives compute when there is work for all."""
+    found = redis(stack, "zrange 'orcinus:{demo-model}:workers' 0 -1")
     check(len(found) == workers, f"{workers} workers are registered", found)
+    (driven,) = redis(stack, "hget 'orcinus:{demo-model}:stats:shard-0' workers")
+    body = {"model": "demo-model", "max_tokens": 200, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    streams = [Resuming(stack, {**body, "prompt": f"{number}. {PROMPT}"}) for number in range(8 * workers)]
+    run_all(streams)
+    check(all(len(stream.tokens) == 200 for stream in streams), "every stream has its tokens")
+    computed = [
+        counter(stack, "worker", index + 1, 9102, "orcinus_worker_sampled_tokens_total") for index in range(workers)
+    ]
+    check(sum(map(bool, computed)) >= int(driven) > 0, f"{driven} of the workers compute", computed)
+    print(f"        workers that the scheduler drives: {driven}, tokens of each: {computed}")
+
+
+def all_gateways_are_used(stack: Stack, gateways: int) -> None:
+    """Requests over connections of their own reach every gateway."""
 
     def count() -> list[float]:
         name = "orcinus_gateway_time_to_first_token_seconds_count"  # of requests, not of health checks
@@ -53,14 +72,11 @@ def everything_is_used(stack: Stack, workers: int, gateways: int) -> None:
     before = count()
     asked = 20 * gateways
     for _ in range(asked):
-        status, answer = stack.json(
-            "POST", "/v1/completions", {"model": "demo-model", "prompt": PROMPT, "max_tokens": 2}
-        )
+        body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 2}
+        status, answer = stack.json("POST", "/v1/completions", body)
         check(status == 200, "a completion answers 200", answer)
     served = [now - then for now, then in zip(count(), before, strict=True)]
-    check(
-        min(served) >= asked // gateways // 2, f"each of {gateways} gateways gets its part of {asked} requests", served
-    )
+    check(min(served) >= asked // gateways // 2, f"each gateway gets its part of {asked} requests", served)
     print(f"        requests by gateway: {served}")
 
 
@@ -69,14 +85,7 @@ def streams_survive_a_gateway(stack: Stack) -> None:
     body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
     streams = [Resuming(stack, {**body, "stream": True, "return_token_ids": True}) for _ in range(8)]
     killer = Killer(stack, "gateway")
-    threads = [threading.Thread(target=stream.run, daemon=True) for stream in streams]
-    for thread in threads:
-        thread.start()
-    while not all(stream.tokens for stream in streams) and any(thread.is_alive() for thread in threads):
-        time.sleep(0.01)
-    killer.strike()
-    for thread in threads:
-        thread.join(120)
+    run_all(streams, killer)
     for stream in streams:
         check(
             len(stream.tokens) == 450,
@@ -87,6 +96,19 @@ def streams_survive_a_gateway(stack: Stack) -> None:
     resumed = sum(stream.resumed > 0 for stream in streams)
     check(0 < resumed < len(streams), "the streams of one gateway were resumed, the others were not", resumed)
     print(f"        streams resumed: {resumed} of {len(streams)}")
+
+
+def run_all(streams: Sequence[Resuming], killer: Killer | None = None) -> None:
+    """At the same time; the killer strikes when all have got something."""
+    threads = [threading.Thread(target=stream.run, daemon=True) for stream in streams]
+    for thread in threads:
+        thread.start()
+    if killer is not None:
+        while not all(stream.tokens for stream in streams) and any(thread.is_alive() for thread in threads):
+            time.sleep(0.01)
+        killer.strike()
+    for thread in threads:
+        thread.join(120)
 
 
 class Resuming:
@@ -151,7 +173,8 @@ def main() -> int:
     stack = Stack(options.project, options.port)
     try:
         key_is_known(stack)
-        everything_is_used(stack, options.workers, options.gateways)
+        all_workers_are_used(stack, options.workers)
+        all_gateways_are_used(stack, options.gateways)
         grpc_is_published(options.grpc_port)
         streams_survive_a_gateway(stack)
     except (BrokenPromiseError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
