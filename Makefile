@@ -12,11 +12,11 @@ PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
 TESTS ?= tests
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
-KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS TESTS EXAMPLES MAKEFLAGS SHELL
+KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS TESTS EXAMPLES SECONDS MAKEFLAGS SHELL
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
 UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
 ifneq ($(strip $(UNKNOWN)),)
-$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS PYTHON TORCH_INDEX TESTS EXAMPLES)
+$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS)
 endif
 
 # Installed is what a stamp says, and a stamp is named after the pins: touching pyproject.toml reinstalls nothing.
@@ -72,8 +72,11 @@ test-faults: install-dev ## 200 faults at random under load, every answer checke
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")
 	$(PY) -m bench.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
 
-schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation)
-	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES))
+schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation, or SECONDS=600)
+	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS))
+
+fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
+	$(PY) -m tests.fuzz.run $(call option,seconds,$(SECONDS))
 
 browser: install-dev ## the live page in Chromium
 	$(PY) -m pytest tests/browser
@@ -196,4 +199,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis fuzz browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean

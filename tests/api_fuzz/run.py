@@ -1,13 +1,15 @@
 """`make schemathesis`: requests generated from the OpenAPI document, valid and broken, against a whole live stack.
 
 No answer may be a server error, of an undocumented status or content type, or of another shape than documented.
-Bounded: a fixed seed and a fixed number of examples for each operation (EXAMPLES=n for more). Exit 1 on a finding.
+Bounded: a fixed seed and a fixed number of examples for each operation (EXAMPLES=n for more), or, with SECONDS=n, new
+examples until the time is over. Exit 1 on a finding.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -49,15 +51,16 @@ def document(stack: Stack) -> Path:
     return file
 
 
-def command(stack: Stack, examples: int) -> list[str]:
+def command(stack: Stack, examples: int, seconds: int, seed: int) -> list[str]:
+    bound = ["--max-time", str(seconds)] if seconds else ["--max-examples", str(examples)]
     return [
         str(Path(sys.executable).with_name("schemathesis")), "run", str(document(stack)),
         "--url", stack.url,
         "--header", f"Authorization: Bearer {stack.key}",
         "--checks", ",".join(CHECKS),
         "--phases", "examples,coverage,fuzzing",
-        "--max-examples", str(examples),
-        "--seed", str(SEED),
+        *bound,
+        "--seed", str(seed),
         "--request-timeout", "60",
         "--continue-on-failure",
         "--no-color",
@@ -67,13 +70,16 @@ def command(stack: Stack, examples: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make schemathesis", description=__doc__)
     parser.add_argument("--examples", type=int, default=25, help="generated requests for each operation")
+    parser.add_argument("--seconds", type=int, default=0, help="instead: as many as there is time for")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="orcinus-fuzz-") as directory:
         model = Path(directory) / "tiny"
         make_llama(model, seed=11, requests=1, max_position_embeddings=96)  # short answers: the door is tested
         with running_stack(Path(directory) / "stack", model, key=KEY, kv_blocks=512) as stack:
             # In the temporary directory: schemathesis leaves its examples where it runs.
-            done = subprocess.run(command(stack, options.examples), cwd=stack.directory, check=False)
+            seed = random.randrange(1 << 32) if options.seconds else SEED
+            run = command(stack, options.examples, options.seconds, seed)
+            done = subprocess.run(run, cwd=stack.directory, check=False)
             if done.returncode == 0:
                 stack.settled()  # nothing of what was sent is still held
                 print("no block, queue entry or request is left")

@@ -1,0 +1,202 @@
+"""What reads what others wrote: JSON, tensors, calls of tools. Oracles: the standard library, and what was put in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.kserve_pb2 import ModelInferRequest
+from services.gateway import bodies
+from services.gateway.bodies import MAX_JSON_DEPTH, parse_body, parse_json
+from services.gateway.errors import ApiError
+from services.gateway.grpc_tensors import body_of, check_outputs, fields_of
+from services.gateway.responses_body import ResponsesBody, chat_body
+from services.gateway.tool_reader import OPENINGS, ToolReader, ToolUse, merged
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+TEXTS = st.text(alphabet=st.sampled_from('ab[]{}",:\\/\n\0é🐋 '), max_size=8) | st.text(
+    st.characters(codec="utf-8"), max_size=4
+)
+VALUES = st.recursive(
+    PLAIN | TEXTS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4)
+)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> bytes:
+    """JSON, or what is left of it behind some changes of its bytes."""
+    made = bytearray(json.dumps(draw(VALUES), ensure_ascii=draw(st.booleans())).encode())
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(made)))
+        new = draw(
+            st.sampled_from([b"", b'"', b"\\", b"[", b"]", b"{", b"}", b",", b":", b"\xff", b"\xc3", b"\0", b"1", b"e"])
+        )
+        made[at : at + draw(st.integers(0, 2))] = new
+    return bytes(made)
+
+
+def brackets(document: bytes) -> int:
+    """Outside of strings, read byte by byte."""
+    count, quoted, escaped = 0, False, False
+    for byte in document:
+        if quoted:
+            escaped, was = byte == ord("\\") and not escaped, escaped
+            quoted = was or byte != ord('"')
+        else:
+            quoted, escaped = byte == ord('"'), False
+            count += byte in b"[{"
+    return count
+
+
+@given(documents(), st.integers(1, 12))
+@settings(max_examples=150)
+def test_bodies_are_read_as_the_standard_library_reads_them_or_refused(document: bytes, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bodies, "MAX_CONTAINERS", most)
+        try:
+            value = parse_json(document)
+        except ApiError as error:
+            assert (error.status, error.code) != (400, None)
+            assert error.code == "json_too_wide" or brackets(document) <= most
+            assert error.code != "json_too_wide" or brackets(document) > most
+            return
+    assert brackets(document) <= most
+    assert value == json.loads(document)
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.sampled_from([("[", "]"), ('{"a":', "}")]))
+@settings(max_examples=40)
+def test_depth_is_bounded_wherever_it_is(depth: int, width: int, pair: tuple[str, str]) -> None:
+    deep = pair[0] * depth + "1" + pair[1] * depth
+    document = "[" + ",".join(["[1]"] * width + [deep]) + "]"
+    try:
+        assert parse_json(document.encode()) == json.loads(document)
+        assert depth + 1 <= MAX_JSON_DEPTH
+    except ApiError as error:
+        assert error.code == "json_too_deep" and depth + 1 > MAX_JSON_DEPTH
+
+
+@given(VALUES, st.sampled_from(["input", "tools", "tool_choice", "text", "stream_options", "metadata"]))
+@settings(max_examples=60)
+def test_any_value_in_a_field_of_responses_is_taken_or_refused_in_its_own_words(value: Any, name: str) -> None:
+    try:
+        chat_body(parse_body(json.dumps({"model": "m", "input": "x", name: value}).encode(), ResponsesBody))
+    except ApiError as error:
+        assert error.status == 400 and error.message and error.code
+        assert (error.param or "").split(".")[0].split("[")[0] in {name, "input", ""}
+
+
+@st.composite
+def inference_requests(draw: st.DrawFn) -> bytes:
+    request = ModelInferRequest(model_name="m", model_version=draw(st.sampled_from(["", "1", "x"])))
+    for _ in range(draw(st.integers(0, 3))):
+        tensor = request.inputs.add(
+            name=draw(st.sampled_from(["text_input", "sampling_parameters", "stream", "x"])),
+            datatype=draw(st.sampled_from(["BYTES", "BOOL", ""])),
+            shape=draw(st.lists(st.integers(-1, 3), max_size=3)),
+        )
+        tensor.contents.bytes_contents.extend(draw(st.lists(st.binary(max_size=6) | documents(), max_size=2)))
+        tensor.contents.bool_contents.extend(draw(st.lists(st.booleans(), max_size=2)))
+    request.raw_input_contents.extend(draw(st.lists(st.binary(max_size=12), max_size=3)))
+    for name in draw(st.lists(st.sampled_from(["temperature", "priority", "timeout", "stream", "n"]), max_size=3)):
+        request.parameters[name].double_param = draw(st.floats())
+        if draw(st.booleans()):
+            request.parameters[name].int64_param = draw(st.integers(-(2**63), 2**63 - 1))
+    made = bytearray(request.SerializeToString())
+    for _ in range(draw(st.integers(0, 2))):
+        made[draw(st.integers(0, len(made)))] = draw(st.integers(0, 255)) if made else 0
+    return bytes(made)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_any_message_over_grpc_is_a_body_or_refused(data: st.DataObject) -> None:
+    try:
+        request = ModelInferRequest.FromString(data.draw(inference_requests()))
+    except (DecodeError, IndexError):
+        return
+    try:
+        check_outputs(request)
+        fields = fields_of(request)
+        assert json.loads(body_of(fields)).keys() == fields.keys()
+    except ApiError as error:
+        assert error.status in (400, 404) and error.message and error.code
+
+
+NAMES = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
+FILLERS = st.text(alphabet=st.sampled_from("ab .\n🐋"), max_size=6).map(lambda text: text and f".{text}.")
+
+
+@st.composite
+def said(draw: st.DrawFn, kind: str) -> tuple[str, list[tuple[str, Any]]]:
+    """A text in which a model calls tools, and the calls."""
+    calls = [(draw(NAMES), draw(st.dictionaries(TEXTS, VALUES, max_size=3))) for _ in range(draw(st.integers(1, 3)))]
+    ascii_ = draw(st.booleans())
+    indent = draw(st.sampled_from([None, 1]))
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=ascii_, indent=indent)
+
+    key = "parameters" if kind == "llama3" else "arguments"
+    objects = [written({"name": name, key: arguments}) for name, arguments in calls]
+    blank = draw(st.sampled_from(["", " ", "\n"]))
+    text = {
+        "hermes": draw(FILLERS) + blank.join(f"<tool_call>{blank}{one}{blank}</tool_call>" for one in objects),
+        "llama3": blank + f"{blank};{blank}".join(objects),
+        "mistral": draw(FILLERS) + f"[TOOL_CALLS]{blank}[" + f"{blank},{blank}".join(objects) + "]",
+        "mistral-args": "".join(f"[TOOL_CALLS]{blank}{name}[ARGS]{blank}{written(given)}" for name, given in calls),
+    }[kind]
+    return text, calls
+
+
+def read(pieces: list[str], use: ToolUse) -> tuple[str, list[tuple[str, str, str]], bool]:
+    reader, content, found = ToolReader(use, "r", 0), "", []
+    for piece in pieces:
+        text, gained = reader.feed(piece)
+        content, found = content + text, found + gained
+    text, gained = reader.flush()
+    return content + text, [(one.id, one.name, one.arguments) for one in merged(found + gained)], reader.cut
+
+
+@given(st.data(), st.sampled_from(sorted(OPENINGS)), st.booleans())
+@settings(max_examples=60)
+def test_calls_are_those_that_were_written_wherever_they_are_cut(
+    data: st.DataObject, kind: str, parallel: bool
+) -> None:
+    text, calls = data.draw(said(kind))
+    use = ToolUse(kind, tuple({name for name, _ in calls}), parallel)
+    found = read([text], use)
+    wanted = calls if parallel else calls[:1]
+    assert [(name, json.loads(arguments)) for _, name, arguments in found[1]] == wanted
+    assert not found[2]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(pieces, use) == found
+    assert read(list(text), use) == found
+
+
+FRAGMENTS = [
+    *OPENINGS.values(), "</tool_call>", "<tool", "[ARGS]", "[CALL_ID]", "f", '{"name": "f", "arguments": {',
+    '{"name": "f"',
+    '"parameters": {"a": [1, "}"]}', "}", "]", "[", ",", ";", '"', "\\", " ", "\n", "<|python_tag|>", "🐋",
+]  # fmt: skip
+
+
+@given(st.data(), st.sampled_from(sorted(OPENINGS)), st.booleans(), st.booleans())
+@settings(max_examples=60)
+def test_pieces_of_calls_give_the_same_at_every_cut(
+    data: st.DataObject, kind: str, parallel: bool, forced: bool
+) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=10)))
+    use = ToolUse(kind, ("f",), parallel, forced)
+    found = read([text], use)
+    assert all(id_ and name for id_, name, _ in found[1])
+    assert found[1] or not forced, "a call has to come"
+    for at in range(len(text) + 1):
+        assert read([text[:at], text[at:]], use) == found
+    assert read(list(text), use) == found
