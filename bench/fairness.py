@@ -15,7 +15,8 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -87,16 +88,18 @@ def p99(workload: Workload, seen: Recorder) -> dict[str, float]:
     return dict(zip(FIGURES, values, strict=True))
 
 
-def compare(policy: str, flood: float, span_s: float, seeds: Sequence[int]) -> Row:
-    """Medians over the seeds."""
-    shares, in_flood, held = [], [], []
-    for seed in seeds:
-        workload, seen = run(policy, flood, span_s, seed)
-        shares.append(served(workload, seen, span_s))
-        in_flood.append(p99(workload, seen))
-        held.append(p99(*run(policy, shares[-1], span_s, seed)))
+def compare(policy: str, flood: float, span_s: float, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The share of the first tenant in the flood; the others' figures there, and while it sends just that."""
+    workload, seen = run(policy, flood, span_s, seed)
+    share = served(workload, seen, span_s)
+    return share, p99(workload, seen), p99(*run(policy, share, span_s, seed))
 
-    def median(rows: list[dict[str, float]], name: str) -> float:
+
+def medians(policy: str, flood: float, of_seeds: Iterable[tuple[float, dict[str, float], dict[str, float]]]) -> Row:
+    """A row of the table; `of_seeds`: compare() of each."""
+    shares, in_flood, held = zip(*of_seeds, strict=True)
+
+    def median(rows: Iterable[dict[str, float]], name: str) -> float:
         return round(float(np.median([row[name] for row in rows])), 1)
 
     return {
@@ -165,13 +168,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     span_s, seeds, floods = (QUICK_SPAN_S, SEEDS[:1], FLOODS[:1]) if options.quick else (SPAN_S, SEEDS, FLOODS)
     at, rows = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}, []
     kept = [] if options.quick else json.loads(RESULT.read_text())["rows"]
-    for policy in POLICIES:
-        if options.policy and policy not in options.policy:
-            rows += [row for row in kept if row["policy"] == policy]
-            continue
-        for flood in floods:
-            print(f"{policy}, flood of {flood:g} ...", file=sys.stderr, flush=True)
-            rows.append(compare(policy, flood, span_s, seeds) | at)
+    with ProcessPoolExecutor() as pool:
+        anew = {
+            (policy, flood): [pool.submit(compare, policy, flood, span_s, seed) for seed in seeds]
+            for policy in options.policy or POLICIES
+            for flood in floods
+        }
+        for policy in POLICIES:
+            rows += [row for row in kept if row["policy"] == policy and (policy, row["flood"]) not in anew]
+            for flood in floods:
+                if jobs := anew.get((policy, flood)):
+                    rows.append(medians(policy, flood, [job.result() for job in jobs]) | at)
+                    print(f"{policy}, flood of {flood:g}: {rows[-1]}", file=sys.stderr, flush=True)
     result = {
         "command": shlex.join(["python", "-m", "bench.fairness", *given]),
         "prediction": options.prediction,
