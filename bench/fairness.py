@@ -143,9 +143,10 @@ def section(result: Row) -> str:
     told = [f"{FIGURES[name]} {ratio:.2f} ({'holds' if ratio <= GOAL else 'missed'})" for name, ratio in worst.items()]
     lines += ["", f"Goal: no ratio of `orcinus` above {GOAL:g}. Worst: {', '.join(told)}."]
     lines += [
-        "What is left of the flood in the others' first token is the length of a step: with prompts always at hand "
-        "`orcinus` fills its steps up to the TBT limit, and a newcomer waits for those under way. A small fixed budget "
-        "(`sarathi`) does not know this, and is slower for everybody when nobody floods."
+        "A ratio below 1 is no mistake: beside a flood the last slots are kept for the three, beside the same tenant "
+        "within its share whoever comes takes them. What is left of the time to a first token is steps, those under "
+        "way and those that prompts fill up to the TBT limit. A small fixed budget (`sarathi`) has shorter ones, and "
+        "is slower for everybody when nobody floods."
     ]
     return "\n".join(lines)
 
