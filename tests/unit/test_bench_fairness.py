@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from bench.fairness import OTHERS, PAGE, RESULT, SATURATION_RPS, arrivals, run, section, served
+from bench.fairness import GOAL, OTHERS, PAGE, RESULT, SATURATION_RPS, arrivals, p99, run, section, served
 from bench.policies_docs import replaced
 
 
@@ -38,3 +38,7 @@ def test_under_a_flood_the_others_get_their_first_token_long_before_the_one_who_
     workload, seen = run("orcinus", 2.0, 30.0, 1)
     others = workload.tenant > 0
     assert np.percentile(seen.ttft_ns[others], 99) < 0.25 * np.percentile(seen.ttft_ns[~others], 50)
+    share = served(workload, seen, 30.0)
+    assert share > 0.45
+    held = p99(*run("orcinus", share, 30.0, 1))
+    assert p99(workload, seen)["ttft_ms"] < GOAL * held["ttft_ms"], "beside the same tenant held to what it was served"
