@@ -141,11 +141,19 @@ def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: i
 
 def test_who_holds_more_than_an_even_share_of_the_slots_leaves_the_last_ones_to_others() -> None:
     queue = _full(ClassThenSlack(), [0, 0, 0, 0, 1, 1, 1], [40, 21], 64)  # three are free, two are to be left
-    taken = drained(queue, 2)
-    assert [s.number for s in taken] == [0, 4, 5, 6]
-    queue.push(taken[0], 2)  # it did not get it after all
-    assert queue.head(2) is taken[0]
+    queue.pop(first := queue.head(2))
+    assert first.number == 0
+    assert queue.head(2).number == 4
+    queue.push(first, 2)  # it did not get it after all, and the others are before it
+    assert [s.number for s in drained(queue, 2)] == [4, 5, 6]
     assert sorted(s.number for s in queue) == [0, 1, 2, 3]
+
+
+def test_what_is_taken_within_a_step_counts_for_the_share_of_the_slots() -> None:
+    """Nobody runs: 32 of 64 slots are an even share, and two of the others are left."""
+    queue = _full(ClassThenSlack(), [0] * 80 + [1], [], 64)
+    taken = drained(queue, 2)
+    assert [s.record.tenant for s in taken] == [0] * 62 + [1]
 
 
 def test_who_leaves_slots_enters_again_when_more_are_free_or_its_share_is_even() -> None:
@@ -153,10 +161,10 @@ def test_who_leaves_slots_enters_again_when_more_are_free_or_its_share_is_even()
     queue = _full(order, [0, 0, 1], [40, 22], 64)
     assert [s.number for s in drained(queue, 2)] == [2]
     rows = Rows(slots=64, blocks=64)
-    for tenant in [0] * 32 + [1] * 30:
+    for tenant in [0] * 31 + [1] * 31:
         rows.add(known=1, limit=9, tenant=tenant)
     order.spare(rows.table, 64, 2)
-    assert queue.head(3).number == 0, "32 of 64 are an even share of two"
+    assert queue.head(3).number == 0, "31 of 64 are less than an even share of two"
     order.spare(Rows(slots=64).table, 64, 2)
     assert [s.number for s in drained(queue, 4)] == [0, 1]
 

@@ -19,39 +19,37 @@ from services.scheduler.core.types import Int32
 
 ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served who wait
 FLOOD = 4  # one of so many that wait is a tenant's: a flood
-SPARE = 32  # one of so many slots is left free by who holds more than an even share of them
+SPARE = 32  # one of so many slots is left free by who holds an even share of them already
 SEVERAL = 256  # steps for which tokens go on being counted when nobody but one tenant waits
 NOBODY = -1
 
 
 class Spare:
-    """Slots that a tenant leaves free for the others while it holds more than an even share of them: else who comes
+    """Slots that a tenant leaves free for the others while it holds an even share of them already: else who comes
     next to a flood waits until somebody's output ends. One for the queues of several classes."""
 
     def __init__(self) -> None:
-        self._over: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # by tenant
-        self._left = 0  # sequences of these that may enter in this step
+        self._held: Int64 = np.zeros(0, np.int64)  # slots, by tenant; of those taken in this step, too
+        self._even = 0.0  # slots of an even share
+        self._left = 0  # free ones beyond those to be left
 
     def open(self) -> None:
         """Nobody has to leave any."""
-        self._over = self._over[:0]
+        self._held = self._held[:0]
 
     def count(self, held: Int64, tenants: int, most: int, left: int) -> None:
         """Before a step: slots held by each tenant [n], of `most`; so many tenants run or wait; so many slots are free
         beyond those to be left."""
-        self._over, self._left = held * tenants > most, left
-
-    def over(self, tenant: int) -> bool:
-        """Does it hold more than its share, while slots are few?"""
-        return tenant < self._over.size and bool(self._over[tenant])
+        self._held, self._even, self._left = held, most / tenants, left
 
     def barred(self, tenant: int) -> bool:
         """May no more of it enter in this step?"""
-        return self._left <= 0 and self.over(tenant)
+        return self._left <= 0 and tenant < self._held.size and bool(self._held[tenant] >= self._even)
 
     def taken(self, tenant: int, sequences: int) -> None:
         """So many of it are about to enter; fewer than 0: they came back."""
-        if self.over(tenant):
+        if tenant < self._held.size:
+            self._held[tenant] += sequences
             self._left -= sequences
 
 
