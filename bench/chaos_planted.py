@@ -17,11 +17,10 @@ from unittest.mock import patch
 
 from services import cli
 from services.gateway.sink import Offer, Row, Sink
-from services.scheduler import service
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.core import Core
 from services.scheduler.lease import Lease
-from services.scheduler.worker_link import Registration, find_worker
+from services.scheduler.workers import Registration, Workers
 from shared import redis_client
 from shared.errors import LeaseLostError
 from shared.redis_client import Script, Value
@@ -97,14 +96,16 @@ def _ignored_epoch() -> Iterator[None]:
         while True:
             await real_keep(self)
 
-    async def find(*arguments: Any) -> Registration | None:
+    real_take = Workers.take
+
+    async def take(self: Workers, *arguments: Any) -> Registration | None:
         with contextlib.suppress(LeaseLostError):
-            return await find_worker(*arguments)
+            return await real_take(self, *arguments)
         return None
 
     with (
         patch.object(Lease, "keep", keep),
-        patch.object(service, "find_worker", find),
+        patch.object(Workers, "take", take),
         patch.object(redis_client, "Script", _without("FENCED", but="take_worker")),
     ):
         yield

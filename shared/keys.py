@@ -101,6 +101,11 @@ class Keys:
         """Sorted set: worker ids by when they were last seen (ms of Redis's clock)."""
         return f"{self.prefix}workers"
 
+    @property
+    def shards(self) -> str:
+        """Hash: the shards that schedulers lead or led lately; their leases say which of them."""
+        return f"{self.prefix}shards"
+
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"
 

@@ -186,7 +186,9 @@ class SchedulerSettings(InternalSettings):
     )
     step_tokens: int = Field(0, ge=0, description="token budget of an iteration; 0: the policy's default")
     max_seqs: int = Field(0, ge=0, description="running sequences at most; 0: the worker's slots")
-    microbatches: int = Field(1, ge=1, le=16, description="disjoint sets of sequences in flight")
+    microbatches: int = Field(
+        0, ge=0, le=16, description="disjoint sets of sequences in flight; 0: as many as the worker has pipeline stages"
+    )
     lookahead: int = Field(1, ge=0, le=4, description="unanswered steps a sequence may have when it is planned again")
     claim_window: int = Field(0, ge=0, description="requests held at most by a shard that is alone; 0: 16,384")
     lease_ms: int = Field(2000, ge=200)

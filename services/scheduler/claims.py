@@ -71,20 +71,21 @@ class Claims:
         self._suspecting = suspecting
         self._orphans_lease = orphans_lease
         self._window = window
-        self._slots = 0  # of the last worker
+        self._slots = 0  # of the workers, or of those there were last
         self._workerless: float | None = time.monotonic()  # since when there is none
         self._looks = 0
         self.changed = asyncio.Event()  # a request has left, a worker came, the other shards were looked at
         self.draining = False
 
     def joined(self, slots: int) -> None:
-        """There is a worker."""
+        """There are workers with so many slots."""
         self._slots, self._workerless = slots, None
         self.changed.set()
 
     def lost(self) -> None:
         """There is none any more."""
-        self._workerless = time.monotonic()
+        if self._workerless is None:
+            self._workerless = time.monotonic()
         self.changed.set()
 
     def drain(self) -> None:

@@ -21,6 +21,8 @@ GONE_S = 2.0
 """How long a heartbeat must be missing, after it ran out: a Redis that was away has none of anybody."""
 NEVER_CAME_S = 10.0
 """The same for a gateway that this scheduler has never heard."""
+DOCK_S = 3.0
+"""So long those on trial wait for the worker that died to come back; then another one is emptied for them."""
 
 
 class Parking:
@@ -35,7 +37,8 @@ class Parking:
         self._abandon = abandon
         self._suspects = Suspects()
         self._suspected: set[str] = set()
-        self._broken: tuple[str, Set[str], Set[str]] | None = None  # what `lost` was told
+        self._broken: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> what `lost` was told
+        self._died_ns = 0  # when a worker was last known to have died
         self._gateways: dict[str, str] = {}  # request -> who delivers it
         self._orphans: dict[str, float] = {}  # request -> since when nobody does
         self._background: set[str] = set()
@@ -48,20 +51,35 @@ class Parking:
 
     # Suspicion
 
-    def lost(self, worker: str, in_step: Set[str], at_worker: Set[str]) -> None:
-        """The link to the worker of this identity broke, and nothing runs before `found`: only then it shows whether it
-        died. in_step and at_worker as in Suspects.died."""
-        self._broken = (worker, in_step, at_worker)
+    def lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
+        """The link to a worker broke. Until `found` or `gone` tells whether it died its oldest step's requests wait, or
+        they might kill another one. in_step and at_worker as in Suspects.died."""
+        self._broken[worker] = (identity, in_step, at_worker)
+        for name in in_step & self._gateways.keys():
+            self._core.park(name)
 
-    def found(self, worker: str, now_ns: int) -> None:
-        """There is a worker. One with the identity of the one that was lost has not died, so no step killed it."""
-        if self._broken is not None:
-            lost, in_step, at_worker = self._broken
-            self._broken = None
-            self.died(set() if worker == lost else in_step, at_worker, now_ns)
+    def found(self, worker: str, identity: str, now_ns: int) -> None:
+        """This worker is linked, and its replica has joined. One with the identity that it had when it was lost has not
+        died, so no step killed it."""
+        if worker in self._broken:
+            self._explained(worker, identity != self._broken[worker][0], now_ns)
+            self._core.assign_dock(now_ns)  # the one that joined has nothing to do yet
+
+    def gone(self, silent: Callable[[str], bool], now_ns: int) -> None:
+        """Of those whose links broke the silent have died."""
+        for worker in [worker for worker in self._broken if silent(worker)]:
+            self._explained(worker, True, now_ns)
+
+    def _explained(self, worker: str, died: bool, now_ns: int) -> None:
+        _, in_step, at_worker = self._broken.pop(worker)
+        self.died(in_step if died else set(), at_worker, now_ns)
+        for name in sorted(in_step & self._gateways.keys()):
+            self._resume(name, now_ns)
 
     def died(self, in_step: Set[str], at_worker: Set[str], now_ns: int) -> None:
-        """The worker is lost; see Suspects.died."""
+        """A worker is lost; see Suspects.died."""
+        if in_step:
+            self._died_ns = now_ns
         self._judge(self._suspects.died(in_step, at_worker, set(self._gateways)), now_ns)
 
     @property
@@ -91,14 +109,17 @@ class Parking:
             self._judge(self._suspects.ended(name), now_ns)
 
     def _judge(self, verdict: Verdict, now_ns: int) -> None:
+        alone = not self._core.alive  # else bystanders run on at the other workers
         for name in verdict.park:
-            self._suspected.add(name)
-            self._core.park(name)
+            if alone or name not in self._suspects.bystanders:
+                self._suspected.add(name)
+                self._core.park(name)
         for name in verdict.resume:
             self._suspected.discard(name)
             self._resume(name, now_ns)
         for name in self._suspects.trial & self._orphans.keys():
             self._core.resume(name, now_ns)
+        self._core.confine(self._suspects.trial)
         for name in verdict.dead:
             self._give_up(name, "the worker died twice in a step in which this request was the one suspect")
 
@@ -107,6 +128,8 @@ class Parking:
     def look(self, alive: Set[str], now_ns: int) -> None:
         """About once a second. alive: those of `gateways` whose heartbeat is there."""
         now_s = now_ns / 1e9
+        if self._suspects and now_s - self._died_ns / 1e9 >= DOCK_S:
+            self._core.assign_dock(now_ns)
         known = self.gateways
         self._heard = (self._heard | alive) & known
         self._missing = {name: self._missing.get(name, now_s) for name in known - alive}
@@ -135,5 +158,6 @@ class Parking:
             self._resume(name, now_ns)
 
     def _resume(self, name: str, now_ns: int) -> None:
-        if name not in self._suspected and name not in self._orphans:
+        held = self._suspected | self._orphans.keys()
+        if name not in held and not any(name in in_step for _, in_step, _ in self._broken.values()):
             self._core.resume(name, now_ns)

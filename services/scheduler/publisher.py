@@ -157,8 +157,8 @@ class Publisher:
             self.put_count += 1
             self._more.set()
 
-    async def run(self, room: asyncio.Event) -> None:
-        """Writes until cancelled. Sets `room` after each call, so that a paused loop goes on."""
+    async def run(self, room: Callable[[], None]) -> None:
+        """Writes until cancelled. Calls `room` after each call, so that a paused loop goes on."""
         while True:
             await self._more.wait()
             self._more.clear()
@@ -170,7 +170,7 @@ class Publisher:
                 for _, outcome in taken:
                     for finished in outcome.ended:
                         self._ended(finished.request.id)
-                room.set()
+                room()
                 self._written.set()
 
     async def _write(self, args: list[Value]) -> None:

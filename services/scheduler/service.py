@@ -1,7 +1,7 @@
 """The scheduler's process: one event loop around the core.
 
 Tasks, all on one thread, so that the core is never entered twice: `Claims` brings requests in, `Commands` brings
-commands, `Shards` looks at the others, `_serve` holds the link to the worker and iterates, the publisher writes,
+commands, `Shards` looks at the others, `Fleet` holds the links to the workers and iterates, the publisher writes,
 `_report` tells how it goes. Time enters the core here and nowhere else.
 """
 
@@ -12,14 +12,13 @@ import logging
 import signal
 import time
 
-import grpc
-
 from protos import queue_pb2
 from services.scheduler.claims import Claims, Holdings
 from services.scheduler.commands import Commands
 from services.scheduler.core.types import Finish, Outcome
+from services.scheduler.drive import Desk
+from services.scheduler.fleet import Fleet
 from services.scheduler.handover import Handover
-from services.scheduler.in_flight import InFlight
 from services.scheduler.intake import Claimed, Clock, Intake
 from services.scheduler.lease import Lease
 from services.scheduler.leaving import Leaving
@@ -31,26 +30,14 @@ from services.scheduler.reports import Reports
 from services.scheduler.shards import Shards
 from services.scheduler.stats import Stats
 from services.scheduler.tasks import end, first_of, within
-from services.scheduler.wire import result_from_wire, step_to_wire
-from services.scheduler.worker_link import (
-    WATCH_S,
-    StepTimeoutError,
-    WorkerLink,
-    WorkerLostError,
-    brief,
-    find_worker,
-    of_a_step,
-)
-from shared.errors import LeaseLostError, ProtocolError
+from services.scheduler.workers import Workers
+from shared.errors import LeaseLostError
 from shared.ids import process_id
 from shared.keys import CLASSES
-from shared.redis_client import BLOCK_MS, Scripts, Unavailable, backoff_s, connect, persist, temporary
+from shared.redis_client import BLOCK_MS, Scripts, Unavailable, connect, persist
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
-
-AVOID_S = 5.0
-"""A worker whose link was lost is taken again at once only if there is no other."""
 
 
 class Service:
@@ -84,11 +71,7 @@ class Service:
             self._lease,
             self._publisher,
         )
-        self._wake = asyncio.Event()  # something to plan, or room to publish
         self._stop = asyncio.Event()
-        self._link: WorkerLink | None = None
-        self._taken = ""  # the last worker
-        self._in_flight = InFlight()
         self._parking = Parking(self._core, self._give_up, self._abandon)
         self._shards = Shards(self._redis, self._keys, settings.shard, settings.lease_ms)
         self._claims = Claims(
@@ -111,8 +94,20 @@ class Service:
             lambda shard: Lease(self._scripts, self._keys, shard, settings.lease_ms),
             settings.claim_window,
         )
-        self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
-        self._patience = 1  # doubled by each trip of the watchdog, until a step is answered
+        workers = Workers(
+            self._redis, self._scripts, self._keys, settings.shard, self._lease, self._shards, settings.lease_ms
+        )
+        desk = Desk(
+            self._core,
+            self._parking,
+            self._stats,
+            self._reports,
+            self._put,
+            lambda: self._publisher.full,
+            self._policy.look,
+            lambda: self._fleet.passed_on(),
+        )
+        self._fleet = Fleet(settings, workers, desk, self._claims)
 
     async def run(self) -> int:
         """Serves the shard until SIGTERM (0) or until another scheduler takes it (1)."""
@@ -128,7 +123,7 @@ class Service:
             await self._leaving.goodbye()
 
     async def _hold(self) -> int:
-        publisher = asyncio.create_task(self._publisher.run(self._wake))
+        publisher = asyncio.create_task(self._publisher.run(self._fleet.room))
         keep = asyncio.create_task(self._lease.keep())  # from the beginning: to rebuild may take longer than a lease
         try:
             await first_of(asyncio.shield(keep), self._prepare(), self._stop.wait())
@@ -139,7 +134,7 @@ class Service:
                     self._claim(),
                     self._shards.run(self._claims.changed.set),
                     self._commands.run(),
-                    self._serve(),
+                    self._fleet.run(),
                     self._report(),
                     self._stop.wait(),
                 )
@@ -155,8 +150,6 @@ class Service:
         finally:
             await end(publisher, keep)
             await self._leaving.give_up()
-            if self._link is not None:
-                await self._link.close()
 
     async def _prepare(self) -> None:
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
@@ -189,13 +182,15 @@ class Service:
             background = item.entry.request.background
             self._parking.arrived(request.id, request.gateway, now, item.delivered, background)
         if claimed:
-            self._wake.set()
+            self._fleet.wake()
 
     def _forget(self, request_id: str) -> None:
         self._held.drop(request_id)
         self._claims.changed.set()
+        suspecting = self._parking.suspecting
         self._parking.ended(request_id, time.monotonic_ns())
-        self._wake.set()
+        if suspecting:
+            self._fleet.wake()
 
     def _command(self, control: queue_pb2.Control) -> None:
         now = time.monotonic_ns()
@@ -213,128 +208,9 @@ class Service:
             self._policy.ask(control.policy.name)
         else:
             log.warning("command %s is not known to this scheduler and was dropped", kind)
-        self._wake.set()
+        self._fleet.wake()
 
-    # Iterations
-
-    async def _serve(self) -> None:
-        attempt = 0
-        while True:
-            link = await self._connect()
-            try:
-                limits = await link.open()
-                replica = self._core.join(limits)
-                self._parking.found(link.worker.identity, time.monotonic_ns())
-                self._link = link
-                self._claims.joined(limits.slots)
-            except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
-                log.warning("worker %s at %s does not answer: %s", link.worker.id, link.worker.address, brief(error))
-                self._failed[link.worker.identity] = time.monotonic()
-                await link.close()
-                await asyncio.sleep(backoff_s(attempt))
-                attempt += 1
-                continue
-            before, reason = self._reports.answered, None
-            try:
-                await first_of(self._receive(link, replica), self._pump(link, replica), self._watch(link))
-            except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
-                log.warning("worker %s is lost: %s", link.worker.id, brief(error))
-                self._reports.event(
-                    "worker_left" if link.leaving else "worker_lost", brief(error), worker=link.worker.id
-                )
-                reason = error
-            finally:
-                self._link = None
-                self._claims.lost()
-                self._lose(replica, link.worker.identity, reason)
-                await link.close()
-            self._failed[link.worker.identity] = time.monotonic()
-            attempt = 0 if self._reports.answered > before else attempt + 1
-            if attempt:
-                await asyncio.sleep(backoff_s(attempt))
-
-    async def _connect(self) -> WorkerLink:
-        said = False
-        while True:
-            try:
-                self._failed = {name: at for name, at in self._failed.items() if time.monotonic() - at < AVOID_S}
-                shard, before = self._settings.shard, self._taken
-                found = await find_worker(
-                    self._redis, self._scripts, self._keys, shard, self._lease, self._failed, before
-                )
-            except Unavailable as error:
-                if not temporary(error):
-                    raise
-                found = None
-                log.warning("waiting for Redis to find a worker: %s", error)
-            if found:
-                self._taken = found.id
-                return WorkerLink(found, self._settings)
-            if not said:
-                log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
-                said = True
-            # Nothing runs, but deadlines pass, and what the lost worker left is to be written.
-            self._put(self._core.plan(time.monotonic_ns())[1])
-            self._policy.look()
-            await asyncio.sleep(WATCH_S)
-
-    async def _pump(self, link: WorkerLink, replica: int) -> None:
-        """Plans and sends while there is something to plan, a place in flight, and room to publish."""
-        while True:
-            while not (self._publisher.full or link.leaving):
-                begin = time.monotonic_ns()
-                plan, outcome = self._core.plan(begin, replica)
-                self._put(outcome)
-                self._policy.look()
-                if plan is None:
-                    break
-                self._in_flight.sent(plan)
-                self._stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
-                try:
-                    await link.send(step_to_wire(plan, link.epoch))
-                except (grpc.aio.AioRpcError, ProtocolError) as error:
-                    # Results may have come before the end: _receive reads them, and then says why it ended. Else the
-                    # watchdog does.
-                    log.debug("step %d was not sent: %s", plan.id, brief(error))
-                    await asyncio.Event().wait()
-            await self._wake.wait()
-            self._wake.clear()
-
-    async def _receive(self, link: WorkerLink, replica: int) -> None:
-        async for message in link.results():
-            begin = time.monotonic_ns()
-            outcome = self._core.apply(result_from_wire(message, replica), begin)
-            plan = self._in_flight.answered(message.id)  # not before: an answer that is of no use is none
-            self._reports.last_step = message.id
-            self._reports.answered += 1
-            self._patience = 1
-            self._wake.set()
-            took, spent_ns = message.timings, time.monotonic_ns() - begin
-            self._stats.result(took.total_ns, took.idle_ns, plan.prefill_tokens, plan.decode_tokens, replica, spent_ns)
-            if self._parking.suspecting:
-                rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
-                self._parking.progressed({request.id for request, count in rows if count}, begin)
-            self._put(outcome, message.id)
-        raise WorkerLostError("it drains, and has answered what it had" if link.leaving else "its stream ended")
-
-    async def _watch(self, link: WorkerLink) -> None:
-        """Ends the link when a step stays unanswered; wakes the loop for deadlines when nothing else does."""
-        limit_s = max(self._settings.watchdog_s, 10 * link.info.largest_step_ms / 1000)
-        try:
-            await link.watch(self._patience * limit_s, lambda: self._wake.set() if self._core.unfinished else None)
-        except StepTimeoutError:
-            self._patience *= 2
-            raise
-
-    def _lose(self, replica: int, worker: str, reason: Exception | None) -> None:
-        """Back to waiting with all. The requests of the oldest unanswered step are suspected, if a step may be why."""
-        in_step = self._in_flight.oldest() if reason is not None and of_a_step(reason) else set()
-        self._core.lose(replica, time.monotonic_ns())
-        if isinstance(reason, grpc.aio.AioRpcError):
-            self._parking.lost(worker, in_step, self._in_flight.all())
-        else:
-            self._parking.died(in_step, self._in_flight.all(), time.monotonic_ns())
-        self._in_flight = InFlight()
+    # Outcomes
 
     def _give_up(self, request_id: str, text: str) -> None:
         log.error("request %s ends: %s", request_id, text)
@@ -359,7 +235,7 @@ class Service:
                 await self._reports.stats(self._snapshot(), self._stats.iterations.fields())
                 alive = await self._reports.gateways_alive(self._parking.gateways)
                 self._parking.look(alive, time.monotonic_ns())
-                self._wake.set()
+                self._fleet.wake()
             except Unavailable as error:
                 log.warning("stats were not written: %s", error)
             if self._core.idle:
@@ -372,11 +248,9 @@ class Service:
             int(time.time() * 1000),
             self._lease.epoch,
             self._policy.name,
-            1 if self._link else 0,
+            len(self._fleet.drives),
             [self._core.predicted_ttft_ns(number) for number in range(len(CLASSES))],
             self._shards.unclaimed_ms,
         )
-        if self._link:
-            fields |= self._link.facts()
-        steps = {"last_step": self._reports.last_step, "in_flight": len(self._in_flight)}
-        return fields | steps | {"draining": int(self._claims.draining)}
+        steps = {"last_step": self._reports.last_step, "in_flight": self._fleet.in_flight}
+        return fields | self._fleet.facts() | steps | {"draining": int(self._claims.draining)}

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from shared.keys import CLASSES, GROUP, Keys
-from shared.redis_client import Unavailable
+from shared.redis_client import KEPT_TTL_MS, Unavailable
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -33,6 +33,9 @@ class Shards:
         self._patience_s = LEASES * lease_ms / 1000
         self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> since when
         self.others: list[str] = []  # they have a lease and a worker, and do not drain
+        self.live: list[str] = []  # they have a lease, perhaps no worker, and do not drain
+        self.starving: list[str] = []  # of those, who has no worker
+        self.led: set[str] = set()  # they have a lease
         self.orphans: list[str] = []
         self.pending = 0  # of this shard, in Redis's lists
         self.unclaimed_ms = [0] * len(CLASSES)  # how long the first has waited that no shard has claimed, by class
@@ -51,7 +54,8 @@ class Shards:
     async def _look(self, now_s: float) -> None:
         pending, last = await self._pending()
         self.unclaimed_ms = await self._unclaimed(last)
-        names = sorted({*pending, *await self._of_workers()} - {self._shard})
+        known = await self._introduced()
+        names = sorted({*pending, *known, *await self._of_workers()} - {self._shard})
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.exists(self._keys.lease(name))
@@ -59,12 +63,25 @@ class Shards:
         replies: list[Any] = await pipe.execute() if names else []
         led = {name: stats for name, lease, stats in zip(names, replies[::2], replies[1::2], strict=True) if lease}
         self.others = [name for name, (workers, drains) in led.items() if int(workers or 0) and not int(drains or 0)]
+        self.led = {*led}
+        self.live = [name for name, (_, drains) in led.items() if not int(drains or 0)]
+        self.starving = [name for name in self.live if name not in self.others]
+        if forgotten := known - {*led, *pending, self._shard}:
+            await self._redis.hdel(self._keys.shards, *forgotten)
         self._gone = {
             name: self._gone.get(name, now_s) for name, count in pending.items() if count and name in {*names} - {*led}
         }
         self.orphans = [name for name, since in self._gone.items() if now_s - since >= self._patience_s]
         self.pending = pending.get(self._shard, 0)
         self.looks += 1
+
+    async def _introduced(self) -> set[str]:
+        """Shards that may have neither requests nor workers: each writes its name with every look."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hset(self._keys.shards, self._shard, "1")
+        pipe.pexpire(self._keys.shards, KEPT_TTL_MS)
+        pipe.hgetall(self._keys.shards)
+        return {name.decode() for name in (await pipe.execute())[2]}
 
     async def _pending(self) -> tuple[dict[str, int], list[str]]:
         """Requests in the pending list of each shard; of each class the id of the last request that is in any."""

@@ -45,6 +45,11 @@ class Suspects:
         """Those for whom all others wait."""
         return self._trial
 
+    @property
+    def bystanders(self) -> set[str]:
+        """Those who are not suspected and only must not run beside the trial."""
+        return self._aside
+
     def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Verdict:
         """The worker is lost, and everybody waits.
 

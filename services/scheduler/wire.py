@@ -21,6 +21,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
         max_step_tokens=info.max_step_tokens,
         host_blocks=info.host_blocks,
         block_bytes=info.block_bytes,
+        stages=max(info.stages, 1),
     )
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's end of one replica: finding the worker, saying hello, sending steps, receiving results.
+"""The scheduler's end of one replica: saying hello to the worker, sending steps, receiving results.
 
 One link is one Run. When it breaks for any reason it is closed for good and the service makes another; the core has
 then forgotten every step of the old one.
@@ -10,20 +10,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
 
 import grpc
-from redis.asyncio import Redis
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
-from services.scheduler.lease import Lease
 from services.scheduler.wire import limits_from_wire
+from services.scheduler.workers import Registration
 from shared.channels import aio_channel, channel_credentials
 from shared.errors import ProtocolError
-from shared.keys import Keys
-from shared.redis_client import Scripts
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
@@ -54,37 +50,6 @@ class StepFailedError(WorkerLostError):
 
 class StepTimeoutError(WorkerLostError):
     """The watchdog tripped: the worker hangs or is slow, which is no request's doing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """A worker's record in Redis."""
-
-    id: str
-    address: str
-    identity: str
-    epoch: int = 0  # of the Run that may begin there; 0: not taken
-
-
-async def find_worker(
-    redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, avoid: Container[str], before: str = ""
-) -> Registration | None:
-    """A ready worker that this shard could take, or None. The compare-and-set makes it ours, and gives the one that it
-    had `before` to whoever wants it.
-
-    Workers whose identity is in `avoid` come last.
-    """
-    ready = []
-    for member in await redis.zrange(keys.workers, 0, -1):
-        name = member.decode()
-        record = {key.decode(): value.decode() for key, value in (await redis.hgetall(keys.worker(name))).items()}
-        if record.get("ready") == "1" and record.get("address"):
-            ready.append(Registration(name, record["address"], record.get("identity", "")))
-    for worker in sorted(ready, key=lambda worker: worker.identity in avoid):
-        names = [keys.worker(worker.id), keys.epoch, keys.worker(before or worker.id)]
-        if epoch := int(await lease.fenced(scripts.take_worker, names, [lease.epoch, shard, keys.prefix])):
-            return replace(worker, epoch=epoch)
-    return None
 
 
 class WorkerLink:
@@ -118,17 +83,6 @@ class WorkerLink:
             info.host_blocks,
         )
         return limits_from_wire(info)
-
-    def facts(self) -> dict[str, int | str]:
-        """What the statistics tell of the worker."""
-        info = self.info
-        return {
-            "block_size": info.block_size,
-            "max_model_len": info.max_model_len,
-            "max_input_tokens": info.max_input_tokens,
-            "max_output_tokens": info.max_output_tokens,
-            "backend": info.backend,
-        }
 
     async def send(self, step: worker_pb2.Step) -> None:
         self._sent.append((step.id, time.monotonic_ns()))

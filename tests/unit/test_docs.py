@@ -97,9 +97,9 @@ def test_every_setting_says_what_it_means(settings: Any) -> None:
 
 def test_every_statistic_is_in_the_operations_page() -> None:
     fields = set(Stats(0).snapshot(Core("orcinus").stats(), 1, 1, 1, "orcinus", 0))
-    for source in ("service", "worker_link"):  # what is added to the snapshot
+    for source in ("service", "fleet"):  # what is added to the snapshot
         path = f"services/scheduler/{source}.py"
-        fields |= set(re.findall(r'"([a-z_]+)": (?:info|self\._reports|len)', text(path)))
+        fields |= set(re.findall(r'"([a-z_]+)": (?:info|max\(info|self\._reports|len)', text(path)))
     assert {"running", "tok_s", "last_step", "max_model_len"} <= fields
     page = text("docs/operations.md")
     classes = r"_(realtime|high|normal|low)$"

@@ -237,8 +237,8 @@ def test_a_broken_connection_to_a_worker_that_lives_makes_nobody_a_suspect(again
     shard.steps(2)
     for _ in range(3):  # the second death of one that is alone would be its end
         shard.core.lose(0, shard.now_ns)
-        shard.parking.lost("the same", {"a"}, {"a"})
+        shard.parking.lost("worker-0", "the same", {"a"}, {"a"})
         assert not shard.parking.suspecting or suspected
         shard.join()
-        shard.parking.found(again, shard.now_ns)
+        shard.parking.found("worker-0", again, shard.now_ns)
     assert bool(shard.given_up) == suspected

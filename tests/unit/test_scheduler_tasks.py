@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from protos import queue_pb2, worker_pb2
+from services.scheduler import fleet as fleet_module
 from services.scheduler.core.types import EMPTY, Enter, Limits, NewRequest, StepPlan
 from services.scheduler.in_flight import InFlight
 from services.scheduler.service import Service
 from services.scheduler.tasks import end, first_of, within
-from services.scheduler.worker_link import Registration, StepFailedError
+from services.scheduler.worker_link import StepFailedError
+from services.scheduler.workers import Registration
 from shared.columns import pack, unpack
 from shared.errors import ProtocolError
 from shared.settings import SchedulerSettings
@@ -147,29 +149,17 @@ class EndingLink:
 
 async def test_a_step_whose_answer_is_unread_when_a_send_fails_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0", lookahead=1))
-    link, links = EndingLink(), 0
-    blamed: list[list[int]] = []
+    link = EndingLink()
+    fleet, blamed = service._fleet, []
 
-    async def connect() -> EndingLink:
-        nonlocal links
-        links += 1
-        if links == 2:
-            raise EOFError
-        return link
-
-    lose = service._lose
-
-    def losing(replica: int, worker: str, reason: Exception | None) -> None:
+    def losing(worker: Registration, replica: int, in_flight: InFlight, reason: Exception | None) -> None:
         if isinstance(reason, StepFailedError):
-            blamed.append(list(service._in_flight._plans))
-        lose(replica, worker, reason)
+            blamed.append(list(in_flight._plans))
 
-    monkeypatch.setattr(service, "_connect", connect)
-    monkeypatch.setattr(service, "_lose", losing)
+    monkeypatch.setattr(fleet_module, "WorkerLink", lambda worker, settings: link)
+    monkeypatch.setattr(fleet, "lose", losing)
     payload = queue_pb2.Request(id="a")
     service._core.add(NewRequest("a", [np.arange(5, dtype=np.int32)], 20, payload=payload), 0)
-    service._wake.set()
-    with pytest.raises(EOFError):
-        await asyncio.wait_for(service._serve(), 30)
+    await asyncio.wait_for(fleet._lead(link.worker), 30)
     assert [step.id for step in link.steps] == [1, 2]
     assert blamed == [[2]]

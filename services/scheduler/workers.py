@@ -1,0 +1,118 @@
+"""The model's workers as Redis shows them, and which of them this shard may have.
+
+With several shards each has its share of what is ready, rounded up: a shard takes no more than that, and gives one
+back where another has none. What was of a shard without a lease is free for those who have none at once, for others
+after a while, so that a scheduler that starts again finds its workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from services.scheduler.lease import Lease
+from services.scheduler.shards import LEASES, Shards
+from shared.keys import Keys
+from shared.redis_client import Scripts
+
+SILENT_S = 2.5
+"""A worker registers every second; one that has not for so long is taken to be dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A worker's record in Redis."""
+
+    id: str
+    address: str
+    identity: str
+    shard: str = ""
+    epoch: int = 0  # of the Run that may begin there; 0: not taken
+
+
+class Workers:
+    """`look`, then the rest acts on what it showed."""
+
+    def __init__(
+        self, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, shards: Shards, lease_ms: int
+    ) -> None:
+        self._redis = redis
+        self._scripts = scripts
+        self._keys = keys
+        self._shard = shard
+        self._lease = lease
+        self._shards = shards
+        self._patience_s = LEASES * lease_ms / 1000
+        self.ready: list[Registration] = []
+        self._seen: dict[str, tuple[float, float]] = {}  # id -> last registration, since when
+        self._unled: dict[str, float] = {}  # shard that has workers and no lease -> since when
+
+    async def look(self) -> None:
+        """Reads the records. Raises what redis-py raises; then what was seen before is forgotten."""
+        seen, self._seen = self._seen, {}
+        members: list[Any] = await self._redis.zrange(self._keys.workers, 0, -1, withscores=True)
+        names = [member.decode() for member, _ in members]
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.hgetall(self._keys.worker(name))
+        replies: list[dict[bytes, bytes]] = await pipe.execute() if names else []
+        now, self.ready = time.monotonic(), []
+        for name, (_, score), reply in zip(names, members, replies, strict=True):
+            record = {key.decode(): value.decode() for key, value in reply.items()}
+            if not record:
+                continue
+            before = seen.get(name, (score, now))
+            self._seen[name] = before if before[0] == score else (score, now)
+            if record.get("ready") == "1" and record.get("address"):
+                self.ready.append(
+                    Registration(name, record["address"], record.get("identity", ""), record.get("shard", ""))
+                )
+        led = {self._shard, *self._shards.led}
+        shards = {worker.shard for worker in self.ready if worker.shard and worker.shard not in led}
+        self._unled = {shard: self._unled.get(shard, now) for shard in shards}
+
+    def silent(self, name: str) -> bool:
+        """Has that worker let SILENT_S pass, at least, without a word? Nothing is known after a failed look."""
+        if name not in self._seen:
+            return bool(self._seen) or not self.ready
+        return time.monotonic() - self._seen[name][1] >= SILENT_S
+
+    @property
+    def share(self) -> int:
+        """Workers that this shard may have."""
+        return max(1, -(-len(self.ready) // (1 + len(self._shards.live))))
+
+    def surplus(self, held: Collection[str]) -> bool:
+        """Has this shard more than its share, while another that lives has none and none is free?"""
+        mine = [worker for worker in self.ready if worker.id in held]
+        taken = {self._shard, *self._shards.led}
+        free = any(worker.shard not in taken for worker in self.ready)
+        return len(mine) > self.share and bool(self._shards.starving) and not free
+
+    async def take(
+        self, held: Collection[str], after: Mapping[str, float], avoid: Collection[str], before: str
+    ) -> Registration | None:
+        """One more than those `held`, if there is one for us. The compare-and-set makes it ours, and lets go of the one
+        that we had `before`. after: identity -> moment (monotonic s) before which it is not dialled again; those whose
+        identity is in `avoid` come last."""
+        now = time.monotonic()
+        if len(held) >= self.share:
+            return None
+        free = [w for w in self.ready if w.id not in held and after.get(w.identity, 0.0) <= now]
+        for worker in sorted(free, key=lambda w: (w.identity in avoid, w.shard != self._shard)):
+            unled_s = now - self._unled.get(worker.shard, now)
+            if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
+                continue
+            names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
+            words = [self._lease.epoch, self._shard, self._keys.prefix]
+            if epoch := int(await self._lease.fenced(self._scripts.take_worker, names, words)):
+                return replace(worker, epoch=epoch)
+        return None
+
+    async def give_back(self, name: str) -> None:
+        """Another shard may have it."""
+        await self._lease.write(["HDEL", self._keys.worker(name), "shard"])

@@ -1,0 +1,78 @@
+"""One shard with several workers: all work, one that dies or drains loses nothing, and one that comes is used."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.streams import load
+from tests.models import Reference, make_llama
+from tests.stack import Stack, running_stack
+from tests.waiting import until
+
+STREAMS = 6
+LONG = 1200
+SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("replicas") / "tiny",
+        requests=STREAMS,
+        output_tokens=64,
+        max_position_embeddings=4096,
+        seed=20261203,
+    )
+
+
+@pytest.fixture
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1) as running:
+        running.start("worker", "worker-1", worker_id="worker-1")
+        has_workers(running, 2)
+        yield running
+
+
+def has_workers(stack: Stack, count: int) -> None:
+    until(f"the shard has {count} workers", lambda: stack.stats().get("workers") == str(count), 90)
+
+
+def answered(stack: Stack, worker: str) -> int:
+    """The last step that it answered, by its heartbeat."""
+    return int(stack.redis.client.get(stack.keys.alive("worker", worker)) or 0)  # type: ignore[arg-type]
+
+
+def assert_nothing_is_left(stack: Stack) -> None:
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    assert after["pending"] == [0, 0, 0, 0]
+
+
+def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference: Reference) -> None:
+    """Six streams on workers of four slots need both; those of the killed one go on at the others."""
+    with load(stack, reference, LONG) as under_way:
+        for name in ("worker-0", "worker-1"):  # six streams do not fit one
+            until(f"{name} steps", lambda name=name: answered(stack, name) > 0, 10)
+        stack.kill("worker")
+        stack.start("worker", "worker-2", worker_id="worker-2")
+        under_way.check(LONG)
+    has_workers(stack, 2)
+    with load(stack, reference, LONG) as under_way:
+        until("the third worker steps", lambda: answered(stack, "worker-2") > 0, 10)
+        under_way.check(LONG)
+    assert_nothing_is_left(stack)
+    assert stack.stats()["failed"] == "0"
+
+
+def test_a_worker_that_drains_leaves_its_streams_to_the_other(stack: Stack, reference: Reference) -> None:
+    with load(stack, reference, LONG) as under_way:
+        stack.signal("worker-1", signal.SIGTERM)
+        assert stack.wait("worker-1") == 0
+        under_way.check(LONG)
+    assert_nothing_is_left(stack)
+    has_workers(stack, 1)
+    assert "worker worker-1 is lost: it drains" in stack.log("scheduler")
