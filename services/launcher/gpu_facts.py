@@ -108,6 +108,11 @@ def device_files() -> bool:
     return any(Path(node).exists() for node in NODES)
 
 
+def device_count() -> int:
+    """How many GPUs this machine shows; where the driver has no node for each, as in WSL, one."""
+    return max(1, len([node for node in Path("/dev").glob("nvidia*") if node.name.removeprefix("nvidia").isdigit()]))
+
+
 def cupy_packages() -> dict[str, str]:
     """Every installed distribution that brings the module `cupy`."""
     found = ((one.metadata["Name"] or "", one.version) for one in metadata.distributions())

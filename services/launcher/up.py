@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shlex
 import signal
 import socket
@@ -15,7 +16,7 @@ from pydantic_settings import BaseSettings
 
 from services.cli_options import Values, build, env_name, fields_of, flag, without_password
 from services.launcher import redis_server
-from services.launcher.gpu_facts import cupy_packages, device_files, torch_cuda
+from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
@@ -26,6 +27,7 @@ from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSe
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
+CPU_KV_FRACTION = 0.2  # of free memory: what the workers of one machine take together, as one alone would
 
 
 def up(values: Values, stop_with_parent: bool = False) -> int:
@@ -141,13 +143,51 @@ def greeting(gateway: GatewaySettings) -> list[str]:
 
 
 def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
-    if launcher.replicas > 1:
-        raise ConfigurationError(f"REPLICAS={launcher.replicas}: several replicas is not built yet; use REPLICAS=1")
     if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()
+    if launcher.replicas > 1:
+        _check_replicas(launcher.replicas, worker)
+
+
+def _check_replicas(replicas: int, worker: WorkerSettings) -> None:
+    """Raises ConfigurationError for what several workers on one machine cannot share."""
+    if not worker.listen.endswith(":0"):
+        raise ConfigurationError(f"REPLICAS={replicas}: {flag('listen')} {worker.listen} is one port; let each choose")
+    if worker.advertise:
+        raise ConfigurationError(f"REPLICAS={replicas}: {flag('advertise')} {worker.advertise} is one worker's address")
+    ranks = worker.tp * worker.pp
+    if on_gpu(worker) and replicas * ranks > (gpus := device_count()):
+        raise ConfigurationError(f"REPLICAS={replicas}: each needs {ranks} GPUs of its own, this machine shows {gpus}")
+
+
+def on_gpu(worker: WorkerSettings) -> bool:
+    """Will a worker with these settings compute on a GPU?"""
+    return device_files() and worker.device != "cpu" and not unused_gpu(worker)
+
+
+def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str, str]:
+    """What sets one of several workers apart: its name, its GPU or its part of the cores and of the memory."""
+    if replicas == 1:
+        return {}
+    env, ranks = {env_name("worker_id"): replica_id(worker.worker_id, number)}, worker.tp * worker.pp
+    if worker.worker_metrics_port:
+        env[env_name("worker_metrics_port")] = str(worker.worker_metrics_port + number)
+    if on_gpu(worker):
+        first = number * ranks
+        return env | {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(first, first + ranks))}
+    if not worker.threads:
+        env[env_name("threads")] = str(max(1, len(os.sched_getaffinity(0)) // (replicas * ranks)))
+    if worker.kv_memory_fraction is None:
+        env[env_name("kv_memory_fraction")] = str(round(CPU_KV_FRACTION / replicas, 6))
+    return env
+
+
+def replica_id(worker_id: str, number: int) -> str:
+    """worker-0, worker-1, ...; another name gets a number behind it from the second on."""
+    return f"{worker_id.removesuffix('-0')}-{number}" if number else worker_id
 
 
 def _specs(
@@ -165,14 +205,20 @@ def _specs(
     if own_redis:
         specs.append(ServiceSpec("redis", own_redis.argv, probe=RedisProbe(client), stop_s=launcher.stop_s))
 
-    def service(role: str, probe: WorkerProbe | SchedulerProbe | GatewayProbe, stop_s: float) -> ServiceSpec:
+    def service(
+        role: str, probe: WorkerProbe | SchedulerProbe | GatewayProbe, stop_s: float, number: int = 0, **more: str
+    ) -> ServiceSpec:
         argv = [sys.executable, "-m", "services.cli", role]
-        return ServiceSpec(f"{role}-0", argv, env, probe, after, stop_s, ROOT)
+        return ServiceSpec(f"{role}-{number}", argv, {**env, **more}, probe, after, stop_s, ROOT)
+
+    def replica(number: int) -> ServiceSpec:
+        probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
+        return service("worker", probe, launcher.stop_s, number, **replica_env(worker, number, launcher.replicas))
 
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
     return [
         *specs,
-        service("worker", WorkerProbe(client, keys.worker(worker.worker_id)), launcher.stop_s),
+        *(replica(number) for number in range(launcher.replicas)),
         service("scheduler", SchedulerProbe(client, keys.lease(scheduler.shard)), launcher.stop_s),
         service(
             "gateway",

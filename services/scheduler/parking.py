@@ -66,8 +66,9 @@ class Parking:
             self._core.assign_dock(now_ns)  # the one that joined has nothing to do yet
 
     def gone(self, silent: Callable[[str], bool], now_ns: int) -> None:
-        """Of those whose links broke the silent have died."""
-        for worker in [worker for worker in self._broken if silent(worker)]:
+        """Of those whose links broke the silent have died. While there is no replica to try anybody on, nobody is
+        suspected: another shard may take them."""
+        for worker in [worker for worker in self._broken if self._core.alive and silent(worker)]:
             self._explained(worker, True, now_ns)
 
     def _explained(self, worker: str, died: bool, now_ns: int) -> None:

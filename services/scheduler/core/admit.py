@@ -162,33 +162,45 @@ class Admission:
             room -= entered
 
     def _next(self, replica: Replica, draft: Draft, now_ns: int) -> Sequence | None:
-        """The first of the waiting that is for this replica; those before it stand aside until admit() ends. If too
-        many stand before it nobody is, until something changes or one of them may be taken here, too."""
+        """The first of the waiting that is for this replica: his own among the first LOOK_PAST, else one that has
+        waited long enough for another. Those before it stand aside until admit() ends."""
         placer, routing = self._shared.placer, self._shared.routing
         head = placer.head(now_ns)
         if not routing.chooses or head is None:
             return head
+        if draft.chosen is not None:
+            return draft.chosen
         changes, until_ns = replica.nobody
-        now_made_of = placer.changes + replica.table.roster  # both only grow; who leaves may make room for a flood
-        if changes == now_made_of and now_ns < until_ns:
+        if changes == placer.changes and now_ns < until_ns:
             return None
         on_dock = bool(routing.confined) and routing.dock == replica.number
         if on_dock and not routing.waiting_on_dock():
             return None
         most = len(placer) if on_dock else LOOK_PAST
-        while head is not None and not routing.takes(replica, head, now_ns):
+        free: list[Sequence] = []  # who may be taken here, too
+        while head is not None and not routing.own(replica, head, now_ns):
             if head.unanswered and head.replica == replica.number:
                 return head
             if len(draft.passed) >= most:
                 head = None
                 break
+            if routing.takes(replica, head, now_ns):
+                free.append(head)
             placer.pass_over(head)
             draft.passed.append(head)
             head = placer.head(now_ns)
-        if head is None:
+        if head is not None:
+            for sequence in free:
+                sequence.passed += 1
+        elif free:
+            head = free[0]
+            draft.passed.remove(head)
+            placer.put_back([head], now_ns)
+        else:
             owing = any(sequence.unanswered for sequence in draft.passed)
             moments = [routing.since(replica, sequence, now_ns) for sequence in draft.passed if not owing]
-            replica.nobody = (now_made_of, min(moments, default=now_ns))
+            replica.nobody = (placer.changes, min(moments, default=now_ns))
+        draft.chosen = head
         return head
 
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
@@ -219,6 +231,7 @@ class Admission:
             if sequence is None or sequence.unanswered or (sequence.pinned and taken):  # pinned: judged alone
                 break
             placer.pop(sequence)
+            draft.chosen = None
             if sequence.swapped and sequence.replica != replica.number:
                 shared.routing.evict(sequence)  # to compute it again here is cheaper than to wait there
             taken.append(sequence)

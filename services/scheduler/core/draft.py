@@ -40,6 +40,7 @@ class Draft:
     budgeted: bool = False  # `left` is what the policy leaves for prompts
     aside: int = 0  # who were set aside for a prefix that others compute
     preempted: int = 0
+    chosen: Sequence | None = None  # of the waiting, for this replica, and not popped yet
     passed: list[Sequence] = field(default_factory=list)  # the waiting before the first that this replica should take
 
     @property

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from services.scheduler.core.replica import Replica
 
 NEVER = 1 << 62  # ns
+CROWD = 0.125  # by how much a full replica counts as slower than its step times say: else the first would fill first
+WEIGHT = 3  # what a token to compute counts: others wait for it, too
 DECODE_STEPS = 64  # of a sequence's decode that are predicted; when it ends by itself nobody knows
 GUARD = 1.3  # prefixes count only for a replica with at most so many times the mean work of all,
 SLACK = 4  # and so many sequences, which are always let through
 UNSEEN = (1e6, 5e4, 0.0, 0.0)  # ns, ns a token, ...: a replica's speed while no step of any was timed
+MOST_PASSED = 16  # later ones that go before a sequence while it may be taken and its own replica has no room
 STARTING = 1024  # prefixes that somebody was sent to compute, remembered until they are found in a cache
 LEAST_KEYS = 2  # blocks that a prefix must share with one that is being computed
 
@@ -140,6 +143,14 @@ class Routing:
             return True
         return now_ns >= self.since(replica, sequence, now_ns)
 
+    def own(self, replica: Replica, sequence: Sequence, now_ns: int) -> bool:
+        """Should it take this one before all that stand behind it? It is its best, or enough have gone before."""
+        if not self.takes(replica, sequence, now_ns):
+            return False
+        if len(self._alive) == 1 or sequence.passed >= MOST_PASSED or not sequence.offers:
+            return True
+        return sequence.offers.get(replica.number, NEVER) <= min(sequence.offers.values())
+
     def since(self, replica: Replica, sequence: Sequence, now_ns: int) -> int:
         """The moment from which this replica may take it; decided when it is asked for first."""
         if sequence.offered != self._generation:
@@ -149,7 +160,7 @@ class Routing:
     def entered(self, sequences: list[Sequence]) -> None:
         """They have slots now: what was decided of them is done."""
         for sequence in sequences:
-            sequence.offered = -1
+            sequence.offered, sequence.passed = -1, 0
             for sent in self._sent.values():
                 sent.pop(sequence, None)
 
@@ -208,8 +219,9 @@ class Routing:
         crowd = load.running + ahead
         steps = min(sequence.record.request.max_tokens - sequence.outputs.size, DECODE_STEPS)
         cost = load.busy_ns + sum(others) * load.token_ns
-        cost += max(rest / load.chunk, 1.0) * load.step_ns + rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
-        cost += steps * load.step_ns * (1 + crowd / load.most)  # a slot is worth something where steps do not grow
+        cost += max(rest / load.chunk, 1.0) * load.step_ns
+        cost += WEIGHT * rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
+        cost += steps * load.step_ns * (1 + CROWD * crowd / load.most)
         if sequence.swapped and sequence.replica == replica.number:
             cost += replica.swap_ns_per_block * sequence.host.size
         lacking = crowd + 1 - load.most
