@@ -235,6 +235,14 @@ def bench_gateway(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@bench.command("replicas", context_settings=PASS_ON, add_help_option=False)
+def bench_replicas(context: typer.Context) -> None:
+    """Measures one scheduler with 1, 2, 4 and 8 replicas: its CPU time a step, and routing by prefix."""
+    from bench.replicas import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @bench.command("engine", context_settings=PASS_ON, add_help_option=False)
 def bench_engine(context: typer.Context) -> None:
     """Time of the engine's iterations beside what the machine could do."""
