@@ -71,8 +71,7 @@ class Engine:
         self.config = config
         self.model_hash = weights.fingerprint()
         with room_for("measuring the kernels", "use a smaller model"):
-            part = shard_of(config, self.mesh).config(config)
-            self._ops, self.dtype = choose(settings, part, self.mesh.size == 1)
+            self._ops, self.dtype = choose(settings, shard_of(config, self.mesh).config(config), self.mesh.size == 1)
         self.mesh.demand_same(
             f"{self.model_hash} {self._ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
