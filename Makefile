@@ -73,7 +73,7 @@ soak: install-dev ## half an hour of load with clients of all kinds: does anythi
 	$(PY) -m bench.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
 
 schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation, or SECONDS=600)
-	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS))
+	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS)) $(ARGS)
 
 fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
 	$(PY) -m tests.fuzz.run $(call option,seconds,$(SECONDS))

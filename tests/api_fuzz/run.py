@@ -2,7 +2,7 @@
 
 No answer may be a server error, of an undocumented status or content type, or of another shape than documented.
 Bounded: a fixed seed and a fixed number of examples for each operation (EXAMPLES=n for more), or, with SECONDS=n, new
-examples until the time is over. Exit 1 on a finding.
+examples until the time is over; --output keeps what that found. Exit 1 on a finding.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
+import orjson
 
+from bench.machine import commit, machine, versions
 from tests.models import make_llama
 from tests.stack import Stack, running_stack
 
 KEY = "schemathesis-key"
 SEED = 20260101
+REPORT = "report.json"
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -61,17 +67,49 @@ def command(stack: Stack, examples: int, seconds: int, seed: int) -> list[str]:
         "--phases", "examples,coverage,fuzzing",
         *bound,
         "--seed", str(seed),
+        "--report-json-path", str(stack.directory / REPORT),
         "--request-timeout", "60",
         "--continue-on-failure",
         "--no-color",
     ]  # fmt: skip
 
 
-def main() -> int:
+def figures(report: dict[str, Any], is_settled: bool) -> dict[str, Any]:
+    """What a run did and found, out of schemathesis's own report. is_settled: nothing was held behind it."""
+    rates = [rate for phases in report["valid_rates"].values() for rate in phases.values()]
+    return {
+        "seed": report["seed"],
+        "seconds": round(report["running_time"], 1),
+        "stopped_by": report["stop_reason"],
+        "operations": report["operations"]["tested"],
+        "requests": report["test_cases"]["generated"],
+        "valid_requests": {name: sum(rate[name] for rate in rates) for name in ("accepted", "rejected")},
+        "phases": {name: phase["status"] for name, phase in report["phases"].items()},
+        "failures": report["failures"],
+        "errors": report["errors"],
+        "warnings": report["warnings"],
+        "nothing_left": is_settled,
+    }
+
+
+def write(output: Path, found: dict[str, Any], argv: list[str]) -> None:
+    """The figures with what they were taken on."""
+    facts = {
+        "command": shlex.join(["python", "-m", "tests.api_fuzz.run", *argv]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "machine": machine(),
+        "commit": commit(),
+        "versions": versions("orcinus", "schemathesis"),
+    }
+    output.write_bytes(orjson.dumps({**facts, **found}, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make schemathesis", description=__doc__)
     parser.add_argument("--examples", type=int, default=25, help="generated requests for each operation")
     parser.add_argument("--seconds", type=int, default=0, help="instead: as many as there is time for")
-    options = parser.parse_args()
+    parser.add_argument("--output", type=Path, help="writes what was done and found there, as a JSON object")
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="orcinus-fuzz-") as directory:
         model = Path(directory) / "tiny"
         make_llama(model, seed=11, requests=1, max_position_embeddings=96)  # short answers: the door is tested
@@ -83,8 +121,11 @@ def main() -> int:
             if done.returncode == 0:
                 stack.settled()  # nothing of what was sent is still held
                 print("no block, queue entry or request is left")
+            if options.output:
+                report = orjson.loads((stack.directory / REPORT).read_bytes())
+                write(options.output, figures(report, done.returncode == 0), argv)
             return done.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, failed
 from services.gateway.generation import ChoiceText
 from services.gateway.tokenizer import ModelText
 from services.gateway.tool_reader import ToolReader, ToolUse, merged
 from services.gateway.tools import asked_tools
 from services.gateway.wire import from_delivery, to_delivery
+from shared.grammars import NOT_FOLLOWED
 from tests.tokenizers_for_tests import write_model
 from tests.unit.test_gateway_generation import spec as make_spec
 from tests.unit.test_gateway_tools import HERMES, TOOLS, WEATHER, chat, grammar_of, walk
@@ -142,3 +143,23 @@ def test_a_named_function_is_shown_among_the_others(model: ModelText) -> None:
     asked = asked_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
     assert asked.use is not None and asked.use.names == ("ring",)
     assert len(asked.shown) == 2 and "ring" in json.dumps(asked.shown)
+
+
+def test_a_gateway_that_goes_on_with_a_request_names_the_field_of_its_grammar(model: ModelText) -> None:
+    made = make_spec(grammar_field="tools")
+    assert from_delivery(made.id, to_delivery(made, model), "normal").grammar_field == "tools"
+
+
+@pytest.mark.parametrize(
+    ("why", "field", "status", "param"),
+    [
+        (f"{NOT_FOLLOWED}: x", "tools", 400, "tools"),
+        (f"{NOT_FOLLOWED}: x", "", 400, None),
+        ("burnt", "tools", 500, None),
+    ],
+)
+def test_only_a_grammar_that_cannot_be_followed_is_the_requests_fault(
+    why: str, field: str, status: int, param: str | None
+) -> None:
+    error = failed(why, field)
+    assert (error.status, error.param, why in error.message) == (status, param, True)
