@@ -136,6 +136,9 @@ class ChoiceText:
         if finish_reason is not None:
             self.finish_reason = finish_reason
             text += self._match(self._detokenizer.flush()) + self._matcher.flush()
+            if self._matcher.matched is not None:  # it ended with what stands for half a character
+                self.finish_reason = "stop"
+                return text, tokens, True
         return text, tokens, False
 
     def _match(self, text: str) -> str:

@@ -341,3 +341,11 @@ def test_a_failed_mailbox_raises_and_takes_no_more() -> None:
     with pytest.raises(ApiError, match="why"):
         asyncio.run(sink.take())
     assert sink.offer(Row(0, [2]), 1) is Offer.LATE
+
+
+def test_a_stop_string_may_end_in_the_mark_of_half_a_character() -> None:
+    """The first byte of one is all that came: what it is shows only at the end."""
+    half = [next(token for token in range(400) if model().text.piece(token) == b"\xc3")]
+    choice = ChoiceText(spec(stop=["a\ufffd"]), model(), [50])
+    assert choice.feed([*model().encode("xa"), *half], "length") == ("x", [*model().encode("xa"), *half], True)
+    assert choice.finish_reason == "stop"
