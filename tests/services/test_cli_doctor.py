@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Facts
 from services.launcher.rundir import RunDir
 from services.launcher.up import model_problem
-from shared.settings import GatewaySettings
+from shared.settings import GatewaySettings, WorkerSettings
 from tests.services.launcher_support import ROOT, clean_env
 from tests.services.recorded_gpus import machine
 from tests.waiting import free_port
@@ -177,3 +178,23 @@ def test_report_for_people_shows_status_and_fix(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "fail  model" in done.stdout and "MODEL=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "said"),
+    [
+        ({"tp": 1, "pp": 1}, 0, []),
+        ({"tp": 2, "pp": 1, "device": "cpu"}, 0, [("ok", "TP=2 x PP=1: 2 processes")]),
+        ({"tp": 2, "pp": 2, "device": "cpu"}, 0, [("warn", "TP=2 x PP=2: 4 processes, 2 cores")]),
+        ({"tp": 2, "pp": 2, "device": "cuda"}, 1, [("fail", "TP=2 x PP=2: 4 processes, 1 GPUs")]),
+    ],
+)
+def test_ranks_need_a_core_or_a_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], gpus: int, said: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setattr(doctor.psutil, "cpu_count", lambda logical: 2)
+    facts = machine() if gpus else Facts()
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+    assert len(facts.devices) == gpus
+    checks = doctor.check_ranks(WorkerSettings(**settings))
+    assert [(check.status, check.detail) for check in checks] == said

@@ -138,10 +138,12 @@ def test_a_leader_that_is_lost_ends_a_rank_in_the_middle_of_a_step(
     run = Client(channel, epoch=1)
     run.send(1, **first_step(reference.prompts[0], 24))
     assert held.reached.wait(CONNECT_S)
-    replica.ranks._ranks[0].call.cancel()
-    until("the rank notices", lambda: any("rank 0 is lost" in line for line in replica.lost))
-    held.release()
-    run.call.cancel()
+    try:
+        replica.ranks._ranks[0].call.cancel()
+        until("the rank notices", lambda: any("rank 0 is lost" in line for line in replica.lost))
+    finally:
+        held.release()
+        run.call.cancel()
 
 
 def test_a_rank_that_is_lost_ends_the_leader_also_when_nothing_runs(replica: Replica) -> None:
