@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,48 @@ def test_a_recorded_pass_equals_its_operations_one_by_one(variant: str, dtype: t
         assert torch.equal(found, expected)
         for block in np.unique(batch.write_blocks):
             assert torch.equal(cache.read_block(int(block)), other.read_block(int(block)))
+
+
+def test_exchanges_are_made_with_the_rows_of_each_step_between_its_operations(variant: str) -> None:
+    """Also where one comes first, two meet, or the rows are those that sample; and they keep no buffer from others."""
+    ops = CpuOps(library(variant), 2)
+    model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)
+    rows: list[int] = []
+
+    def halve(x: Tensor) -> None:
+        rows.append(len(x))
+        x.mul_(0.5)
+
+    def forward(prepared: CpuPrepared, exchange: Callable[..., None] = ops.exchange) -> Tensor:
+        residual = ops.blank(prepared, HIDDEN, torch.float32)
+        exchange(residual, lambda x: x.fill_(3.0))
+        exchange(residual, halve)
+        ops.add(ops.embed(prepared, model.tokens), residual)
+        for _, _, up, down in model.layers:
+            hidden = ops.linear(ops.gated(ops.linear(ops.norm(residual, model.norm), up), "silu"), down)
+            exchange(hidden, halve)
+            ops.add(hidden, residual)
+        chosen = ops.select(residual, prepared)
+        exchange(chosen, halve)
+        return ops.logits(chosen, model.head)
+
+    compiled = ops.compile(forward, cache, MAX_TOKENS, MAX_SAMPLES)
+    assert not rows
+    alone = ops.compile(lambda prepared: forward(prepared, lambda *_: None), cache, MAX_TOKENS, MAX_SAMPLES)
+    assert compiled.workspace_bytes == alone.workspace_bytes
+    rng = np.random.default_rng(20261124)
+    for lengths in ([1], [17, 3, 1, 29], [4] * 12):
+        prepared = ops.prepare(random_batch(rng, lengths), cache)
+        expected = forward(prepared)
+        seen = rows[:]
+        assert seen == [sum(lengths)] * (1 + LAYERS) + [len(expected)]
+        rows.clear()
+        assert torch.equal(compiled(prepared), expected)
+        assert rows == seen
+        rows.clear()
+        assert [name for name, _ in compiled.profile(prepared)].count("linear") == 2 * LAYERS + 1
+        assert rows == seen
+        rows.clear()
 
 
 def test_buffers_are_used_again(variant: str) -> None:
