@@ -17,6 +17,7 @@ from services.scheduler.core.policy import Entrants, Pace
 from services.scheduler.core.prompts import LOWEST, Prompts
 from services.scheduler.core.queues import LOOKED_AT
 from services.scheduler.core.replica import Refusal, Replica
+from services.scheduler.core.routing import MOST_PASSED
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.sharing import MOST_ASIDE, Hit, Sharing
 from services.scheduler.core.table import Int64
@@ -112,6 +113,7 @@ class Admission:
         if draft.passed:
             self._shared.placer.put_back(draft.passed, now_ns)
             draft.passed.clear()
+            draft.free.clear()
 
     def _admit(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         shared, placer, sharing = self._shared, self._shared.placer, replica.sharing
@@ -177,26 +179,24 @@ class Admission:
         if on_dock and not routing.waiting_on_dock():
             return None
         most = len(placer) if on_dock else LOOK_PAST
-        free: list[Sequence] = []  # who may be taken here, too
-        while head is not None and not routing.own(replica, head, now_ns):
+        late = next((sequence for sequence in draft.free if sequence.passed >= MOST_PASSED), None)
+        while late is None and head is not None and not routing.own(replica, head, now_ns):
             if head.unanswered and head.replica == replica.number:
                 return head
             if len(draft.passed) >= most:
                 head = None
                 break
             if routing.takes(replica, head, now_ns):
-                free.append(head)
+                draft.free.append(head)
             placer.pass_over(head)
             draft.passed.append(head)
             head = placer.head(now_ns)
-        if head is not None:
-            for sequence in free:
-                sequence.passed += 1
-        elif free:
-            head = free[0]
+        if late is not None or (head is None and draft.free):
+            head = late or draft.free[0]
+            draft.free.remove(head)
             draft.passed.remove(head)
             placer.put_back([head], now_ns)
-        else:
+        elif head is None:
             owing = any(sequence.unanswered for sequence in draft.passed)
             moments = [routing.since(replica, sequence, now_ns) for sequence in draft.passed if not owing]
             replica.nobody = (placer.changes, min(moments, default=now_ns))
@@ -232,6 +232,8 @@ class Admission:
                 break
             placer.pop(sequence)
             draft.chosen = None
+            for other in draft.free:
+                other.passed += 1
             if sequence.swapped and sequence.replica != replica.number:
                 shared.routing.evict(sequence)  # to compute it again here is cheaper than to wait there
             taken.append(sequence)

@@ -41,6 +41,7 @@ class Draft:
     aside: int = 0  # who were set aside for a prefix that others compute
     preempted: int = 0
     chosen: Sequence | None = None  # of the waiting, for this replica, and not popped yet
+    free: list[Sequence] = field(default_factory=list)  # of `passed`, who might be taken here, too
     passed: list[Sequence] = field(default_factory=list)  # the waiting before the first that this replica should take
 
     @property

@@ -1,0 +1,205 @@
+"""Several workers of one shard: who waits when one of them dies, and how shards share the workers there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Limits
+from services.scheduler.parking import DOCK_S, Parking
+from services.scheduler.workers import Registration, Workers
+from tests.unit.core_twin import House, request
+
+LIMITS = Limits(slots=8, blocks=256, block_size=4, max_model_len=128, max_step_tokens=64)
+SECOND = 1_000_000_000
+
+
+class Shard:
+    """Twin workers of one core, and the parking in front of it; a request in `poison` kills who runs it."""
+
+    def __init__(self, workers: int) -> None:
+        self.house = House(Core("orcinus", lookahead=0), LIMITS)
+        for _ in range(workers - 1):
+            self.house.join(LIMITS)
+        self.core = self.house.core
+        self.parking = Parking(self.core, self.give_up, lambda name, finish, text: None)
+        self.given_up: list[str] = []
+        self.deaths: list[int] = []
+
+    def give_up(self, name: str, text: str) -> None:
+        self.given_up.append(name)
+        self.house.take(self.core.cancel(name, self.house.now, Finish.ERROR, text))
+        self.parking.ended(name, self.house.now)
+
+    def arrive(self, name: str, seed: int) -> None:
+        self.house.add(request(name, 6, 60, seed=seed))
+        self.parking.arrived(name, "g", self.house.now)
+
+    def in_step(self, replica: int) -> set[str]:
+        step = self.house.workers[replica].queue[0]
+        table = self.core.replicas[replica].table
+        return {table.request[slot].id for slot in step.chunk_slots.tolist()}
+
+    def at(self, replica: int) -> set[str]:
+        """Who runs there."""
+        table = self.core.replicas[replica].table
+        return {request.id for request, on in zip(table.request, table.active, strict=True) if on}
+
+    def round(self, poison: str = "") -> None:
+        """A step of each worker; one whose step has the poison dies, and is there again after it."""
+        for replica in sorted(self.house.workers):
+            while self.house.plan(replica) is not None:
+                pass
+        for replica in sorted(self.house.workers):
+            if not self.house.workers[replica].queue:
+                continue
+            requests = self.in_step(replica)
+            if poison in requests:
+                self.deaths.append(replica)
+                self.house.lose(replica)
+                self.parking.lost(f"worker-{replica}", f"{len(self.deaths)}", requests, requests)
+                continue
+            before = {name: len(self.house.published[name, 0]) for name in requests}
+            self.house.answer(replica)
+            moved = {name for name, count in before.items() if len(self.house.published[name, 0]) > count}
+            self.parking.progressed(moved, self.house.now)
+            for name in moved & self.house.ended.keys():
+                self.parking.ended(name, self.house.now)
+        self.core.check()
+        self.house.now += SECOND // 100
+
+    def back(self) -> None:
+        """The worker that died last registers anew."""
+        number = self.house.join(LIMITS)
+        assert number == self.deaths[-1]
+        self.parking.found(f"worker-{number}", "another", self.house.now)
+
+    def running(self, name: str) -> bool:
+        return name in self.core._records and self.core._records[name].sequences[0].slot >= 0
+
+
+def test_a_poisonous_request_kills_one_worker_at_a_time_and_all_others_run_on() -> None:
+    shard = Shard(2)
+    for number in range(8):
+        shard.arrive(f"r{number}", number)
+    shard.arrive("poison", 99)
+    for _ in range(40):
+        shard.round("poison")
+        if len(shard.house.workers) == 1:
+            for _ in range(3):  # until it is back: nobody who was with it runs at the other
+                shard.round("poison")
+            shard.back()
+        if shard.given_up:
+            break
+    assert shard.given_up == ["poison"]
+    assert len(set(shard.deaths)) == 1, "the other worker never ran it"
+    for _ in range(200):
+        shard.round()
+    assert set(shard.house.ended) == {"poison", *(f"r{n}" for n in range(8))}
+    assert all(shard.house.ended[f"r{n}"] != [Finish.ERROR] for n in range(8))
+
+
+def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> None:
+    shard = Shard(2)
+    for number in range(6):
+        shard.arrive(f"r{number}", number)
+    shard.round()
+    shard.round()
+    at_it = shard.at(0)
+    shard.house.lose(0)
+    shard.parking.lost("worker-0", "first", at_it, at_it)
+    shard.round()
+    assert not any(shard.running(name) for name in at_it), "nobody knows yet whether they killed it"
+    shard.parking.gone(lambda name: name == "worker-0", shard.house.now)
+    shard.round()
+    assert not any(shard.running(name) for name in at_it), "a new worker may come"
+    shard.house.now += int(DOCK_S * SECOND)
+    shard.parking.look({"g"}, shard.house.now)
+    for _ in range(400):
+        shard.round()
+    assert set(shard.house.ended) == {f"r{n}" for n in range(6)}
+    assert not shard.given_up and not shard.parking.suspecting
+
+
+class Redis:
+    """Workers' records as Redis has them."""
+
+    def __init__(self, **shards: str) -> None:
+        self.records = {name.replace("_", "-"): shard for name, shard in shards.items()}
+
+    async def zrange(self, key: str, first: int, last: int, withscores: bool) -> list[tuple[bytes, float]]:
+        return [(name.encode(), 1.0) for name in self.records]
+
+    def pipeline(self, transaction: bool) -> Redis:
+        self.asked: list[str] = []
+        return self
+
+    def hgetall(self, key: str) -> None:
+        self.asked.append(key)
+
+    async def execute(self) -> list[dict[bytes, bytes]]:
+        return [
+            {b"ready": b"1", b"address": b"a", b"identity": key.encode(), b"shard": self.records[key].encode()}
+            for key in self.asked
+        ]
+
+
+class Keys:
+    """Of workers alone."""
+
+    workers, epoch, prefix = "workers", "epoch", ""
+
+    def worker(self, name: str) -> str:
+        return name
+
+
+class Lease:
+    """Every worker that is asked for is ours."""
+
+    epoch = 1
+
+    async def fenced(self, script: Any, keys: list[str], args: list[Any]) -> int:
+        return 7
+
+
+class Others:
+    """What a look at the other shards showed."""
+
+    def __init__(self, live: tuple[str, ...], starving: tuple[str, ...]) -> None:
+        self.live, self.starving, self.led = list(live), list(starving), set(live)
+
+
+async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """What shard `a` takes beside those held; and whether it has one too many then."""
+
+    class Scripts:
+        take_worker = None
+
+    workers = Workers(redis, Scripts(), Keys(), "a", Lease(), others, 1000)  # type: ignore[arg-type]
+    await workers.look()
+    names = list(held)
+    while (found := await workers.take(names, {}, {}, "")) is not None:
+        assert isinstance(found, Registration) and found.epoch == 7
+        names.append(found.id)
+    return names[len(held) :], workers.surplus(names)
+
+
+@pytest.mark.parametrize(
+    ("records", "others", "held", "takes", "surplus"),
+    [
+        ({"w0": "", "w1": "", "w2": ""}, Others((), ()), (), ["w0", "w1", "w2"], False),
+        ({"w0": "", "w1": ""}, Others(("b",), ("b",)), (), ["w0"], False),
+        ({"w0": "", "w1": "", "w2": ""}, Others(("b",), ("b",)), (), ["w0", "w1"], False),
+        ({"w0": "a", "w1": "a"}, Others(("b",), ("b",)), ("w0", "w1"), [], True),
+        ({"w0": "a", "w1": "a"}, Others(("b",), ()), ("w0", "w1"), [], False),
+        ({"w0": "a", "w1": "a", "w2": ""}, Others(("b",), ("b",)), ("w0", "w1"), [], False),
+        ({"w0": "gone"}, Others((), ()), (), ["w0"], False),
+        ({"w0": "a", "w1": "gone"}, Others((), ()), ("w0",), [], False),
+    ],
+)
+async def test_a_shard_takes_its_share_and_gives_one_back_where_another_has_none(
+    records: dict[str, str], others: Others, held: tuple[str, ...], takes: list[str], surplus: bool
+) -> None:
+    assert await taken(Redis(**records), others, held) == (takes, surplus)
