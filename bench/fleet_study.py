@@ -1,6 +1,6 @@
 """The runs behind docs/scale.md: `python -m bench.fleet_study` writes bench/results/fleet.json and docs/img/fleet.png.
 
-Ten minutes of one quiet core. Prices are arguments of `orcinus fleet`; here a replica's hour costs 1, so a cost is in
+Two minutes of one quiet core. Prices are arguments of `orcinus fleet`; here a replica's hour costs 1, so a cost is in
 hours of a replica.
 """
 
@@ -118,7 +118,7 @@ def draw(routed: list[Ran], day: list[Ran], path: Path) -> None:
         at = np.linspace(0, len(values) - 1, 2000).astype(int)
         left.plot(values[at], 1 - at / len(values), label=each.result["routing"])
     left.set(
-        title="1,000 replicas", xlabel="TTFT, ms", ylabel="share above", yscale="log", ylim=(1e-4, 1), xlim=(0, None)
+        title="250 replicas", xlabel="TTFT, ms", ylabel="share above", yscale="log", ylim=(1e-4, 1), xlim=(0, None)
     )
     left.legend(fontsize=8)
     for each in day[1:]:
