@@ -221,8 +221,8 @@ class _Run:
             [self.waiting[0]] if self.waiting else []
         )
         age_s = (now - min((self.traffic.arrived_ns[index] for index in heads), default=now)) / S
-        kv = sum(replica.kv_share for replica in up) / max(1, len(up))
-        wanted = self.scaler.wanted(now / S, len(there), age_s, kv)
+        sequences = sum(replica.running + len(replica.queue) for replica in up) + len(self.waiting)
+        wanted = self.scaler.wanted(now / S, len(there), age_s, sequences)
         for _ in range(wanted - len(there)):
             self._add(now, up=False)
             self._later(now + rule.startup_s * S, "ready", len(self.replicas) - 1)

@@ -1,5 +1,6 @@
-"""The rule of deploy/kubernetes/overlays/autoscaling as Kubernetes' autoscaler applies it (autoscaling/v2, type Value):
-the larger ratio of metric to threshold times what there is, slowed by windows and policies.
+"""The rule of deploy/kubernetes/overlays/autoscaling as Kubernetes' autoscaler applies it (autoscaling/v2): the
+age of the queue as a ratio to what there is (Value), the sequences as so many a replica (AverageValue), the larger of
+the two, slowed by windows and policies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Rule:
     most: int = 8
     polling_s: float = 15.0
     age_s: float = 2.0  # of the oldest request that waits
-    kv_share: float = 0.8
+    sequences: float = 32.0  # that run or wait, for each replica
     up_window_s: float = 30.0
     up_factor: float = 1.0  # so much of what there is may come ...
     up_count: int = 2  # ... or so many
@@ -37,11 +38,11 @@ class Scaler:
         self._asked: list[tuple[float, int]] = [(0.0, there)]  # what the metrics asked for, and when
         self._changes: list[tuple[float, int]] = []  # when replicas were added (+) or taken (-)
 
-    def wanted(self, now_s: float, there: int, age_s: float, kv_share: float) -> int:
+    def wanted(self, now_s: float, there: int, age_s: float, sequences: int) -> int:
         """How many there should be from now on."""
         rule = self.rule
-        ratio = max(age_s / rule.age_s, kv_share / rule.kv_share)
-        asked = there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio)
+        ratios = (age_s / rule.age_s, sequences / (rule.sequences * there))
+        asked = max(there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio) for ratio in ratios)
         asked = min(max(asked, rule.least), rule.most)
         self._asked.append((now_s, asked))
         oldest = now_s - max(rule.up_window_s, rule.down_window_s)

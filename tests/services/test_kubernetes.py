@@ -291,7 +291,7 @@ def test_scalers_ask_for_metrics_that_are_exported() -> None:
     )
     triggers = [each for one in of_kind("autoscaling", "ScaledObject") for each in one["spec"]["triggers"]]
     named = {name for each in triggers for name in re.findall(r"\borcinus_\w+", each["metadata"]["query"])}
-    assert len(named) == 2 and named <= known
+    assert len(named) == 3 and named <= known
 
 
 def test_the_pod_that_fills_the_claim_is_confined_as_well() -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from bench import fleet as command
+from bench import fleet_docs
 from bench.fleet_calibration import Case, compare
 from bench.fleet_replica import NEVER, Replica, Requests, Size, StepCost
 from bench.fleet_routing import ROUTERS
@@ -164,16 +165,28 @@ def test_slower_machines_get_less_where_loads_are_looked_at() -> None:
     assert run(fleet, asked).result["ttft_ms"]["p99"] < 0.5 * blind["ttft_ms"]["p99"]
 
 
+def test_a_load_counts_by_the_speed_of_the_machine() -> None:
+    requests = Requests([90, 40], [10, 10], [-1, -1], 0)
+    fast, slow = Replica(0, requests, SIZE, GPU), Replica(1, requests, SIZE, GPU, 0.25)
+    fast.take(0, 0.0)
+    slow.take(1, 0.0)
+    router = ROUTERS["least-tokens"]([fast, slow], 0)
+    router.changed()
+    assert fast.load > slow.load and router.choose(0, -1) == 0
+
+
 def test_the_rule_is_that_of_the_kubernetes_overlay() -> None:
     text = (ROOT / "deploy/kubernetes/overlays/autoscaling/workers.yaml").read_text()
     spec = yaml.safe_load(text)["spec"]
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     percent, pods = behavior["scaleUp"]["policies"]
     (down,) = behavior["scaleDown"]["policies"]
-    age, kv = (float(each["metadata"]["threshold"]) for each in spec["triggers"])
+    age, sequences = (float(each["metadata"]["threshold"]) for each in spec["triggers"])
+    assert [each["metricType"] for each in spec["triggers"]] == ["Value", "AverageValue"]
     assert Rule() == Rule(
         least=spec["minReplicaCount"], most=spec["maxReplicaCount"], polling_s=spec["pollingInterval"], age_s=age,
-        kv_share=kv, up_window_s=behavior["scaleUp"]["stabilizationWindowSeconds"], up_factor=percent["value"] / 100,
+        sequences=sequences, up_window_s=behavior["scaleUp"]["stabilizationWindowSeconds"],
+        up_factor=percent["value"] / 100,
         up_count=pods["value"], up_period_s=percent["periodSeconds"],
         down_window_s=behavior["scaleDown"]["stabilizationWindowSeconds"], down_count=down["value"],
         down_period_s=down["periodSeconds"],
@@ -184,7 +197,7 @@ def test_the_rule_doubles_at_most_and_goes_down_by_one() -> None:
     scaler = Scaler(Rule(most=20), 4)
     there, seen = 4, []
     for at in range(15, 1500, 15):
-        there = scaler.wanted(float(at), there, 100.0 if at < 300 else 0.0, 0.1)
+        there = scaler.wanted(float(at), there, 100.0 if at < 300 else 0.0, 3)
         seen.append(there)
     assert max(seen[:11]) == 8  # within the first period
     assert max(seen) == 16 and seen[-1] == 15  # a quarter of an hour after the last wish for more, by one
@@ -198,3 +211,9 @@ def test_the_command_prints_one_object_and_refuses_what_it_cannot_do(capsys: pyt
     for wrong in (["--replicas", "0"], ["--routing", "best"], ["--requests", "0"], ["--swing", "1"], ["--speeds", "x"]):
         assert command.main(wrong) == 2
     assert "best" in capsys.readouterr().err
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    page = fleet_docs.PAGE.read_text()
+    assert not [name for name, text in fleet_docs.tables().items() if text not in page], "python -m bench.fleet_docs"
+    assert "<!-- fleet: plan -->\n| what" in page
