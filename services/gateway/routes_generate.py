@@ -27,6 +27,12 @@ from shared import ids
 
 T = TypeVar("T", bound=BaseModel)
 GENERATION_ERRORS = errors(403, 404, 409, 415, 429, 503)
+ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {
+        "description": "with `background`: the request waits or runs; `location` says where to ask for it",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
 _IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
 
 
@@ -52,7 +58,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/v1/completions",
-        responses={**event_stream("a completion, or its events"), **GENERATION_ERRORS},
+        responses={**event_stream("a completion, or its events"), **ACCEPTED, **GENERATION_ERRORS},
         openapi_extra=body_of(CompletionBody),
     )
     async def completions(request: Request) -> Response:
@@ -64,7 +70,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/v1/chat/completions",
-        responses={**event_stream("a chat completion, or its events"), **GENERATION_ERRORS},
+        responses={**event_stream("a chat completion, or its events"), **ACCEPTED, **GENERATION_ERRORS},
         openapi_extra=body_of(ChatBody),
     )
     async def chat_completions(request: Request) -> Response:

@@ -87,7 +87,7 @@ def figures(report: dict[str, Any], is_settled: bool) -> dict[str, Any]:
         "phases": {name: phase["status"] for name, phase in report["phases"].items()},
         "failures": report["failures"],
         "errors": report["errors"],
-        "warnings": report["warnings"],
+        "warnings": {name: found for name, found in report["warnings"].items() if found},
         "nothing_left": is_settled,
     }
 

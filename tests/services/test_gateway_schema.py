@@ -87,6 +87,16 @@ def test_the_document_says_which_paths_need_no_key(api: BaseSchema, gateway: Gat
             assert (operation.get("security") == []) == (answer.status_code != 401), (method, path)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_in_the_background_is_answered_as_documented(
+    api: BaseSchema, gateway: GatewayProcess, path: str
+) -> None:
+    said = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    answer = gateway.post(path, {**said, "background": True}, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 202, answer.text
+    assert str(answer.status_code) in api.raw_schema["paths"][path]["post"]["responses"]
+
+
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("path", "method"), OPERATIONS, ids=lambda value: str(value))
 def test_every_answer_is_documented_and_none_is_a_server_error(
