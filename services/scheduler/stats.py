@@ -180,7 +180,7 @@ class Stats:
         """
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
-        self._learn_rate()
+        self._learn_rate(workers)
         ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
         tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
         fields: dict[str, float | int | str] = {
@@ -230,11 +230,11 @@ class Stats:
             fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, crowd_ms), 1)
         return fields | {"predicted_ttft_ms": fields[f"predicted_ttft_ms_{CLASSES[-1]}"]}
 
-    def _learn_rate(self) -> None:
-        """Prompt tokens per second of steps that ran some: what a queue of prompts is worth, also when none came
-        for a while. An average that follows with a third of each new second."""
+    def _learn_rate(self, workers: int) -> None:
+        """Prompt tokens per second of steps that ran some, times the workers: what a queue of prompts is worth, also
+        when none came for a while. An average that follows with a third of each new second."""
         if self._prefill_ns:
-            now = self._prefill / (self._prefill_ns / 1e9)
+            now = max(workers, 1) * self._prefill / (self._prefill_ns / 1e9)
             self._rate = now if not self._rate else self._rate + (now - self._rate) / 3
         self._prefill = self._prefill_ns = 0
 

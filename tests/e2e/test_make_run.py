@@ -252,3 +252,16 @@ def test_misspelt_make_setting_is_an_error() -> None:
     done = subprocess.run(["make", "run", "MODLE=x"], cwd=ROOT, env=clean_env(), capture_output=True, text=True)
     assert done.returncode == 2
     assert "unknown setting MODLE" in done.stderr
+
+
+def test_replicas_2_starts_two_workers_behind_one_scheduler(tmp_path: Path, model: Path) -> None:
+    run = MakeRun(tmp_path, model)
+    run.argv.append("REPLICAS=2")
+    with run:
+        assert set(run.pids()) == SERVICES | {"worker-1"}
+        for name in ("worker-0", "worker-1"):
+            log = run.run_dir / "logs" / f"{name}.log"
+            until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text(), 30)
+        assert run.complete().status_code == 200
+        pids = [run.launcher(), *run.pids().values()]
+    assert_nothing_is_left(run, pids)

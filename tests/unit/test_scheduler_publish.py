@@ -129,6 +129,13 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     assert (fitted["predicted_ttft_ms_realtime"], fitted["predicted_ttft_ms_low"]) == (1.0, 7.2)
 
 
+def test_two_workers_compute_twice_as_many_prompt_tokens() -> None:
+    stats = Stats(0)
+    for replica in (0, 1):
+        stats.result(step_ns=3_000_000, idle_ns=0, prefill=6, replica=replica)
+    assert stats.snapshot({}, SECOND, 77, 4, "orcinus", 2)["prefill_tok_s"] == 4000.0
+
+
 def test_the_age_of_a_queue_is_that_of_its_oldest_wherever_it_waits() -> None:
     core = {"oldest_ns_high": 2 * SECOND, "oldest_ns_low": 9 * SECOND}
     fields = Stats(0).snapshot(core, 10 * SECOND, 77, 4, "orcinus", 1, unclaimed_ms=[0, 300, 1500, 2000])
