@@ -79,7 +79,7 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
     if ranks.orcinus_leader_pid:
         _die_with(ranks.orcinus_leader_pid)
     if settings.device != "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = _own_gpu(ranks)  # before CUDA is asked for the first time
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(ranks)  # before CUDA is asked for the first time
     host = settings.rank_listen.rpartition(":")[0].strip("[]")
     if ranks.world_size:
         yield Place(ranks.rank, size, _store_of_torchrun(ranks), host)
@@ -105,7 +105,7 @@ def _told() -> RankSettings:
         raise ConfigurationError(f"the variables by which torchrun says which rank this is: {said}") from None
 
 
-def _own_gpu(ranks: RankSettings) -> str:
+def own_gpu(ranks: RankSettings) -> str:
     """As CUDA_VISIBLE_DEVICES names it: the local_rank-th of those that may be used."""
     if ranks.cuda_visible_devices is None:
         return str(ranks.local_rank)

@@ -17,10 +17,12 @@ from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.flight import Flight
 from services.worker.rank_server import RankServer
+from services.worker.rank_start import joined, own_gpu
 from services.worker.ranks import Ranks
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
+from shared.settings import RankSettings, WorkerSettings
 from tests.engine.engine_driver import make_engine
 from tests.models import Reference, make_llama
 from tests.unit.test_worker_server import Client, chunk, first_step
@@ -162,3 +164,27 @@ def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
     ranks.stop()
     thread.join(CONNECT_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "own"), [(None, 0, "0"), (None, 3, "3"), ("4,7", 1, "7"), ("4,7", 2, ""), ("", 0, "")]
+)
+def test_each_rank_takes_its_own_of_the_gpus_that_may_be_used(visible: str | None, local_rank: int, own: str) -> None:
+    assert own_gpu(RankSettings(cuda_visible_devices=visible, local_rank=local_rank)) == own
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but --tp 2 x --pp 1 is 2 ranks"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2, but the replica has the ranks 0 to 1"),
+        ({"RANK": "first"}, "RANK='first'"),
+    ],
+)
+def test_ranks_that_torchrun_started_amiss_are_refused(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], said: str
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=said), joined(WorkerSettings(tp=2)):
+        pass
