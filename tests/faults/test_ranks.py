@@ -51,7 +51,7 @@ def test_ranks_give_the_references_tokens_with_chunks_preemption_swap_and_cancel
     reference: Reference, tmp_path: Path, tp: int, pp: int
 ) -> None:
     short_of_memory = {"kv_blocks": 40, "host_blocks": 80, "policy": "sarathi:relief=newest-swap", "step_tokens": 24}
-    settings = {"dtype": "float32", "tp": tp, "pp": pp, "microbatches": pp, "threads": 1, **short_of_memory}
+    settings = {"dtype": "float32", "tp": tp, "pp": pp, "threads": 1, **short_of_memory}
     with running_stack(tmp_path, reference.path, **settings) as stack:
         assert len(ranks_of(stack)) == tp * pp
         assert [listening(rank) for rank in ranks_of(stack)] == [{"127.0.0.1"}] * (tp * pp)
@@ -69,7 +69,7 @@ def test_ranks_give_the_references_tokens_with_chunks_preemption_swap_and_cancel
 
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"tp": 2, "pp": 2, "microbatches": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
+    settings = {"tp": 2, "pp": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
     with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32", **settings) as running:
         yield running
 
