@@ -142,6 +142,8 @@ class Fleet:
 
     async def _give(self) -> None:
         """One worker to a shard that has none, if this one has more than its share."""
+        if any(drive.leaves for drive in self.drives.values()):
+            return  # one at a time
         if self._workers.surplus(self.drives):
             least = min(self.drives.values(), key=lambda drive: self._running(drive))
             least.leave()

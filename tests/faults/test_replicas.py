@@ -76,3 +76,15 @@ def test_a_worker_that_drains_leaves_its_streams_to_the_other(stack: Stack, refe
     assert_nothing_is_left(stack)
     has_workers(stack, 1)
     assert "worker worker-1 is lost: it drains" in stack.log("scheduler")
+
+
+def test_a_second_shard_gets_one_of_the_two_workers_and_leaves_it_behind(stack: Stack, reference: Reference) -> None:
+    """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
+    with load(stack, reference, LONG) as under_way:
+        stack.start("scheduler", "scheduler-1", shard="shard-1")
+        until("the second shard has one", lambda: stack.stats("shard-1").get("workers") == "1", 60)
+        under_way.check(LONG)
+    has_workers(stack, 1)
+    assert stack.kill("scheduler-1", signal.SIGTERM) == 0
+    has_workers(stack, 2)
+    assert_nothing_is_left(stack)
