@@ -11,7 +11,7 @@ import http
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.errors import ApiError
 from shared.settings import GatewaySettings
@@ -43,6 +43,7 @@ class Protocol(HttpToolsProtocol):
         self._bounds = bounds
         self._refusal: ApiError | None = None  # told as soon as the client has said something
         self._late: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None  # what is answered now, or was last
         self._in_head = True
         self._head_bytes = 0  # received since the head began, without the read in which it did
         self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
@@ -61,6 +62,10 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
         super().connection_lost(exc)
+        # uvicorn tells the newest request alone: of one that is answered while the next is there already nobody heard.
+        if (answered := self._answered) is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -101,6 +106,10 @@ class Protocol(HttpToolsProtocol):
             raise self._refusal  # the parser hands it to `send_400_response`
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._past_body_bytes = 0

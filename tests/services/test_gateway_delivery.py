@@ -274,6 +274,27 @@ def test_a_client_that_leaves_a_stream_is_cancelled(gateway: GatewayProcess, sch
     until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
 
 
+def test_a_client_that_leaves_is_cancelled_also_where_it_has_sent_its_next_request_already(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    body = json.dumps({"model": gateway.name, "prompt": "x", "stream": True, "max_tokens": 400}).encode()
+    with raw_post(gateway, body) as connection:
+        claimed = scheduler.claim()
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        until("the answer begins", lambda: connection.recv(1 << 16))
+    index = 0
+
+    def cancelled() -> bool:
+        nonlocal index
+        scheduler.publish(Line(claimed.id, index, [60]))  # who pipelines is not read from: a write shows that it left
+        index += 1
+        return claimed.id in {control.cancel.id for control in scheduler.controls()}
+
+    until("the request is cancelled", cancelled)
+    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
+    assert "a stream failed" not in gateway.log()
+
+
 def test_a_client_that_leaves_while_waiting_for_a_whole_answer_is_cancelled(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
