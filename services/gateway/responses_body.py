@@ -15,6 +15,7 @@ from pydantic import Field, WithJsonSchema
 from services.gateway.api_types import INT64, Body, ChatBody, Priority
 from services.gateway.bodies import parse_body
 from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.structured_types import MAX_TOOLS
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text")
@@ -72,7 +73,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     background: bool | None = None

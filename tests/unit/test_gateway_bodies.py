@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.bodies import MAX_CONTAINERS, MAX_MEMBERS, parse_body, parse_json
 from services.gateway.errors import ApiError
+from services.gateway.responses_body import ResponsesBody
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}
@@ -26,10 +27,22 @@ MESSAGE = {"role": "user", "content": "x"}
         (CompletionBody, {"model": "m", "prompt": "x", "stop": [0] * MANY}),
         (CompletionBody, {"model": "m", "prompt": "x", "stop_token_ids": ["x"] * MANY}),
         (CompletionBody, {"model": "m", "prompt": "x", "guided_choice": [0] * MANY}),
+        (ResponsesBody, {"model": "m", "input": "x", "tools": [0] * MANY}),
         (TokenizeBody, {"messages": [0] * MANY}),
         (DetokenizeBody, {"tokens": ["x"] * MANY}),
     ],
-    ids=["messages", "parts", "empty parts", "tools", "stops", "stop ids", "choices", "to tokenize", "to detokenize"],
+    ids=[
+        "messages",
+        "parts",
+        "empty parts",
+        "tools",
+        "stops",
+        "stop ids",
+        "choices",
+        "of responses",
+        "to tokenize",
+        "to detokenize",
+    ],
 )
 def test_a_long_list_of_wrong_things_is_given_up_at_once(kind: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
