@@ -83,8 +83,9 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
             grpc_front.renew_certificate()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if place is None:  # else the parent gets it from a terminal as well, and says SIGTERM: that would be the second
+        loop.add_signal_handler(signal.SIGINT, stop)
     loop.add_signal_handler(signal.SIGHUP, renew)
     if place is not None:
         gateway.siblings = Siblings(place, gateway)

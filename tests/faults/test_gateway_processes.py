@@ -280,6 +280,16 @@ def test_sighup_gives_every_process_the_new_certificate(alone: GatewayProcess, d
     assert alone.log().count("the certificate was read again") == 2
 
 
+def test_an_interrupt_is_for_the_parent_which_says_what_it_means(alone: GatewayProcess) -> None:
+    """A terminal sends it to all: with what the parent says it would be the second, which cuts streams."""
+    assert alone.process is not None
+    children = psutil.Process(alone.process.pid).children()
+    assert len(children) == 2
+    for each in children:
+        (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{each.pid}/status").read_text(), re.MULTILINE)
+        assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
+
+
 def test_sigusr1_shows_the_stacks_of_every_process_and_ends_none(alone: GatewayProcess) -> None:
     assert alone.process is not None
     alone.process.send_signal(signal.SIGUSR1)
