@@ -122,6 +122,7 @@ class Fleet:
                 self._taken = ""
                 self._said = False
                 self._tasks[found.id] = asyncio.create_task(self._lead(found))
+            await self._let_go()
             await self._give()
         except Unavailable as error:
             if not temporary(error):
@@ -139,6 +140,17 @@ class Fleet:
             for name, count in self._attempts.items()
             if count and name in self._failed
         }
+
+    async def _let_go(self) -> None:
+        """A worker whose link was lost may live and yet be nothing that this shard takes again: then others may, and
+        nobody here waits to learn what became of it. Its record outlives it, so for AVOID_S it is left alone."""
+        for worker in self._workers.beyond(self._tasks):
+            if worker.identity in self._failed or self._workers.silent(worker.id):
+                continue
+            if self._desk.core.alive:
+                self._desk.parking.found(worker.id, worker.identity, time.monotonic_ns())
+            if worker.shard == self._settings.shard:
+                await self._workers.give_back(worker.id)
 
     async def _give(self) -> None:
         """One worker to a shard that has none, if this one has more than its share."""
@@ -191,7 +203,10 @@ class Fleet:
             self.lose(worker, drive.replica, drive.in_flight, reason)
             self.wake()
         if drive.leaves:
-            await self._workers.give_back(worker.id)
+            try:
+                await self._workers.give_back(worker.id)
+            except Unavailable as error:
+                log.warning("worker %s is given to another shard when Redis is back: %s", worker.id, error)
 
     def _count(self) -> None:
         slots = sum(drive.slots for drive in self.drives.values())

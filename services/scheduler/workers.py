@@ -113,6 +113,11 @@ class Workers:
                 return replace(worker, epoch=epoch)
         return None
 
+    def beyond(self, held: Collection[str]) -> list[Registration]:
+        """Those that are not `held` and will not be: this shard has its share, or another one that lives has them."""
+        full = len(held) >= self.share
+        return [w for w in self.ready if w.id not in held and (full or w.shard in self._shards.led)]
+
     async def give_back(self, name: str) -> None:
         """Another shard may have it."""
         await self._lease.write(["HDEL", self._keys.worker(name), "shard"])

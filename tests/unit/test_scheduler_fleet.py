@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits
+from services.scheduler.drive import Desk
+from services.scheduler.fleet import AVOID_S, Fleet
 from services.scheduler.parking import DOCK_S, Parking
 from services.scheduler.workers import Registration, Workers
+from shared.settings import SchedulerSettings
 from tests.unit.core_twin import House, request
 
 LIMITS = Limits(slots=8, blocks=256, block_size=4, max_model_len=128, max_step_tokens=64)
@@ -160,8 +165,14 @@ class Lease:
 
     epoch = 1
 
+    def __init__(self) -> None:
+        self.written: list[list[str]] = []
+
     async def fenced(self, script: Any, keys: list[str], args: list[Any]) -> int:
         return 7
+
+    async def write(self, *commands: list[str]) -> None:
+        self.written += commands
 
 
 class Others:
@@ -171,12 +182,14 @@ class Others:
         self.live, self.starving, self.led = list(live), list(starving), set(live)
 
 
+class Scripts:
+    """Not run."""
+
+    take_worker = None
+
+
 async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     """What shard `a` takes beside those held; and whether it has one too many then."""
-
-    class Scripts:
-        take_worker = None
-
     workers = Workers(redis, Scripts(), Keys(), "a", Lease(), others, 1000)  # type: ignore[arg-type]
     await workers.look()
     names = list(held)
@@ -203,3 +216,29 @@ async def test_a_shard_takes_its_share_and_gives_one_back_where_another_has_none
     records: dict[str, str], others: Others, held: tuple[str, ...], takes: list[str], surplus: bool
 ) -> None:
     assert await taken(Redis(**records), others, held) == (takes, surplus)
+
+
+@pytest.mark.parametrize(
+    ("record", "others", "gives"),
+    [("a", Others(("b",), ("b",)), [["HDEL", "w1", "shard"]]), ("b", Others(("b",), ()), [])],
+)
+async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobody_waits_for_it(
+    record: str, others: Others, gives: list[list[str]]
+) -> None:
+    shard, lease = Shard(1), Lease()
+    shard.arrive("r0", 0)
+    shard.parking.lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
+    workers = Workers(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)  # type: ignore[arg-type]
+    nobody: Any = None
+    desk = Desk(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
+    fleet = Fleet(SchedulerSettings(shard="a"), workers, desk, nobody)
+    fleet._tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+    fleet._failed["w1"] = time.monotonic()
+    await fleet._look()
+    shard.round()
+    assert not lease.written and not shard.running("r0"), "its record may have outlived it"
+    fleet._failed["w1"] -= AVOID_S
+    await fleet._look()
+    shard.round()
+    assert lease.written == gives
+    assert shard.running("r0") and not shard.parking.suspecting
