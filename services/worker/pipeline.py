@@ -143,7 +143,8 @@ class Pipeline:
         """The thread that gives steps to the device."""
         while (item := self._work.get()) is not None:
             if item.step is not None and item.step.HasField("hello") and not (item.run.last_id or item.step.id):
-                self._reset(engine, item.run, item.step)
+                if not item.run.ended.is_set():  # else a newer Run may have begun: its hello can come before this one
+                    self._reset(engine, item.run, item.step)
                 continue
             if engine.overlaps:
                 self._places.acquire()

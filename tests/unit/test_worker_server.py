@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -306,3 +307,22 @@ def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: 
         with pytest.raises((StopIteration, grpc.RpcError)):
             next(run.call)
     until("the engine thread ends", lambda: not any(thread.is_alive() for thread in server._pipeline._threads))
+
+
+def test_the_hello_of_a_run_that_was_replaced_takes_nothing_from_the_newer_one() -> None:
+    """Two Runs begin at once: the older one's hello may come into the queue behind the newer one's."""
+    resets: list[int] = []
+
+    class Counted:
+        overlaps, flights, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
+
+        def reset(self) -> None:
+            resets.append(1)
+
+    line, older, newer = pipeline.Pipeline(), pipeline.RunState(5), pipeline.RunState(6)
+    older.end()
+    for run in (newer, older):
+        line.put(pipeline.Item(run, worker_pb2.Step(epoch=run.epoch, hello=worker_pb2.Hello(shard="a")), 0))
+    line.start(Counted())  # type: ignore[arg-type]
+    line.stop()
+    assert len(resets) == 1
