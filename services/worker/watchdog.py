@@ -97,11 +97,11 @@ class StepWatchdog:
 
 
 def end_process(line: str) -> None:
-    """Says why and where every thread is, then ends the process at once with status 1."""
+    """Says where every thread is and why, then ends the process at once with status 1."""
 
     def last_words() -> None:
-        log.critical(line)
         faulthandler.dump_traceback(sys.stderr)
+        log.critical(line)  # last: orcinus up shows the end of the log
 
     # A full pipe, or a log lock that the hung thread holds, must not keep the process alive.
     speaker = threading.Thread(target=last_words, name="last-words", daemon=True)
