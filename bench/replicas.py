@@ -54,8 +54,7 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
     argv = [sys.executable, "-m", "bench.replicas_worker", str(count), str(step_ms)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)  # noqa: ASYNC220
     try:
-        assert process.stdout is not None
-        addresses = [process.stdout.readline().strip() for _ in range(count)]
+        addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
         core, counted = Core("orcinus"), Counted()
         parking = Parking(core, lambda name, text: None, lambda name, finish, text: None)
         reports = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
