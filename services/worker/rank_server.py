@@ -105,4 +105,5 @@ class RankServer(worker_pb2_grpc.RankServicer):
     def _stream_ended(self) -> None:
         if not self._clean:
             self._on_lost("rank 0 is lost: this rank ends itself")
+        self._results.put(None)  # nobody reads on: the call's thread ends too
         self._ended.set()
