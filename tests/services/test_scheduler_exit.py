@@ -154,7 +154,7 @@ class Shards:
             registrations[-1].start()
         schedulers = [self.scheduler(number) for number in range(TOGETHER)]
         try:
-            until("every worker is taken", lambda: all(self.busy(server) for server in servers), START_S)
+            until("every shard has a worker", lambda: self.shards() == TOGETHER and all(map(self.busy, servers)), START_S)
             with ThreadPoolExecutor(TOGETHER) as stops:
                 stopped = [stops.submit(server.stop, 0.1) for server in servers]
                 for process in schedulers:
@@ -170,6 +170,11 @@ class Shards:
                     process.wait()
             for registration in registrations:
                 registration.stop()
+
+    def shards(self) -> int:
+        """How many of them lead workers: those that come first take what there is, and give it back to the others."""
+        keys = [settings.keys.worker(settings.worker_id) for settings in self._settings]
+        return len({self._redis.client.hget(key, "shard") for key in keys} - {None, b""})
 
     @staticmethod
     def busy(server: WorkerServer) -> bool:

@@ -140,6 +140,15 @@ def test_a_request_runs_only_where_all_of_it_fits() -> None:
     assert h.ended["long"] == [Finish.LENGTH] and len(h.published["long", 0]) == 60
 
 
+def test_a_request_whose_longest_replica_has_too_few_blocks_runs_as_far_as_another_goes() -> None:
+    h = house(replicas=1)
+    h.join(replace(LIMITS, max_model_len=256, blocks=8))
+    h.most = LIMITS.max_model_len
+    h.add(request("a", 20, 200, seed=3))
+    run_to_end(h)
+    assert len(h.published["a", 0]) == LIMITS.max_model_len - 20
+
+
 def test_the_microbatches_of_a_replica_are_its_stages_unless_they_are_set() -> None:
     for setting, found in ((0, [1, 2]), (3, [3, 3])):
         core = Core("orcinus", microbatches=setting)

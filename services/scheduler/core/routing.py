@@ -58,7 +58,6 @@ class Routing:
         self._shared = shared
         self._affinity = affinity
         self._alive: list[Replica] = []
-        self._context = 0  # the longest of all
         self._generation = 0  # of the set of replicas: older offers are void
         self._loads: dict[int, Load] = {}
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> for whom it is the best, and tokens to compute
@@ -101,7 +100,6 @@ class Routing:
 
     def _changed(self, alive: list[Replica]) -> None:
         self._alive = alive
-        self._context = max((replica.limits.max_model_len for replica in alive), default=0)
         self._generation += 1
         self._loads.clear()
         self._starting.clear()
@@ -115,7 +113,7 @@ class Routing:
         reasons = [sequence.misfit(replica.limits) for replica in self._alive]
         if reasons and all(reasons):
             return Finish.ERROR, reasons[0]
-        return sequence.verdict(min(sequence.wanted, self._context or sequence.wanted)), ""
+        return sequence.verdict(self._reach(sequence) if reasons else sequence.wanted), ""
 
     @property
     def chooses(self) -> bool:
@@ -133,7 +131,11 @@ class Routing:
             return True
         if sequence.swapped and replica.available < replica.blocks_for(sequence.known):
             return False  # nobody gives up his KV to wait for memory elsewhere
-        return sequence.longest(limits) >= min(sequence.wanted, self._context)  # it must not end early
+        return len(self._alive) == 1 or sequence.longest(limits) >= self._reach(sequence)  # it must not end early
+
+    def _reach(self, sequence: Sequence) -> int:
+        """Tokens that it can come to where it can come furthest."""
+        return max((sequence.longest(r.limits) for r in self._alive if not sequence.misfit(r.limits)), default=0)
 
     def takes(self, replica: Replica, sequence: Sequence, now_ns: int) -> bool:
         """Should this replica take the waiting `sequence` now?"""
