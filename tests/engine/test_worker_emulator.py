@@ -27,10 +27,10 @@ from shared.columns import pack, unpack
 from shared.logprobs import unpack_records
 from tests import in_process
 from tests.engine.engine_driver import make_engine
+from tests.engine.test_worker_process import start_worker
+from tests.engine.test_worker_server import Client
 from tests.kernels.cuda_programs import needs_compiler
 from tests.models import EOS, Reference, make_llama, random_prompts
-from tests.unit.test_worker_process import start_worker
-from tests.unit.test_worker_server import Client
 from tests.waiting import free_port, until
 
 pytestmark = needs_compiler

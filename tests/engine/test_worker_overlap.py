@@ -19,8 +19,8 @@ from services.worker.pipeline import Item, RunState
 from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
+from tests.engine.test_worker_server import DEADLINE_S, Client, chunk, first_step
 from tests.models import Reference, make_llama
-from tests.unit.test_worker_server import DEADLINE_S, Client, chunk, first_step
 from tests.waiting import until
 
 

@@ -154,7 +154,8 @@ class Shards:
             registrations[-1].start()
         schedulers = [self.scheduler(number) for number in range(TOGETHER)]
         try:
-            until("every shard has a worker", lambda: self.shards() == TOGETHER and all(map(self.busy, servers)), START_S)
+            until("every shard has a worker", lambda: self.shards() == TOGETHER, START_S)
+            until("every worker is led", lambda: all(self.busy(server) for server in servers), START_S)
             with ThreadPoolExecutor(TOGETHER) as stops:
                 stopped = [stops.submit(server.stop, 0.1) for server in servers]
                 for process in schedulers:

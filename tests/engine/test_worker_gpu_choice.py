@@ -20,7 +20,7 @@ from services.worker.cache import Lengths, plan_blocks, plan_host_blocks, room_f
 from services.worker.models.config import DecoderConfig, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
-from tests.unit.test_worker_process import MIB, SHAPE
+from tests.engine.test_worker_process import MIB, SHAPE
 
 HALF = (torch.bfloat16, torch.float16)
 BROKEN = "the driver is too old: install a newer one"

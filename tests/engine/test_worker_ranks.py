@@ -24,8 +24,8 @@ from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
 from shared.settings import RankSettings, WorkerSettings
 from tests.engine.engine_driver import make_engine
+from tests.engine.test_worker_server import Client, chunk, first_step
 from tests.models import Reference, make_llama
-from tests.unit.test_worker_server import Client, chunk, first_step
 from tests.waiting import until
 
 CONNECT_S = 30.0
