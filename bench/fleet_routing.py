@@ -7,6 +7,7 @@ which prefixes lie where.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ from bench.fleet_replica import Replica
 GUARD, SLACK_TOKENS = 1.3, 8192  # as services/scheduler/core/routing.py: prefixes count up to so much above the mean
 
 
-class Router:
+class Router(ABC):
     """The replicas, their loads in an array, and the choice."""
 
     late = False  # True: requests wait in one queue, and a replica takes the next when it has room
@@ -45,12 +46,13 @@ class Router:
             self.total += load - self.loads[at]
             self.loads[at] = load
 
+    @abstractmethod
     def choose(self, index: int, group: int) -> int:
         """A replica's number. Somebody is alive."""
-        raise NotImplementedError
 
     def remember(self, group: int, number: int) -> None:
         """The prefix of `group` goes to this replica."""
+        return  # most routers keep nothing of it
 
 
 class RoundRobin(Router):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.load_arrivals import read_trace
 from bench.simulator.arrivals import CHAT, Lengths
@@ -77,7 +78,7 @@ def build(spec: Spec) -> Traffic:
     )
 
 
-def _swung(times: np.ndarray, spec: Spec) -> np.ndarray:  # type: ignore[type-arg]
+def _swung(times: npt.NDArray[np.float64], spec: Spec) -> npt.NDArray[np.float64]:
     """Times at which rate * (1 - swing * cos(2 pi t / day)) has brought as many as the constant rate would."""
     span = float(times[-1])
     grid = np.linspace(0, span * (1 + 2 * spec.swing) + spec.day_s, 200_001)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from services.gateway.processes import Place
 
@@ -89,7 +90,7 @@ class Siblings:
         writer.close()
 
 
-class _Labelled:
+class _Labelled(Collector):
     """A registry whose samples all say which process they are of."""
 
     def __init__(self, registry: CollectorRegistry, process: str) -> None:
@@ -105,7 +106,9 @@ class _Labelled:
 
 def labelled(registry: CollectorRegistry, process: str) -> bytes:
     """The registry's text, each sample with the label `process`."""
-    return generate_latest(_Labelled(registry, process))  # type: ignore[arg-type]
+    own = CollectorRegistry()
+    own.register(_Labelled(registry, process))
+    return generate_latest(own)
 
 
 def merged(texts: Iterable[bytes]) -> bytes:

@@ -192,7 +192,7 @@ def test_the_warm_up_of_all_ranks_tells_how_long_steps_take(processes: Processes
     with processes.replica(2, 2, reference.path, kernels="reference", **SMALL) as replica:
         replica.warm_up()
         assert replica.info().largest_step_ms > 0
-        assert Driver(replica).share > 0  # type: ignore[arg-type]
+        assert Driver(replica).share > 0
 
 
 def test_the_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> None:

@@ -323,6 +323,6 @@ def test_the_hello_of_a_run_that_was_replaced_takes_nothing_from_the_newer_one()
     older.end()
     for run in (newer, older):
         line.put(pipeline.Item(run, worker_pb2.Step(epoch=run.epoch, hello=worker_pb2.Hello(shard="a")), 0))
-    line.start(Counted())  # type: ignore[arg-type]
+    line.start(Counted())
     line.stop()
     assert len(resets) == 1

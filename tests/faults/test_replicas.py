@@ -43,7 +43,7 @@ def has_workers(stack: Stack, count: int) -> None:
 
 def answered(stack: Stack, worker: str) -> int:
     """The last step that it answered, by its heartbeat."""
-    return int(stack.redis.client.get(stack.keys.alive("worker", worker)) or 0)  # type: ignore[arg-type]
+    return int(stack.redis.client.get(stack.keys.alive("worker", worker)) or 0)
 
 
 def assert_nothing_is_left(stack: Stack) -> None:

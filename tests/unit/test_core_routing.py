@@ -20,7 +20,7 @@ SECOND = 1_000_000_000
 
 
 def house(replicas: int = 2, policy: str = "orcinus", **settings: object) -> House:
-    made = House(Core(policy, lookahead=0, prefix_cache=True, **settings), LIMITS)  # type: ignore[arg-type]
+    made = House(Core(policy, lookahead=0, prefix_cache=True, **settings), LIMITS)
     for _ in range(replicas - 1):
         made.join(LIMITS)
     return made

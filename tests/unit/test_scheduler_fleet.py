@@ -190,7 +190,7 @@ class Scripts:
 
 async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     """What shard `a` takes beside those held; and whether it has one too many then."""
-    workers = Workers(redis, Scripts(), Keys(), "a", Lease(), others, 1000)  # type: ignore[arg-type]
+    workers = Workers(redis, Scripts(), Keys(), "a", Lease(), others, 1000)
     await workers.look()
     names = list(held)
     while (found := await workers.take(names, {}, {}, "")) is not None:
@@ -228,7 +228,7 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
     shard, lease = Shard(1), Lease()
     shard.arrive("r0", 0)
     shard.parking.lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
-    workers = Workers(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)  # type: ignore[arg-type]
+    workers = Workers(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
     nobody: Any = None
     desk = Desk(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
     fleet = Fleet(SchedulerSettings(shard="a"), workers, desk, nobody)
