@@ -78,6 +78,9 @@ schemathesis: install-dev ## generated requests, valid and broken, against a liv
 fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
 	$(PY) -m tests.fuzz.run $(call option,seconds,$(SECONDS))
 
+explore: install-dev ## every generated test with examples that no run before had (TESTS=tests/unit)
+	$(PY) -m pytest --hypothesis-profile explore -m hypothesis $(or $(TESTS),tests)
+
 browser: install-dev ## the live page in Chromium
 	$(PY) -m pytest tests/browser
 
@@ -199,4 +202,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis fuzz browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean

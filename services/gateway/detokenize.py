@@ -133,7 +133,12 @@ class _Bytes:
         text = None if self._is_open else self._texts[token]
         if text is None:
             text = self._decoder.decode(self._pieces[token])
-            self._is_open = bool(self._decoder.getstate()[0])
+            begun = self._decoder.getstate()[0]
+            if begun[:1] == b"\xed" and begun[1:] >= b"\xa0":
+                # Half a surrogate: Python's decoder waits for the rest of what can never be a code point.
+                text += self._decoder.decode(b"", final=True)
+                begun = b""
+            self._is_open = bool(begun)
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")

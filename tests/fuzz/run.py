@@ -1,6 +1,6 @@
 """`make fuzz`: every generated test of this folder, with new examples until the time is over (SECONDS=60).
 
-The tests take turns, each of as many examples as it has in CI. A test that fails is out; what it fails with is
+The tests take turns, each of as many examples as it has in `make test`. A test that fails is out; what it fails with is
 printed, with the smallest example, and kept in .hypothesis, where the next run of it begins. Exit 1 if one failed.
 """
 

@@ -88,6 +88,27 @@ def test_half_a_code_point_is_never_shown(kind: str, char: str) -> None:
     assert detokenizer.flush() == ""
 
 
+@pytest.mark.parametrize("first", range(0xC2, 0xF5))
+def test_only_what_may_still_become_a_code_point_is_held_back(first: int) -> None:
+    """Two bytes may begin one if some third, or third and fourth, complete it: here they are tried."""
+    rests = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf"]
+    tokenizer, text = loaded("byte_fallback")
+
+    def is_character(data: bytes) -> bool:
+        try:
+            return len(data.decode()) == 1
+        except UnicodeDecodeError:
+            return False
+
+    for second in range(0x80, 0xC0):
+        both = bytes([first, second])
+        detokenizer = text.start([5])
+        shown = "".join(detokenizer.feed(tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in both)
+        is_open = not is_character(both) and any(is_character(both + rest) for rest in rests)
+        told = both.decode("utf-8", "replace")
+        assert (shown, detokenizer.flush()) == (("", told) if is_open else (told, "")), both
+
+
 def test_bytes_that_never_complete_become_one_replacement_at_the_end() -> None:
     tokenizer, text = loaded("byte_level")
     ids = tokenizer.encode("🐋").ids[:-1]
