@@ -206,6 +206,79 @@ def test_a_dock_is_emptied_where_no_replica_joins() -> None:
     run_to_end(h)
 
 
+SMALL = replace(LIMITS, max_model_len=32)
+
+
+def of_two_sizes() -> House:
+    """Replicas 0 and 1 are large, and 2 is small; 0 is lost with a long and two short requests, under suspicion."""
+    h = house(2)
+    assert h.join(SMALL) == 2
+    for number, (prompt, most) in enumerate(((40, 60), (5, 9), (5, 9))):
+        h.add(request(f"r{number}", prompt, most, seed=number))
+    h.plan(0)
+    h.lose(0)
+    h.core.confine({"r0"})
+    return h
+
+
+def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
+    h = of_two_sizes()
+    h.add(request("bystander", 5, 20, seed=9))
+    h.plan(1)
+    assert where(h, "bystander") == 1, "the small one has least to do"
+    h.core.assign_dock(h.now)
+    for _ in range(3):
+        h.step_once()
+    assert where(h, "r0") == 1 and h.core._routing.dock == 1
+    h.core.confine(())
+    run_to_end(h)
+    assert len(h.published["r0", 0]) == 60
+
+
+def test_a_replica_that_joins_is_the_dock_only_if_no_other_fits_more_of_those_on_trial() -> None:
+    h = of_two_sizes()
+    assert h.join(SMALL) == 0
+    assert h.core._routing.dock == -1
+    h.core.confine({"r1", "r2"})
+    assert h.join(SMALL) == 3
+    assert h.core._routing.dock == 3
+    h.core.confine(())
+    run_to_end(h)
+
+
+def test_the_dock_moves_on_for_those_on_trial_who_do_not_fit_it() -> None:
+    h = of_two_sizes()
+    h.lose(1)
+    h.core.confine({"r0", "r1", "r2"})
+    h.core.assign_dock(h.now)
+    assert h.core._routing.dock == 2
+    assert h.join(LIMITS) == 0
+    assert h.core._routing.dock == 2, "two of them fit it"
+    h.step_once()
+    assert where(h, "r0") == -1
+    h.core.confine({"r0"})  # the others got a token each
+    h.core.assign_dock(h.now)
+    assert h.core._routing.dock == 0
+    h.step_once()
+    assert where(h, "r0") == 0
+    h.core.confine(())
+    run_to_end(h)
+
+
+def test_no_replica_is_emptied_for_those_on_trial_who_fit_none() -> None:
+    h = of_two_sizes()
+    h.lose(1)
+    h.add(request("bystander", 5, 20, seed=9))
+    h.plan(2)
+    h.core.confine({"r0"})
+    h.core.assign_dock(h.now)
+    h.step_once()
+    assert where(h, "bystander") == 2 and h.core._routing.dock == -1
+    assert h.join(LIMITS) == 0 and h.core._routing.dock == 0
+    h.core.confine(())
+    run_to_end(h)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None:
     """Against brute force: the moment at which each replica would have the request's prompt computed and decoded, from

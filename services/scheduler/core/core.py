@@ -113,15 +113,15 @@ class Core:
         self._moved += lost.transfers.swapped_blocks
         self._hit += lost.sharing.hit_tokens if lost.sharing is not None else 0
         lose(lost, self._records.values(), self._placer, self._pending, now_ns)
-        self._routing.lost(lost, self.alive)
+        self._routing.lost(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """These requests run alone on one replica, the dock, and on no other; nobody else enters there. The dock is the
-        next replica that joins, or that of assign_dock(), and stays until it is lost or nobody is confined."""
+        next replica that joins and fits most, or that of assign_dock(), until it is lost or fits none who is left."""
         self._routing.confine({name: self._records[name] for name in request_ids if name in self._records})
 
     def assign_dock(self, now_ns: int) -> None:
-        """If those confined wait for a dock, the replica with least to do becomes it, and is emptied."""
+        """If those confined wait for a dock, the replica that fits most of them becomes it, and is emptied."""
         if (chosen := self._routing.assign_dock()) is not None:
             clear(chosen, self._routing.confined.values(), self._placer, self._pending, now_ns)
 

@@ -63,34 +63,43 @@ class Routing:
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> for whom it is the best, and tokens to compute
         self._starting: OrderedDict[int, tuple[int, UInt64]] = OrderedDict()  # next key -> replica, all keys
         self.confined: Mapping[str, Record] = {}  # requests that run alone, on `dock`
-        self.dock = -1  # -1: on the next replica that joins
+        self.dock = -1  # -1: none, until one joins that fits or is assigned
 
     def joined(self, replica: Replica, alive: list[Replica]) -> None:
-        """`replica` came, and is the dock if one is needed; these are there now."""
-        if self.confined and self.dock < 0:
-            self.dock = replica.number
+        """`replica` came, and is the dock if one is needed and no other fits more of those confined; these are there
+        now."""
         self._changed(alive)
+        if self.dock < 0 and self._fits(replica) == max(map(self._fits, alive)) > 0:
+            self.dock = replica.number
 
-    def lost(self, replica: Replica, alive: list[Replica]) -> None:
-        """`replica` went; these are there now."""
-        if self.dock == replica.number:
-            self.dock = -1
+    def lost(self, alive: list[Replica]) -> None:
+        """One went; these are there now."""
         self._changed(alive)
 
     def confine(self, records: Mapping[str, Record]) -> None:
         """See Core.confine."""
         self.confined = records
-        self.dock = self.dock if records else -1
         self._changed(self._alive)
 
     def assign_dock(self) -> Replica | None:
-        """The replica that is the dock from now on; None if none is needed, or there is one, or no replica at all."""
+        """The replica that is the dock from now on: of those that fit most the one with least to do. None if none is
+        needed, or there is one, or none fits any."""
         if not self.confined or self.dock >= 0 or not self._alive:
             return None
-        chosen = min(self._alive, key=lambda replica: replica.table.count)
+        chosen = max(self._alive, key=lambda replica: (self._fits(replica), -replica.table.count))
+        if not self._fits(chosen):
+            return None
         self.dock = chosen.number
         self._changed(self._alive)
         return chosen
+
+    def _fits(self, replica: Replica) -> int:
+        """How many of the sequences that are confined run there or could."""
+        found = 0
+        for sequence in [s for record in self.confined.values() for s in record.sequences]:
+            runs = sequence.state is State.RUNNING and sequence.replica == replica.number
+            found += sequence.state is not State.ENDED and (runs or self._holds(replica, sequence))
+        return found
 
     def evict(self, sequence: Sequence) -> None:
         """It gives up its KV in the host tier of the replica where it ran."""
@@ -100,6 +109,8 @@ class Routing:
 
     def _changed(self, alive: list[Replica]) -> None:
         self._alive = alive
+        if not any(replica.number == self.dock and self._fits(replica) for replica in alive):
+            self.dock = -1  # those who are left wait for one that they fit
         self._generation += 1
         self._loads.clear()
         self._starting.clear()
@@ -131,7 +142,14 @@ class Routing:
             return True
         if sequence.swapped and replica.available < replica.blocks_for(sequence.known):
             return False  # nobody gives up his KV to wait for memory elsewhere
-        return len(self._alive) == 1 or sequence.longest(limits) >= self._reach(sequence)  # it must not end early
+        return self._holds(replica, sequence)
+
+    def _holds(self, replica: Replica, sequence: Sequence) -> bool:
+        """Is there room for all of it, or as much as on any other? It must not end early."""
+        limits = replica.limits
+        if sequence.misfit(limits):
+            return False
+        return len(self._alive) == 1 or sequence.longest(limits) >= self._reach(sequence)
 
     def _reach(self, sequence: Sequence) -> int:
         """Tokens that it can come to where it can come furthest."""
