@@ -152,5 +152,6 @@ class Scripts:
         self.control = Script(client, "control", observe)
         self.lease = Script(client, "lease", observe)
         self.take_worker = Script(client, "take_worker", observe)
+        self.give_worker = Script(client, "give_worker", observe)
         self.fenced = Script(client, "fenced", observe)
         self.give = Script(client, "give", observe)

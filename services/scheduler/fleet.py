@@ -150,7 +150,7 @@ class Fleet:
             if self._desk.core.alive:
                 self._desk.parking.found(worker.id, worker.identity, time.monotonic_ns())
             if worker.shard == self._settings.shard:
-                await self._workers.give_back(worker.id)
+                await self._workers.give_back(worker)
 
     async def _give(self) -> None:
         """One worker to a shard that has none, if this one has more than its share."""
@@ -204,7 +204,7 @@ class Fleet:
             self.wake()
         if drive.leaves:
             try:
-                await self._workers.give_back(worker.id)
+                await self._workers.give_back(worker)
             except Unavailable as error:
                 log.warning("worker %s is given to another shard when Redis is back: %s", worker.id, error)
 

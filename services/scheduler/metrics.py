@@ -20,7 +20,7 @@ from services.scheduler.lives import Life
 from shared.keys import CLASSES
 from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 
-CALLS = ("claim", "publish", "fenced", "lease", "release", "give", "take_worker")
+CALLS = ("claim", "publish", "fenced", "lease", "release", "give", "take_worker", "give_worker")
 DECODE, PREFILL = 0, 1
 
 

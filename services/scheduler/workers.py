@@ -31,7 +31,7 @@ class Registration:
     address: str
     identity: str
     shard: str = ""
-    epoch: int = 0  # of the Run that may begin there; 0: not taken
+    epoch: int = 0  # of the Run for which the shard took it; 0: not taken
 
 
 class Workers:
@@ -68,9 +68,8 @@ class Workers:
             before = seen.get(name, (score, now))
             self._seen[name] = before if before[0] == score else (score, now)
             if record.get("ready") == "1" and record.get("address"):
-                self.ready.append(
-                    Registration(name, record["address"], record.get("identity", ""), record.get("shard", ""))
-                )
+                identity, shard, run = record.get("identity", ""), record.get("shard", ""), int(record.get("run", 0))
+                self.ready.append(Registration(name, record["address"], identity, shard, run))
         led = {self._shard, *self._shards.led}
         shards = {worker.shard for worker in self.ready if worker.shard and worker.shard not in led}
         self._unled = {shard: self._unled.get(shard, now) for shard in shards}
@@ -118,6 +117,7 @@ class Workers:
         full = len(held) >= self.share
         return [w for w in self.ready if w.id not in held and (full or w.shard in self._shards.led)]
 
-    async def give_back(self, name: str) -> None:
-        """Another shard may have it."""
-        await self._lease.write(["HDEL", self._keys.worker(name), "shard"])
+    async def give_back(self, worker: Registration) -> None:
+        """Another shard may have it, unless one has it already."""
+        words = [self._lease.epoch, self._shard, worker.epoch]
+        await self._lease.fenced(self._scripts.give_worker, [self._keys.worker(worker.id)], words)

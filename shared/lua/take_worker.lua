@@ -7,6 +7,9 @@ local record = redis.call('HMGET', KEYS[2], 'ready', 'shard')
 if record[1] ~= '1' then return 0 end
 local shard = record[2]
 if shard and shard ~= ARGV[2] and redis.call('EXISTS', ARGV[3] .. 'lease:' .. shard) == 1 then return 0 end
-redis.call('HSET', KEYS[2], 'shard', ARGV[2])
-if KEYS[4] ~= KEYS[2] and redis.call('HGET', KEYS[4], 'shard') == ARGV[2] then redis.call('HDEL', KEYS[4], 'shard') end
-return redis.call('INCR', KEYS[3])
+if KEYS[4] ~= KEYS[2] and redis.call('HGET', KEYS[4], 'shard') == ARGV[2] then
+  redis.call('HDEL', KEYS[4], 'shard', 'run')
+end
+local run = redis.call('INCR', KEYS[3])
+redis.call('HSET', KEYS[2], 'shard', ARGV[2], 'run', run)
+return run

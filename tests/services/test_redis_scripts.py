@@ -92,6 +92,8 @@ def test_a_smaller_epoch_writes_nothing(within: Callable[[Body], None]) -> None:
         with pytest.raises(LeaseLostError):
             await scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix])
         with pytest.raises(LeaseLostError):
+            await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, 1])
+        with pytest.raises(LeaseLostError):
             await scripts.release([KEYS.lease(SHARD)], [old, GROUP])
         assert await lease(scripts, "renew", old) == 0
         assert not await client.exists(KEYS.tokens("g"))
@@ -305,6 +307,41 @@ def test_a_worker_is_taken_by_one_living_shard_which_lets_go_of_the_one_before(
         await client.hset(KEYS.worker("w"), "shard", "shard-1")
         assert await take("v", before="w") > 0
         assert await client.hget(KEYS.worker("w"), "shard") == b"shard-1"  # who has it meanwhile keeps it
+
+    within(body)
+
+
+def test_a_worker_that_was_taken_meanwhile_is_not_given_away_by_who_had_it(within: Callable[[Body], None]) -> None:
+    async def body(client: Redis, scripts: Scripts) -> None:
+        epoch = await lease(scripts, "acquire")
+        other = f"{SHARD}-2"
+        await client.set(KEYS.lease(other), 9)
+        await client.hset(KEYS.worker("w"), "ready", "1")
+
+        async def take(shard: str, holder: int) -> int:
+            keys = [KEYS.lease(shard), *worker_keys("w")]
+            return int(await scripts.take_worker(keys, [holder, shard, KEYS.prefix]))
+
+        async def give(run: int) -> bool:
+            return await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, SHARD, run]) == 1
+
+        first = await take(SHARD, epoch)
+        assert await give(first)
+        assert await client.hgetall(KEYS.worker("w")) == {b"ready": b"1"}
+        assert not await give(first), "there is nothing left to give"
+        # The lease runs out while the shard gives its worker back, and another one takes it before that arrives.
+        second = await take(SHARD, epoch)
+        await client.delete(KEYS.lease(SHARD))
+        third = await take(other, 9)
+        assert third > second > first
+        assert await lease(scripts, "renew", epoch) == 1
+        assert not await give(second)
+        assert await client.hget(KEYS.worker("w"), "shard") == other.encode()
+        # What was given long ago arrives when the same shard has it again.
+        await client.delete(KEYS.lease(other))
+        last = await take(SHARD, epoch)
+        assert not await give(second)
+        assert await client.hmget(KEYS.worker("w"), "shard", "run") == [SHARD.encode(), str(last).encode()]
 
     within(body)
 

@@ -146,7 +146,13 @@ class Redis:
 
     async def execute(self) -> list[dict[bytes, bytes]]:
         return [
-            {b"ready": b"1", b"address": b"a", b"identity": key.encode(), b"shard": self.records[key].encode()}
+            {
+                b"ready": b"1",
+                b"address": b"a",
+                b"identity": key.encode(),
+                b"shard": self.records[key].encode(),
+                b"run": b"5",
+            }
             for key in self.asked
         ]
 
@@ -166,13 +172,12 @@ class Lease:
     epoch = 1
 
     def __init__(self) -> None:
-        self.written: list[list[str]] = []
+        self.given: list[list[Any]] = []
 
-    async def fenced(self, script: Any, keys: list[str], args: list[Any]) -> int:
+    async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
+        if script == Scripts.give_worker:
+            self.given.append([*keys, *args])
         return 7
-
-    async def write(self, *commands: list[str]) -> None:
-        self.written += commands
 
 
 class Others:
@@ -183,9 +188,9 @@ class Others:
 
 
 class Scripts:
-    """Not run."""
+    """Names alone."""
 
-    take_worker = None
+    take_worker, give_worker = "take_worker", "give_worker"
 
 
 async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], bool]:
@@ -220,10 +225,10 @@ async def test_a_shard_takes_its_share_and_gives_one_back_where_another_has_none
 
 @pytest.mark.parametrize(
     ("record", "others", "gives"),
-    [("a", Others(("b",), ("b",)), [["HDEL", "w1", "shard"]]), ("b", Others(("b",), ()), [])],
+    [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])],
 )
 async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobody_waits_for_it(
-    record: str, others: Others, gives: list[list[str]]
+    record: str, others: Others, gives: list[list[Any]]
 ) -> None:
     shard, lease = Shard(1), Lease()
     shard.arrive("r0", 0)
@@ -236,9 +241,9 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
     fleet._failed["w1"] = time.monotonic()
     await fleet._look()
     shard.round()
-    assert not lease.written and not shard.running("r0"), "its record may have outlived it"
+    assert not lease.given and not shard.running("r0"), "its record may have outlived it"
     fleet._failed["w1"] -= AVOID_S
     await fleet._look()
     shard.round()
-    assert lease.written == gives
+    assert lease.given == gives
     assert shard.running("r0") and not shard.parking.suspecting
