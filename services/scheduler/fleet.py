@@ -153,15 +153,13 @@ class Fleet:
                 await self._workers.give_back(worker)
 
     async def _give(self) -> None:
-        """One worker to a shard that has none, if this one has more than its share."""
+        """One worker to a shard that has none."""
         if any(drive.leaves for drive in self.drives.values()):
             return  # one at a time
-        if self._workers.surplus(self.drives):
-            least = min(self.drives.values(), key=lambda drive: self._running(drive))
-            least.leave()
-
-    def _running(self, drive: Drive) -> int:
-        return self._desk.core.replicas[drive.replica].table.count
+        replicas = self._desk.core.replicas
+        running = {name: replicas[drive.replica].table.count for name, drive in self.drives.items()}
+        if name := self._workers.surplus(running):
+            self.drives[name].leave()
 
     async def _lead(self, worker: Registration) -> None:
         """One Run at a worker."""

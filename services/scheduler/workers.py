@@ -1,8 +1,8 @@
 """The model's workers as Redis shows them, and which of them this shard may have.
 
-With several shards each has its share of what is ready, rounded up: a shard takes no more than that, and gives one
-back where another has none. What was of a shard without a lease is free for those who have none at once, for others
-after a while, so that a scheduler that starts again finds its workers.
+With several shards each has its share of the slots that are ready: a shard takes workers until it has that, leaves one
+for each shard that has none, and gives one back where none is left. What was of a shard without a lease is free for
+those who have none at once, for others after a while, so that a scheduler that starts again finds its workers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Registration:
     identity: str
     shard: str = ""
     epoch: int = 0  # of the Run for which the shard took it; 0: not taken
+    slots: int = 1  # sequences that it runs at once
 
 
 class Workers:
@@ -69,7 +70,8 @@ class Workers:
             self._seen[name] = before if before[0] == score else (score, now)
             if record.get("ready") == "1" and record.get("address"):
                 identity, shard, run = record.get("identity", ""), record.get("shard", ""), int(record.get("run", 0))
-                self.ready.append(Registration(name, record["address"], identity, shard, run))
+                slots = int(record.get("slots", 1))
+                self.ready.append(Registration(name, record["address"], identity, shard, run, slots))
         led = {self._shard, *self._shards.led}
         shards = {worker.shard for worker in self.ready if worker.shard and worker.shard not in led}
         self._unled = {shard: self._unled.get(shard, now) for shard in shards}
@@ -80,17 +82,32 @@ class Workers:
             return bool(self._seen) or not self.ready
         return time.monotonic() - self._seen[name][1] >= SILENT_S
 
-    @property
-    def share(self) -> int:
-        """Workers that this shard may have."""
-        return max(1, -(-len(self.ready) // (1 + len(self._shards.live))))
+    def _full(self, held: Collection[str]) -> bool:
+        """Has this shard its share with those `held`? It is never less than one worker."""
+        share = sum(worker.slots for worker in self.ready) / (1 + len(self._shards.live))
+        return bool(held) and sum(worker.slots for worker in self.ready if worker.id in held) >= share
 
-    def surplus(self, held: Collection[str]) -> bool:
-        """Has this shard more than its share, while another that lives has none and none is free?"""
-        mine = [worker for worker in self.ready if worker.id in held]
+    @property
+    def _free(self) -> set[str]:
+        """Those that no shard has that lives."""
         taken = {self._shard, *self._shards.led}
-        free = any(worker.shard not in taken for worker in self.ready)
-        return len(mine) > self.share and bool(self._shards.starving) and not free
+        return {worker.id for worker in self.ready if worker.shard not in taken}
+
+    def surplus(self, running: Mapping[str, int]) -> str:
+        """The worker that this shard gives to one that lives and has none; empty if it does not. It does when none is
+        free and of those that have several it has most; the worker is one with which the two have most alike.
+        running: of each that it has, the sequences there."""
+        if self._free or not self._shards.starving:
+            return ""
+        shards: dict[str, list[int]] = {}
+        for worker in self.ready:
+            shards.setdefault(worker.shard, []).append(worker.slots)
+        several = {name: sum(slots) for name, slots in shards.items() if len(slots) > 1}
+        if max(several, key=lambda name: (several[name], name), default="") != self._shard:
+            return ""
+        mine = [worker for worker in self.ready if worker.id in running]
+        all_of = several[self._shard]
+        return min(mine, key=lambda w: (abs(all_of - 2 * w.slots), running[w.id], w.id)).id if len(mine) > 1 else ""
 
     async def take(
         self, held: Collection[str], after: Mapping[str, float], avoid: Collection[str], before: str
@@ -99,10 +116,12 @@ class Workers:
         that we had `before`. after: identity -> moment (monotonic s) before which it is not dialled again; those whose
         identity is in `avoid` come last."""
         now = time.monotonic()
-        if len(held) >= self.share:
+        if self._full(held):
             return None
-        free = [w for w in self.ready if w.id not in held and after.get(w.identity, 0.0) <= now]
-        for worker in sorted(free, key=lambda w: (w.identity in avoid, w.shard != self._shard)):
+        free = self._free.difference(held)
+        others = free if held and len(free) <= len(self._shards.starving) else set()
+        may = [w for w in self.ready if w.id not in {*held, *others} and after.get(w.identity, 0.0) <= now]
+        for worker in sorted(may, key=lambda w: (w.identity in avoid, w.shard != self._shard, -w.slots)):
             unled_s = now - self._unled.get(worker.shard, now)
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
@@ -114,7 +133,7 @@ class Workers:
 
     def beyond(self, held: Collection[str]) -> list[Registration]:
         """Those that are not `held` and will not be: this shard has its share, or another one that lives has them."""
-        full = len(held) >= self.share
+        full = self._full(held)
         return [w for w in self.ready if w.id not in held and (full or w.shard in self._shards.led)]
 
     async def give_back(self, worker: Registration) -> None:

@@ -149,6 +149,7 @@ def record(engine: Engine, address: str) -> dict[str, str]:
         "dtype": info.dtype,
         "device": info.device,
         "backend": info.backend,
+        "slots": str(info.max_seqs),
         "ready": "1",
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> No
 
 
 class Redis:
-    """Workers' records as Redis has them."""
+    """Workers' records as Redis has them: of each its shard, and its slots behind a slash."""
 
     def __init__(self, **shards: str) -> None:
         self.records = {name.replace("_", "-"): shard for name, shard in shards.items()}
@@ -150,7 +151,8 @@ class Redis:
                 b"ready": b"1",
                 b"address": b"a",
                 b"identity": key.encode(),
-                b"shard": self.records[key].encode(),
+                b"shard": self.records[key].partition("/")[0].encode(),
+                b"slots": self.records[key].partition("/")[2].encode() or b"1",
                 b"run": b"5",
             }
             for key in self.asked
@@ -193,34 +195,85 @@ class Scripts:
     take_worker, give_worker = "take_worker", "give_worker"
 
 
-async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    """What shard `a` takes beside those held; and whether it has one too many then."""
+async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], str]:
+    """What shard `a` takes beside those held; and which it gives away then."""
     workers = Workers(redis, Scripts(), Keys(), "a", Lease(), others, 1000)
     await workers.look()
     names = list(held)
     while (found := await workers.take(names, {}, {}, "")) is not None:
         assert isinstance(found, Registration) and found.epoch == 7
         names.append(found.id)
-    return names[len(held) :], workers.surplus(names)
+    return names[len(held) :], workers.surplus(dict.fromkeys(names, 0))
 
 
 @pytest.mark.parametrize(
-    ("records", "others", "held", "takes", "surplus"),
+    ("records", "others", "held", "takes", "gives"),
     [
-        ({"w0": "", "w1": "", "w2": ""}, Others((), ()), (), ["w0", "w1", "w2"], False),
-        ({"w0": "", "w1": ""}, Others(("b",), ("b",)), (), ["w0"], False),
-        ({"w0": "", "w1": "", "w2": ""}, Others(("b",), ("b",)), (), ["w0", "w1"], False),
-        ({"w0": "a", "w1": "a"}, Others(("b",), ("b",)), ("w0", "w1"), [], True),
-        ({"w0": "a", "w1": "a"}, Others(("b",), ()), ("w0", "w1"), [], False),
-        ({"w0": "a", "w1": "a", "w2": ""}, Others(("b",), ("b",)), ("w0", "w1"), [], False),
-        ({"w0": "gone"}, Others((), ()), (), ["w0"], False),
-        ({"w0": "a", "w1": "gone"}, Others((), ()), ("w0",), [], False),
+        ({"w0": "", "w1": "", "w2": ""}, Others((), ()), (), ["w0", "w1", "w2"], ""),
+        ({"w0": "", "w1": ""}, Others(("b",), ("b",)), (), ["w0"], ""),
+        ({"w0": "", "w1": "", "w2": ""}, Others(("b",), ("b",)), (), ["w0", "w1"], ""),
+        ({"w0": "a", "w1": "a"}, Others(("b",), ("b",)), ("w0", "w1"), [], "w0"),
+        ({"w0": "a", "w1": "a"}, Others(("b",), ()), ("w0", "w1"), [], ""),
+        ({"w0": "a", "w1": "a", "w2": ""}, Others(("b",), ("b",)), ("w0", "w1"), [], ""),
+        ({"w0": "gone"}, Others((), ()), (), ["w0"], ""),
+        ({"w0": "a", "w1": "gone"}, Others((), ()), ("w0",), [], ""),
+        ({"w0": "/8", "w1": "/64", "w2": "/8"}, Others(("b",), ("b",)), (), ["w1"], ""),
+        ({"w0": "a/8", "w1": "/64", "w2": "b/64"}, Others(("b",), ()), ("w0",), ["w1"], ""),
+        ({"w0": "a/8", "w1": "/64"}, Others(("b",), ("b",)), ("w0",), [], ""),
+        ({"w0": "a/8", "w1": "a/64", "w2": "a/48"}, Others(("b",), ("b",)), ("w0", "w1", "w2"), [], "w1"),
+        ({"w0": "b", "w1": "a", "w2": "b", "w3": "a"}, Others(("b", "c"), ("c",)), ("w1", "w3"), [], ""),
+        ({"w0": "b", "w1": "a/2", "w2": "b", "w3": "a"}, Others(("b", "c"), ("c",)), ("w1", "w3"), [], "w1"),
     ],
 )
-async def test_a_shard_takes_its_share_and_gives_one_back_where_another_has_none(
-    records: dict[str, str], others: Others, held: tuple[str, ...], takes: list[str], surplus: bool
+async def test_a_shard_takes_its_share_of_the_slots_and_gives_one_worker_back_where_another_has_none(
+    records: dict[str, str], others: Others, held: tuple[str, ...], takes: list[str], gives: str
 ) -> None:
-    assert await taken(Redis(**records), others, held) == (takes, surplus)
+    assert await taken(Redis(**records), others, held) == (takes, gives)
+
+
+class OneRecord(Lease):
+    """The lease of a shard that takes and gives in records that all see."""
+
+    def __init__(self, redis: Redis, shard: str) -> None:
+        super().__init__()
+        self.records, self.shard = redis.records, shard
+
+    async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
+        owner, _, slots = self.records[keys[0]].partition("/")
+        if owner not in ("", self.shard):
+            return 0
+        self.records[keys[0]] = f"/{slots}" if script == Scripts.give_worker else f"{self.shard}/{slots}"
+        return 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_nothing_moves(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"s{number}" for number in range(rng.randint(1, 4))]
+    redis = Redis(**{f"w{n}": f"/{rng.choice((8, 8, 64))}" for n in range(rng.randint(len(names), 8))})
+    live: dict[str, Workers] = {}
+    held: dict[str, set[str]] = {}
+    moves: list[int] = []
+    for _ in range(60):
+        if len(live) < len(names) and rng.random() < 0.3:
+            name = names[len(live)]
+            live[name] = Workers(redis, Scripts(), Keys(), name, OneRecord(redis, name), Others((), ()), 1000)
+            held[name] = set()
+        moves.append(0)
+        for name in rng.sample(sorted(live), len(live)):
+            workers, mine = live[name], held[name]
+            others = tuple(other for other in live if other != name)
+            workers._shards = Others(others, tuple(other for other in others if not held[other]))
+            await workers.look()
+            while (found := await workers.take(mine, {}, {}, "")) is not None:
+                mine.add(found.id)
+                moves[-1] += 1
+            if given := workers.surplus(dict.fromkeys(mine, 0)):
+                await workers.give_back(next(worker for worker in workers.ready if worker.id == given))
+                mine.remove(given)
+                moves[-1] += 1
+    assert all(held.values()) and set().union(*held.values()) == redis.records.keys()
+    assert len(live) == len(names) and not sum(moves[-10:])
 
 
 @pytest.mark.parametrize(
