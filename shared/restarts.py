@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 class Backoff:
     """Seconds before a restart: first_s, then `factor` times more for each further death in window_s, at most cap_s.
 
-    Death number `loop` in the window is called a crash loop. A process that became ready clears its record.
+    Death number `loop` in the window is called a crash loop. A process that was ready for settled_s clears its record.
     """
 
     first_s: float = 0.2
@@ -17,6 +18,12 @@ class Backoff:
     cap_s: float = 30.0
     window_s: float = 60.0
     loop: int = 5
+    settled_s: float = 0.0
 
     def delay_s(self, deaths: int) -> float:
         return min(self.first_s * self.factor ** max(deaths - 1, 0), self.cap_s)
+
+    def counted(self, deaths: Sequence[float], now: float, ready_s: float | None) -> list[float]:
+        """The record with a death that happened now. ready_s: how long this process had been ready; None: never."""
+        settled = ready_s is not None and ready_s >= self.settled_s
+        return [*(() if settled else (at for at in deaths if now - at < self.window_s)), now]

@@ -108,6 +108,9 @@ class GatewaySettings(CommonSettings):
         le=256,
         description="gateways behind these ports, each a process with an id of its own; above 1 on Linux",
     )
+    process_start_s: float = Field(
+        60.0, gt=0, description="one of several processes that does not serve so long after its start is ended"
+    )
     api_key: SecretStr | None = Field(None, description="key that every client must present")
     api_key_file: Path | None = Field(None, description="file with one key a line")
     require_key: bool = Field(

@@ -15,13 +15,13 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.gateway.folder import own_folder
 from services.gateway.listeners import reserve
 from shared import logs
 from shared.errors import ConfigurationError
@@ -34,10 +34,9 @@ PR_SET_PDEATHSIG = 1
 STOP = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
 HANDLED = (*STOP, *PASSED_ON, signal.SIGCHLD)
-MOST_PATH_BYTES = 90
-"""Of the folder: the address of a unix socket has 108."""
+RESTARTS = Backoff(factor=2.0, cap_s=5.0, settled_s=30.0)
 HUNG_S = 30.0
-"""A process that is silent for so long is ended: the kernel would go on giving it connections."""
+"""A process that serves and is silent for so long is ended: the kernel would go on giving it connections."""
 LAST_WORDS_S = 2.0
 """In which it writes where it hangs, and may still be heard."""
 
@@ -61,14 +60,20 @@ class Member:
     number: int
     pid: int = 0  # 0: none runs
     pipe: int = -1  # reading end of the one that Place names; -1: closed
-    serves: bool = False
-    heard_at: float = 0.0
+    serves_since: float | None = None
+    heard_at: float = 0.0  # or when it was started
     hung_at: float = 0.0  # when it was found silent; 0: it is not
     has_left: bool = False
-    deaths: list[float] = field(
-        default_factory=list
-    )  # of processes that never served, or of one that did and just died
+    deaths: list[float] = field(default_factory=list)  # since the last process that served for long
     start_at: float = 0.0
+
+    @property
+    def serves(self) -> bool:
+        return self.serves_since is not None
+
+    def silent_s(self, now: float) -> float:
+        """0 when none runs."""
+        return now - self.heard_at if self.pid else 0.0
 
 
 def run(settings: GatewaySettings) -> int:
@@ -83,23 +88,18 @@ def run(settings: GatewaySettings) -> int:
     ports = [(settings.host, settings.port, "port"), (settings.ops_host, settings.ops_port, "ops port")]
     if settings.grpc_port:
         ports.append((settings.host, settings.grpc_port, "gRPC port"))
-    with contextlib.ExitStack() as held, tempfile.TemporaryDirectory(prefix="orcinus-") as folder:
-        if len(os.fsencode(folder)) > MOST_PATH_BYTES:
-            raise ConfigurationError(f"{folder} is too long a path for sockets; set TMPDIR to a shorter one")
+    with contextlib.ExitStack() as held, own_folder() as folder:
         sockets = [held.enter_context(contextlib.closing(reserve(*port))) for port in ports]
-        return Processes(settings, sockets, Path(folder)).run()
+        return Processes(settings, sockets, folder).run()
 
 
 class Processes:
     """The parent's loop. It wakes for signals (a child's death is one), a child that serves, a restart that is due."""
 
-    def __init__(
-        self, settings: GatewaySettings, reserved: list[socket.socket], folder: Path, backoff: Backoff | None = None
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, reserved: list[socket.socket], folder: Path) -> None:
         self._settings = settings
         self._reserved = reserved
         self._folder = folder
-        self._backoff = backoff or Backoff()
         self._members = [Member(number) for number in range(settings.processes)]
         self._stopping = False
         self._worst = 0
@@ -150,12 +150,12 @@ class Processes:
             return self._worst
         return None
 
-    def _died(self, member: Member, how: str, now: float) -> None:
-        if member.serves:
-            member.deaths.clear()
-        member.deaths = [at for at in member.deaths if now - at < self._backoff.window_s] + [now]
-        member.serves, member.hung_at = False, 0.0
-        delay_s = self._backoff.delay_s(len(member.deaths))
+    @staticmethod
+    def _died(member: Member, how: str, now: float) -> None:
+        served_s = None if member.serves_since is None else now - member.serves_since
+        member.deaths = RESTARTS.counted(member.deaths, now, served_s)
+        member.serves_since, member.hung_at = None, 0.0
+        delay_s = RESTARTS.delay_s(len(member.deaths))
         member.start_at = now + delay_s
         log.warning("process %d died (%s); restart in %.1f s", member.number, how, delay_s)
 
@@ -163,7 +163,9 @@ class Processes:
     def _hear(member: Member, now: float) -> None:
         """Once there is something to read, if only the end."""
         if os.read(member.pipe, 4096):
-            member.serves, member.heard_at, member.hung_at = True, now, 0.0
+            member.heard_at, member.hung_at = now, 0.0
+            if not member.serves:
+                member.serves_since = now
         else:
             os.close(member.pipe)
             member.pipe = -1
@@ -194,7 +196,7 @@ class Processes:
             pid = os.fork()
             if pid == 0:
                 os._exit(self._be(Place(member.number, len(self._members), self._folder, beats), parent))
-            member.pid, member.pipe = pid, read
+            member.pid, member.pipe, member.heard_at = pid, read, time.monotonic()
         except OSError:
             os.close(read)
             raise
@@ -247,7 +249,7 @@ class Processes:
             else:
                 self._hear(pipes[end], now)
         for member in self._members:
-            if member.pid and member.serves and now - member.heard_at > HUNG_S:
+            if member.silent_s(now) > (HUNG_S if member.serves else self._settings.process_start_s):
                 self._end_hung(member, now)
 
     @staticmethod
@@ -255,7 +257,8 @@ class Processes:
         """Only who is silent behind a first look: a machine that slept wakes the parent before the others."""
         if not member.hung_at:
             member.hung_at = now
-            log.error("process %d has been silent for %.0f s; it is ended", member.number, now - member.heard_at)
+            what = "has been silent for" if member.serves else "does not serve after"
+            log.error("process %d %s %.0f s; it is ended", member.number, what, member.silent_s(now))
             os.kill(member.pid, signal.SIGUSR1)
         elif now - member.hung_at > LAST_WORDS_S:
             os.kill(member.pid, signal.SIGKILL)

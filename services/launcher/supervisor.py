@@ -137,9 +137,7 @@ class Supervisor:
         self._died(service, describe_exit(code), now)
 
     def _died(self, service: Service, how: str, now: float) -> None:
-        if service.was_ready:
-            service.deaths.clear()
-        service.deaths = [at for at in service.deaths if now - at < self._backoff.window_s] + [now]
+        service.deaths = self._backoff.counted(service.deaths, now, 0.0 if service.was_ready else None)
         delay = self._backoff.delay_s(len(service.deaths))
         service.start_at = now + delay
         service.state = "backoff"

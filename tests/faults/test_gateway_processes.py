@@ -297,36 +297,6 @@ def test_sigusr1_shows_the_stacks_of_every_process_and_ends_none(alone: GatewayP
     assert len(psutil.Process(alone.process.pid).children()) == 2
 
 
-IMPATIENT = """
-import sys
-from services.cli import main
-from services.gateway import processes
-
-processes.HUNG_S, processes.LAST_WORDS_S = 3.0, 0.5
-sys.argv = ["orcinus", "gateway"]
-main()
-"""
-
-
-def test_a_process_that_hangs_is_ended_and_started_again(reference: Reference, tmp_path: Path) -> None:
-    gateway = GatewayProcess(tmp_path, reference.path, f"redis://127.0.0.1:{free_port()}/0", processes=2)
-    log = tmp_path / "log"
-    with log.open("ab") as file:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", IMPATIENT], env=gateway.environment, cwd=ROOT, stdout=file, stderr=file
-        )
-    try:
-        until("both serve", lambda: log.read_text().count("serving tiny") == 2, 60)
-        first, second = psutil.Process(parent.pid).children()
-        first.send_signal(signal.SIGSTOP)
-        until("another one serves", lambda: log.read_text().count("serving tiny") == 3, 60)
-        assert "process 0 has been silent" in log.read_text()
-        assert second.is_running() and not first.is_running()
-    finally:
-        parent.send_signal(signal.SIGTERM)
-        assert parent.wait(30) == 0
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_its_parent(reference: Reference, tmp_path: Path, how: int) -> None:
     with over_tls(tmp_path, reference.path) as gateway:
