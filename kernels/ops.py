@@ -103,14 +103,24 @@ class Cache(ABC):
     """A paged KV pool and its host tier. All memory is taken in the constructor."""
 
     shape: CacheShape
+    layout: str
+    """How a block's numbers lie in its bytes: where it and the shape are the same, one cache's blocks are another's."""
 
     @abstractmethod
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         """Copies block g to host block h, pair by pair, all layers; complete when it returns."""
 
     @abstractmethod
-    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
-        """Copies host block h to block g, pair by pair; complete when it returns."""
+    def copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> None:
+        """Copies host block h, of the own tier or of another's (`host_tier`), to block g, pair by pair; complete when
+        it returns."""
+
+    @abstractmethod
+    def host_tier(self, memory: Tensor) -> Tensor:
+        """The host tier of another cache of this layout as `copy_in` takes it, and as long as it is kept alive.
+
+        memory: its bytes, [host blocks * bytes of a block] uint8 from the beginning of a page on; only read.
+        """
 
     def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
         """copy_out that may go on beside what the device is given later; the ns that it took.
@@ -122,10 +132,10 @@ class Cache(ABC):
         self.copy_out(blocks, host_blocks)
         return Done(time.monotonic_ns() - began)
 
-    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[int]:
-        """copy_in, as start_copy_out."""
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> Pending[int]:
+        """copy_in, as start_copy_out; `tier` is to be kept alive until it is complete."""
         began = time.monotonic_ns()
-        self.copy_in(host_blocks, blocks)
+        self.copy_in(host_blocks, blocks, tier)
         return Done(time.monotonic_ns() - began)
 
     @abstractmethod
@@ -228,8 +238,12 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         return shape.block_bytes
 
     @abstractmethod
-    def new_cache(self, shape: CacheShape) -> CacheT:
-        """Takes the memory of a cache, host tier included."""
+    def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CacheT:
+        """Takes the memory of a cache, host tier included.
+
+        host: memory of the host tier that is there already, [host blocks * bytes of a block] uint8 of zeros from the
+        beginning of a page on.
+        """
 
     @abstractmethod
     def prepare(self, batch: Batch, cache: CacheT) -> PreparedT:

@@ -257,7 +257,17 @@ class WorkerSettings(InternalSettings):
         ge=0,
         le=1 << 30,
         description="host tier; unset: as many as KV blocks, in 5 % of free memory (beside a GPU 10 %, at most "
-        "16 GiB), if those may run out; 0: none",
+        "16 GiB), if those may run out or a prefill worker hands them over; 0: none",
+    )
+    worker_role: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="prefill: hands over what it has computed of a prompt; decode: goes on with what others hand over; "
+        "needs kv_share_dir",
+    )
+    kv_share_dir: Path | None = Field(
+        None,
+        description="folder in which the workers of this host keep their host tiers, so that they can copy from each "
+        "other's; on a tmpfs; unset: memory of its own",
     )
     threads: int = Field(0, ge=0, description="compute threads of a rank; 0: every core, shared among the ranks")
     step_timeout_s: float = Field(
@@ -266,6 +276,15 @@ class WorkerSettings(InternalSettings):
     step_log: Path | None = Field(None, description="appends one JSON line a step; for debugging")
     metrics_host: str = Field("127.0.0.1", description="address of the metrics port of scheduler and worker")
     worker_metrics_port: int = Field(0, ge=0, le=65535, description="port of the worker's /metrics; 0: none")
+
+    @model_validator(mode="after")
+    def _role(self) -> WorkerSettings:
+        if self.worker_role != "both" and self.kv_share_dir is None:
+            raise ValueError(
+                f"the worker role {self.worker_role} needs ORCINUS_KV_SHARE_DIR, a folder that the prefill and the "
+                "decode workers of this host share"
+            )
+        return self
 
 
 class RankSettings(BaseSettings):

@@ -101,8 +101,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         code = dtype_code(shape.dtype)
         return self.library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
 
-    def new_cache(self, shape: CacheShape) -> CpuCache:
-        return CpuCache(shape, self.library, self._immediate)
+    def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CpuCache:
+        return CpuCache(shape, self.library, self._immediate, host)
 
     def prepare(self, batch: Batch, cache: CpuCache) -> CpuPrepared:
         columns = [

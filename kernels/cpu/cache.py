@@ -13,10 +13,12 @@ from kernels.ops import Cache, CacheShape, Int32
 
 
 class CpuCache(Cache):
-    """Blocks of bytes, and as many on the host tier; both are ordinary memory here."""
+    """Blocks of bytes, also on the host tier; both are ordinary memory here."""
 
-    def __init__(self, shape: CacheShape, library: Library, runner: Runner) -> None:
-        """Raises ValueError for a block size that the kernels cannot use."""
+    layout = "cpu-1"  # of src/kv.h, the same with every set of instructions; another number when that changes
+
+    def __init__(self, shape: CacheShape, library: Library, runner: Runner, host: Tensor | None = None) -> None:
+        """host: as Ops.new_cache. Raises ValueError for a block size that the kernels cannot use."""
         if shape.block_size % 16:
             raise ValueError(f"block size {shape.block_size}: the cpu kernels need a multiple of 16 (--block-size)")
         self.shape = shape
@@ -26,7 +28,8 @@ class CpuCache(Cache):
         size = library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
         # zero_ touches every page: memory that is missing is missed now, not in the middle of a request.
         self.blocks = large(shape.blocks * size).zero_().view(shape.blocks, size)
-        self.host = torch.empty((shape.host_blocks, size), dtype=torch.uint8).zero_()
+        self.host = (torch.empty(shape.host_blocks * size, dtype=torch.uint8) if host is None else host).view(-1, size)
+        self.host.zero_()
         self.pool = Pool(
             blocks=self.blocks.data_ptr(),
             block_bytes=size,
@@ -41,8 +44,11 @@ class CpuCache(Cache):
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         self._copy(self.blocks, self.host, blocks, host_blocks)
 
-    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
-        self._copy(self.host, self.blocks, host_blocks, blocks)
+    def copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> None:
+        self._copy(self.host if tier is None else tier, self.blocks, host_blocks, blocks)
+
+    def host_tier(self, memory: Tensor) -> Tensor:
+        return memory
 
     def read_block(self, block: int) -> Tensor:
         shape = self.shape

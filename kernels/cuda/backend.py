@@ -66,12 +66,12 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._logits_room: Tensor | None = None  # where the next logits go
         self._exchanges = False  # whether the forward pass has any
 
-    def new_cache(self, shape: CacheShape) -> CudaCache:
+    def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CudaCache:
         dtype_name(shape.dtype)
         if shape.head_dim not in attention_calls.HEAD_DIMS:
             known = ", ".join(map(str, attention_calls.HEAD_DIMS))
             raise ValueError(f"heads of {shape.head_dim} numbers: the cuda kernels have {known} (--kernels reference)")
-        return CudaCache(shape, self.gpu)
+        return CudaCache(shape, self.gpu, host=host)
 
     def prepare(self, batch: Batch, cache: CudaCache) -> CudaPrepared:
         graphs = None if self._graphs is None else self._graphs()

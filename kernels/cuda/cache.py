@@ -26,10 +26,14 @@ class CudaCache(Cache):
     `block_stride` numbers further on, of the pool's dtype, are those of the next block.
     """
 
-    def __init__(self, shape: CacheShape, device: Device, layer_major: bool = False) -> None:
+    layout = "plain"
+
+    def __init__(
+        self, shape: CacheShape, device: Device, layer_major: bool = False, host: Tensor | None = None
+    ) -> None:
         """layer_major: the pool is ordered [layer, K/V, block, ...] instead, for comparison; copies need a kernel then.
 
-        Raises ValueError for a block size that the kernels cannot use.
+        host: as Ops.new_cache. Raises ValueError for a block size that the kernels cannot use.
         """
         slabs = shape.block_size // SLAB
         if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
@@ -39,7 +43,11 @@ class CudaCache(Cache):
         block = (shape.layers, 2, *part)
         pool = (shape.layers, 2, shape.blocks, *part) if layer_major else (shape.blocks, *block)
         self.pool = device.empty(pool, shape.dtype)
-        self.host = device.pinned((shape.host_blocks, *block), shape.dtype)
+        self._block = block
+        if host is None:
+            self.host = device.pinned((shape.host_blocks, *block), shape.dtype)
+        else:
+            self.host = device.registered(host).view(shape.dtype).view(-1, *block)
         self._by_block = self.pool.permute(2, 0, 1, 3, 4, 5) if layer_major else self.pool
         self._part_bytes = shape.block_bytes // (2 * shape.layers)
         self.block_stride = self._by_block.stride(0)
@@ -53,14 +61,17 @@ class CudaCache(Cache):
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         self.start_copy_out(blocks, host_blocks).wait()
 
-    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
-        self.start_copy_in(host_blocks, blocks).wait()
+    def copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> None:
+        self.start_copy_in(host_blocks, blocks, tier).wait()
+
+    def host_tier(self, memory: Tensor) -> Tensor:
+        return self.device.registered(memory, read_only=True).view(self.shape.dtype).view(-1, *self._block)
 
     def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
         return self._start(self.pool, self.host, blocks, host_blocks)
 
-    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[int]:
-        return self._start(self.host, self.pool, host_blocks, blocks)
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> Pending[int]:
+        return self._start(self.host if tier is None else tier, self.pool, host_blocks, blocks)
 
     def read_block(self, block: int) -> Tensor:
         """As `main` sees it after all that it was given."""

@@ -73,6 +73,11 @@ class Device(ABC):
         """Zeros on the host that the device can copy from and to without a detour."""
 
     @abstractmethod
+    def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
+        """Memory of the host that somebody else took, [bytes] uint8 from the beginning of a page on, as `pinned` gives
+        it: the same bytes. read_only: the process may not write there, and the device only copies from it."""
+
+    @abstractmethod
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """Between two events of one stream that are done."""
 

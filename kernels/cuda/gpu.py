@@ -6,6 +6,7 @@ path. Only `Event.wait` waits for the GPU, and letting go of large pinned memory
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import threading
@@ -23,6 +24,7 @@ from kernels.cuda.calls import Call
 from kernels.cuda.device import Device, Event, Stream
 from kernels.cuda.loader import CudaError
 
+log = logging.getLogger("orcinus.kernels")
 cuda: Any = torch.cuda  # part of it has no types
 
 CAPABILITY = (8, 0)
@@ -33,6 +35,7 @@ REGISTERED_BYTES = 1 << 20
 of 40 GiB would take 64."""
 
 _HOST_MAPPED = 2  # cudaHostRegisterMapped of the runtime's API: kernels read and write it under the same address
+_HOST_READ_ONLY = 8  # cudaHostRegisterReadOnly: memory that this process has no right to write
 _entered = threading.local()  # `device`: whose `main` is the thread's current stream
 
 
@@ -135,6 +138,25 @@ class CudaDevice(Device):
             raise CudaError(f"{size / 2**30:.1f} GiB of main memory cannot be pinned ({found}): lower --host-blocks")
         weakref.finalize(memory, self._release, memory.ctypes.data).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
+
+    def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
+        """Where the driver refuses to register memory for reading alone, copies from it make the host wait.
+
+        Raises CudaError when it refuses other memory.
+        """
+        from cupy.cuda import runtime  # which, unlike torch's, leaves no error behind for the next call to find
+
+        pages = memory.numpy()
+        try:
+            runtime.hostRegister(pages.ctypes.data, pages.nbytes, _HOST_MAPPED | _HOST_READ_ONLY * read_only)
+        except runtime.CUDARuntimeError as error:
+            said = f"{pages.nbytes / 2**30:.1f} GiB of memory that is shared cannot be pinned ({error})"
+            if not read_only:
+                raise CudaError(f"{said}: lower --host-blocks, or take a --kv-share-dir on a tmpfs") from error
+            log.warning("%s: copies from it make the worker wait", said)
+            return memory
+        weakref.finalize(pages, self._release, pages.ctypes.data).atexit = False
+        return torch.from_numpy(pages)
 
     def _release(self, address: int) -> None:
         """Of registered memory, which torch does not keep for copies that are under way."""

@@ -160,6 +160,9 @@ class EmulatedDevice(Device):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._pinned.take(shape, dtype).zero_()
 
+    def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
+        return self._pinned.adopt(memory)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether the device can copy it: what `empty` or `pinned` gave, or a part of that."""
         return self._memory.holds(tensor) or self._pinned.holds(tensor)

@@ -53,6 +53,13 @@ class Memory:
         self.peak = max(self.peak, self.used)
         return torch.from_numpy(part).view(torch.uint8)[:size].view(dtype).view(shape)
 
+    def adopt(self, memory: Tensor) -> Tensor:
+        """The same bytes, as if they had been taken here; they stay as they are when it is let go."""
+        part = memory.numpy()
+        weakref.finalize(part, self._starts.discard, part.ctypes.data).atexit = False
+        self._starts.add(part.ctypes.data)
+        return torch.from_numpy(part)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory behind a tensor was taken here."""
         return tensor.untyped_storage().data_ptr() in self._starts

@@ -41,8 +41,8 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def new_cache(self, shape: CacheShape) -> ReferenceCache:
-        return ReferenceCache(shape, self.device)
+    def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> ReferenceCache:
+        return ReferenceCache(shape, self.device, host)
 
     def prepare(self, batch: Batch, cache: ReferenceCache) -> ReferencePrepared:
         heads = np.arange(cache.shape.kv_heads, dtype=np.int64) * cache.shape.block_size

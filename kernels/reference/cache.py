@@ -18,12 +18,16 @@ from kernels.ops import Cache, CacheShape, Int32
 class ReferenceCache(Cache):
     """The pool, and two views of it: `rows` [-1, head_dim] and `tiles` [-1, block_size * head_dim]."""
 
-    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+    layout = "plain"
+
+    def __init__(self, shape: CacheShape, device: torch.device, host: Tensor | None = None) -> None:
+        """host: as Ops.new_cache."""
         self.shape = shape
         block = (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)
         # empty + zero_ touches every page: memory that is missing is missed now, not in the middle of a request.
         self.pool = torch.empty((shape.blocks + 1, *block), dtype=shape.dtype, device=device).zero_()
-        self.host = torch.empty((shape.host_blocks, *block), dtype=shape.dtype).zero_()
+        memory = torch.empty(shape.host_blocks * shape.block_bytes, dtype=torch.uint8) if host is None else host
+        self.host = self.host_tier(memory.zero_())
         self.rows = self.pool.view(-1, shape.head_dim)
         self.tiles = self.pool.view(-1, shape.block_size * shape.head_dim)
         self.tiles_per_block = shape.layers * 2 * shape.kv_heads
@@ -44,8 +48,12 @@ class ReferenceCache(Cache):
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         self.host.index_copy_(0, _index(host_blocks), self.pool.index_select(0, _index(blocks)).cpu())
 
-    def copy_in(self, host_blocks: Int32, blocks: Int32) -> None:
-        found = self.host.index_select(0, _index(host_blocks)).to(self.pool.device)
+    def host_tier(self, memory: Tensor) -> Tensor:
+        return memory.view(self.shape.dtype).view(-1, *self.pool.shape[1:])
+
+    def copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> None:
+        source = self.host if tier is None else tier
+        found = source.index_select(0, _index(host_blocks)).to(self.pool.device)
         self.pool.index_copy_(0, _index(blocks).to(self.pool.device), found)
 
     def read_block(self, block: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ allocator wastes and for recorded steps."""
 HOST_SHARE, PINNED_SHARE = 0.05, 0.1
 """Of the free memory, at most, for a host tier whose size nobody set: on a CPU it only saves computing again, beside a
 GPU it is memory that the pool does not take."""
+
+FOLDER_SHARE = 0.5
+"""Of what is free in --kv-share-dir, at most, for the same: another worker may be about to take the rest."""
 
 PINNED_BYTES = 16 << 30
 """At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""
@@ -129,8 +133,18 @@ def plan_pool(
         settings, block_bytes, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu
     )
     host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
+    if settings.kv_share_dir is not None and settings.host_blocks is None:
+        room = os.statvfs(settings.kv_share_dir)
+        host_blocks = min(
+            host_blocks, int(room.f_bavail * room.f_frsize * FOLDER_SHARE) // mesh.ranks_here // block_bytes
+        )
     mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
     blocks, host_blocks, *least = mesh.least(mine)
+    if settings.worker_role == "prefill" and not host_blocks:
+        raise ConfigurationError(
+            "a prefill worker hands KV over in its host tier, which would be empty: raise --host-blocks, or give "
+            "--kv-share-dir or the machine more memory"
+        )
     return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), Lengths(*least)
 
 
@@ -172,13 +186,15 @@ def plan_host_blocks(
     settings: WorkerSettings, blocks: int, lengths: Lengths, block_bytes: int, free_bytes: int, on_gpu: bool = False
 ) -> int:
     """Blocks of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
-    where every slot's longest sequence fits into the pool, so that nobody is ever swapped out for memory.
+    where every slot's longest sequence fits into the pool, so that nobody is ever swapped out for memory, unless the
+    worker hands over what it has prefilled.
 
     Raises ConfigurationError when what was set is more than pool and machine leave.
     """
     left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:
-        if blocks >= settings.max_seqs * -(-lengths.model // settings.block_size):
+        enough = settings.max_seqs * -(-lengths.model // settings.block_size)
+        if blocks >= enough and settings.worker_role != "prefill":
             return 0
         most = min(int(free_bytes * PINNED_SHARE), PINNED_BYTES) if on_gpu else int(free_bytes * HOST_SHARE)
         return max(0, min(blocks, most // block_bytes, left // block_bytes))

@@ -26,6 +26,7 @@ from services.worker.copies import Copies
 from services.worker.draws import Draws
 from services.worker.flight import GRAMMAR, Flight, Flights, Marks
 from services.worker.grammar import SlotGrammars
+from services.worker.host_tier import HostTier
 from services.worker.mesh import Mesh
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
@@ -34,7 +35,7 @@ from services.worker.models.shard import shard_of
 from services.worker.models.weights import check_matrices
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
-from services.worker.warm_up import WarmUp
+from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.grammars import Grammars
@@ -83,7 +84,8 @@ class Engine:
         self._grammars = SlotGrammars(Grammars(settings.model, config.vocab_size), config.vocab_size)
         self._draws = Draws(self.mesh, self._decoder.shard)
         self._lock = threading.Lock()  # around slots and flights, which both threads change
-        self._warm_s, self._warm_decode_s, self._warm_tokens = 0.0, 0.0, 0  # the largest steps of the warm-up
+        self.speed = Speed()
+        self._tier = HostTier(settings, self.mesh)
         self._step_log: StepLog | None = None
         self._plan_memory()
         with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
@@ -129,7 +131,8 @@ class Engine:
         return max(0, free - taken)
 
     def _take_pool(self, shape: CacheShape) -> None:
-        self._cache: Cache = self._ops.new_cache(shape)
+        host = self._tier.memory(shape.host_blocks * self._ops.block_bytes(shape))
+        self._cache: Cache = self._ops.new_cache(shape, host)
         self._slots = SlotTable(
             self.settings.max_seqs,
             self.lengths.model,
@@ -188,16 +191,9 @@ class Engine:
             vocab_size=self.config.vocab_size,
             stages=self.mesh.pp,
             tensor_ranks=self.mesh.tp,
-            largest_step_ms=max(1, round(self._warm_s * 1000)) if self._warm_tokens else 0,
+            largest_step_ms=self.speed.largest_ms,
+            **self._tier.describe(self._cache, self.model_hash),
         )
-
-    def predicted_s(self, tokens: int) -> float:
-        """Seconds that a step of so many tokens takes by the warm-up's measure; 0 before the warm-up.
-
-        Few tokens with long contexts cost more than their share of the largest step: at least the step in which
-        every slot decodes.
-        """
-        return max(self._warm_s * tokens / max(self._warm_tokens, 1), self._warm_decode_s)
 
     def reset(self) -> None:
         """A new Run: no slot is taken, no KV is known, nothing is copied any more. What stays in the blocks is never
@@ -210,7 +206,7 @@ class Engine:
             self._begin_run()
 
     def _begin_run(self) -> None:
-        self._copies = Copies(self._cache)
+        self._copies = Copies(self._cache, self._tier.peers(self._cache, self.info().block_bytes))
         self._flights = Flights(self._slots)
         self._grammars.clear()
         self._previous: Flight | None = None  # the last that was submitted
@@ -239,10 +235,10 @@ class Engine:
             self._run_alone(step)
 
     def _run_largest(self) -> None:
-        """The largest prefill and the largest decode; what they took is what `predicted_s` goes by."""
-        step, self._warm_tokens = self._warm_steps.prefill()
-        self._warm_s = self._run_alone(step)
-        self._warm_decode_s = self._run_alone(self._warm_steps.decode(self._cache.shape.blocks))
+        """The largest prefill and the largest decode; what they took is what `speed` says."""
+        step, tokens = self._warm_steps.prefill()
+        prefill_s = self._run_alone(step)
+        self.speed = Speed(prefill_s, self._run_alone(self._warm_steps.decode(self._cache.shape.blocks)), tokens)
 
     def _run_alone(self, step: worker_pb2.Step) -> float:
         """Seconds of a step that nothing comes before or after."""
@@ -289,9 +285,11 @@ class Engine:
         with torch.inference_mode():
             if self.mesh.size > 1:
                 self._learn(self._slots.slots_of(step.chunk_slots))
+            readable = self._copies.peers.tell(step.peers) if step.peers else []
             marks = Marks(self._last_end, self._ops.mark())
             with self._lock:
                 flight, batch = self._begin(step, marks, queued_ns)
+            flight.peers = readable
             prepared = None if batch is None else self._ops.prepare(batch, self._cache)
             if self._ops.overlaps:
                 marks.start = self._ops.mark()  # a device that has waited for the host until here was idle
@@ -329,6 +327,7 @@ class Engine:
             timings=flight.timings(self._ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
+            peer_acks=pack(flight.peers),
             errors=flight.all_errors(),
         )
         if self._step_log is not None:

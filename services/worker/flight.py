@@ -67,6 +67,7 @@ class Flight:
     logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [R] as in the sequences' sampling
     has_grammars: bool = False  # whether a sequence that samples is bound by one
     swaps: bool = False
+    peers: list[int] = field(default_factory=list)  # that it told of and whose host tier can be read
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
     learned: bool = False  # whether the slots know the tokens

@@ -205,7 +205,7 @@ class Pipeline:
                 raise ProtocolError(
                     f"step {step.id} of epoch {step.epoch} where {run.last_id + 1} of {run.epoch} was expected"
                 )
-            predicted_s = engine.predicted_s(int(unpack(step.chunk_lengths).sum()))
+            predicted_s = engine.speed.predicted_s(int(unpack(step.chunk_lengths).sum()))
             limit = limit_s(predicted_s, engine.settings.step_timeout_s)
             watched = self._watchdog.begin(f"step {step.id} of epoch {step.epoch}", limit)
             if self._ranks is not None:

@@ -14,9 +14,13 @@ import numpy as np
 from kernels.ops import Batch, Bool, Int32
 from protos import worker_pb2
 from services.worker.copies import Copies
+from services.worker.peers import OWN
 from services.worker.sampling import SamplingTable
 from shared.columns import unpack
 from shared.errors import ProtocolError
+
+ANY = 1 << 32
+"""Limit of a column of any int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +133,13 @@ class SlotTable:
             column = unpack(data)
         except ValueError as error:
             raise ProtocolError(f"{name}: {len(data)} bytes are no int32 column") from error
+        self._within(column, name, limit)
+        return column
+
+    def _within(self, column: Int32, name: str, limit: int) -> None:
         if column.size and column.view(np.uint32).max() >= limit:  # which is also true of what is below zero
             worst = column.min() if column.min() < 0 else column.max()
             raise ProtocolError(f"{name}: {worst} is outside 0..{limit - 1}")
-        return column
 
     def _pair(self, first: Int32, second: Int32, names: str) -> None:
         if len(first) != len(second):
@@ -157,15 +164,21 @@ class SlotTable:
         """Begins the step's copies between the tiers."""
         if not (step.swap_out_gpu or step.swap_out_host or step.swap_in_gpu or step.swap_in_host):
             return
-        if not self.total_host_blocks:
+        if not self.total_host_blocks and not (step.swap_in_peers and not step.swap_out_gpu):
             raise ProtocolError("the step swaps, but this worker has no host blocks (see Describe)")
         out_gpu = self._column(step.swap_out_gpu, "swap_out_gpu", self.total_blocks)
         out_host = self._column(step.swap_out_host, "swap_out_host", self.total_host_blocks)
-        in_host = self._column(step.swap_in_host, "swap_in_host", self.total_host_blocks)
+        in_peers = self._column(step.swap_in_peers, "swap_in_peers", ANY)
+        in_host = self._column(step.swap_in_host, "swap_in_host", ANY if in_peers.size else self.total_host_blocks)
         in_gpu = self._column(step.swap_in_gpu, "swap_in_gpu", self.total_blocks)
         self._pair(out_gpu, out_host, "swap_out_gpu, swap_out_host")
         self._pair(in_host, in_gpu, "swap_in_host, swap_in_gpu")
-        copies.begin(step.id, out_gpu, out_host, in_host, in_gpu)
+        if in_peers.size:
+            self._pair(in_host, in_peers, "swap_in_host, swap_in_peers")
+            for number in np.unique(in_peers).tolist():
+                held = self.total_host_blocks if number == OWN else copies.peers.tier(number).host_blocks
+                self._within(in_host[in_peers == number], f"swap_in_host of peer {number}", held)
+        copies.begin(step.id, out_gpu, out_host, in_host, in_gpu, in_peers)
 
     def _enter(self, enter: worker_pb2.Enter) -> None:
         slot = enter.slot

@@ -15,6 +15,28 @@ from shared.columns import pack
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """What the largest steps took; nothing is known before the warm-up."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0  # of the prefill
+
+    @property
+    def largest_ms(self) -> int:
+        """WorkerInfo.largest_step_ms."""
+        return max(1, round(self.prefill_s * 1000)) if self.tokens else 0
+
+    def predicted_s(self, tokens: int) -> float:
+        """Of a step of so many tokens, by the warm-up's measure; 0 before it.
+
+        Few tokens with long contexts cost more than their share of the largest step: at least the step in which
+        every slot decodes.
+        """
+        return max(self.prefill_s * tokens / max(self.tokens, 1), self.decode_s)
+
+
+@dataclass(frozen=True, slots=True)
 class WarmUp:
     """seqs, step_tokens: of one step at most; longest: tokens of a sequence that still samples."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -51,22 +52,30 @@ class Later(Pending[T]):
             while not self._results:
                 first = self._queue.popleft()
                 first._results.append(first._work())
+                del first._work  # and what it keeps alive
         return self._results[0]
 
 
 class LateCache(ReferenceCache):
     """Copies are made when they are waited for, as a block that is used too early must see."""
 
-    def __init__(self, shape: CacheShape, device: torch.device, seed: int) -> None:
-        super().__init__(shape, device)
+    def __init__(self, shape: CacheShape, device: torch.device, seed: int, host: Tensor | None = None) -> None:
+        super().__init__(shape, device, host)
         self._copies: deque[Later[Any]] = deque()
         self._random = np.random.default_rng(seed)
 
     def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
         return self._later(lambda: self.copy_out(blocks, host_blocks))
 
-    def start_copy_in(self, host_blocks: Int32, blocks: Int32) -> Pending[int]:
-        return self._later(lambda: self.copy_in(host_blocks, blocks))
+    def start_copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> Pending[int]:
+        kept = None if tier is None else weakref.ref(tier)
+
+        def copy() -> None:
+            source = kept and kept()
+            assert kept is None or source is not None, "what is copied from was let go before"
+            self.copy_in(host_blocks, blocks, source)
+
+        return self._later(copy)
 
     def _later(self, copy: Callable[[], None]) -> Later[int]:
         def work() -> int:
@@ -87,8 +96,8 @@ class LateOps(ReferenceOps):
         self._draws: deque[Later[Any]] = deque()
         self._last = np.full(SLOTS, -1, np.int32)  # of each slot
 
-    def new_cache(self, shape: CacheShape) -> ReferenceCache:
-        return LateCache(shape, self.device, self.seed)
+    def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> ReferenceCache:
+        return LateCache(shape, self.device, self.seed, host)
 
     def prepare(self, batch: Batch, cache: ReferenceCache) -> ReferencePrepared:
         with _one_at_a_time:

@@ -307,12 +307,12 @@ def test_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch:
 def test_the_limit_follows_the_measured_step_unless_one_is_set(reference: Reference) -> None:
     engine = make_engine(reference.path, max_step_tokens=200)
     assert engine.info().largest_step_ms == 0
-    assert engine.predicted_s(200) == 0
+    assert engine.speed.predicted_s(200) == 0
     engine.warm_up()
     assert engine.info().largest_step_ms >= 1
-    assert engine.predicted_s(200) > 0
-    assert engine.predicted_s(400_000) == pytest.approx(2000 * engine._warm_s)
-    assert engine.predicted_s(1) == max(engine._warm_decode_s, engine._warm_s / 200)
+    assert engine.speed.predicted_s(200) > 0
+    assert engine.speed.predicted_s(400_000) == pytest.approx(2000 * engine.speed.prefill_s)
+    assert engine.speed.predicted_s(1) == max(engine.speed.decode_s, engine.speed.prefill_s / 200)
     assert watchdog.limit_s(0.0, 0.0) == watchdog.limit_s(6.0, 0.0) == 60
     assert watchdog.limit_s(6.5, 0.0) == 65
     assert watchdog.limit_s(6.5, 2.0) == 2

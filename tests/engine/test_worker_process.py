@@ -176,7 +176,7 @@ def test_warming_up_copies_as_much_as_the_longest_sequence_has(
     seen = []
     for name in ("copy_out", "copy_in"):
         copy = getattr(engine._cache, name)
-        monkeypatch.setattr(engine._cache, name, lambda a, b, copy=copy: (seen.append(len(a)), copy(a, b)))
+        monkeypatch.setattr(engine._cache, name, lambda *a, copy=copy: (seen.append(len(a[0])), copy(*a)))
     engine.warm_up()
     assert seen == copied
 
