@@ -121,6 +121,8 @@ class Drive:
             desk.reports.answered += 1
             self.answered += 1
             self.wake.set()
+            if link.info.host_tier and desk.core.waiting_count:
+                desk.passed_on()  # what was swapped out here may be for another one to load
             took, spent_ns = message.timings, time.monotonic_ns() - begin
             desk.stats.result(
                 took.total_ns, took.idle_ns, plan.prefill_tokens, plan.decode_tokens, self.replica, spent_ns

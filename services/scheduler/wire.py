@@ -22,6 +22,9 @@ def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
         host_blocks=info.host_blocks,
         block_bytes=info.block_bytes,
         stages=max(info.stages, 1),
+        role=info.role,
+        host_tier=info.host_tier,
+        kv_format=info.kv_format,
     )
 
 
@@ -74,6 +77,8 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
         chunk_slots=pack(plan.chunk_slots),
         chunk_starts=pack(plan.chunk_starts),
         chunk_lengths=pack(plan.chunk_lengths),
+        peers=[worker_pb2.Peer(number=p.number, host_tier=p.host_tier, host_blocks=p.host_blocks) for p in plan.peers],
+        swap_in_peers=pack(plan.swap_in_peers),
     )
 
 
@@ -94,4 +99,5 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         error=result.error,
         step_ns=result.timings.total_ns,
         swap_ns=result.timings.swap_ns,
+        peer_acks=unpack(result.peer_acks),
     )

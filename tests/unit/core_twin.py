@@ -8,7 +8,7 @@ outputs must equal `answer()` whatever the policy, chunking, lookahead or preemp
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +20,8 @@ VOCAB = 23
 MASK = (1 << 61) - 1
 MS = 1_000_000
 STEP_NS = 10 * MS
+GARBAGE = -1
+Kv = dict[tuple[int, int], int]  # block, offset -> what stands there
 
 
 def chain(h: int, token: int) -> int:
@@ -61,16 +63,22 @@ class Row:
 class TwinWorker:
     """One in-order engine. Raises AssertionError on a step that a real one could not run."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, tiers: dict[str, Kv]) -> None:
+        """tiers: by name the host tiers of all workers, which is what they share."""
+        self.limits, self.tiers = limits, tiers
         self.shared: set[int] = set()
         self.rows: dict[int, Row] = {}
-        self.kv: dict[tuple[int, int], int] = {}
+        self.kv: Kv = {}
         self.queue: deque[StepPlan] = deque()
         self.last_id = 0
         self.fail_next: set[int] = set()  # positions among the next step's chunks
-        self.host: dict[tuple[int, int], int] = {}
-        self.copies: deque[tuple[int, str, int, int]] = deque()  # last step by which it is done, direction, from, to
+        self.host: Kv = {}
+        if limits.host_tier:
+            tiers[limits.host_tier] = self.host
+        self.mapped: dict[int, Kv] = {}  # of other workers, by number
+        self.unmappable: set[str] = set()  # tiers that cannot be mapped
+        # last step by which it is done, direction, from, to, whose host tier
+        self.copies: deque[tuple[int, str, int, int, Kv]] = deque()
         self.lag = 0  # steps by which copies may lag, as long as there are steps to come
 
     def run(self) -> StepResult:
@@ -80,6 +88,7 @@ class TwinWorker:
         self.last_id = step.id
         for slot in step.free_slots.tolist():
             del self.rows[slot]
+        acks = self._map(step)
         self._order_copies(step)
         for enter in step.enters:
             self._enter(enter)
@@ -111,22 +120,36 @@ class TwinWorker:
         self.fail_next = set()
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
         result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
+        result.peer_acks = np.array(acks, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
         return result
 
+    def _map(self, step: StepPlan) -> list[int]:
+        for peer in step.peers:
+            self.mapped.pop(peer.number, None)
+            if peer.host_tier and peer.host_tier not in self.unmappable:
+                assert peer.host_tier != self.limits.host_tier, "a worker is no peer of itself"
+                self.mapped[peer.number] = self.tiers[peer.host_tier]
+        return [peer.number for peer in step.peers if peer.number in self.mapped]
+
     def _order_copies(self, step: StepPlan) -> None:
-        pairs = [("out", step.swap_out_gpu, step.swap_out_host), ("in", step.swap_in_host, step.swap_in_gpu)]
-        for direction, sources, targets in pairs:
+        peers = step.swap_in_peers.tolist() or [-1] * step.swap_in_host.size
+        pairs = [
+            ("out", step.swap_out_gpu, step.swap_out_host, [-1] * step.swap_out_gpu.size),
+            ("in", step.swap_in_host, step.swap_in_gpu, peers),
+        ]
+        for direction, sources, targets, whose in pairs:
             assert sources.size == targets.size
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                self.copies.append((step.id + self.lag, direction, source, target))
+            for source, target, peer in zip(sources.tolist(), targets.tolist(), whose, strict=True):
+                tier = self.host if peer < 0 else self.mapped[peer]
+                self.copies.append((step.id + self.lag, direction, source, target, tier))
 
     def _copy(self, step_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies happen as late as they may, so that a block that is used too early shows."""
         acks: dict[str, list[int]] = {"out": [], "in": []}
         while self.copies and (self.copies[0][0] <= step_id or not self.queue):
-            _, direction, source, target = self.copies.popleft()
-            here, there = (self.kv, self.host) if direction == "out" else (self.host, self.kv)
+            _, direction, source, target, tier = self.copies.popleft()
+            here, there = (self.kv, tier) if direction == "out" else (tier, self.kv)
             for offset in range(self.limits.block_size):
                 there.pop((target, offset), None)
                 if (source, offset) in here:
@@ -179,19 +202,24 @@ class House:
         self.errors: dict[str, str] = {}
         self.started: list[str] = []
         self.heard: dict[tuple[str, int], int] = {}  # when the last token came; at first the arrival
+        self.tiers: dict[str, Kv] = {}
         self.most = 0
         self.join(limits)
 
     def join(self, limits: Limits) -> int:
+        if limits.host_tier:  # in that folder, with a name that was never there
+            limits = replace(limits, host_tier=f"{limits.host_tier.partition('/')[0]}/{len(self.tiers)}")
         number = self.core.join(limits)
-        self.limits[number], self.workers[number] = limits, TwinWorker(limits)
+        self.limits[number], self.workers[number] = limits, TwinWorker(limits, self.tiers)
         self.workers[number].lag = self.lag
         self.most = max(self.most, limits.max_model_len)
         return number
 
     def lose(self, replica: int = 0) -> None:
         self.core.lose(replica, self.now)
-        del self.workers[replica]
+        tier = self.workers.pop(replica).host
+        for place in tier:  # it may live on with another Run: who still reads there gets anything
+            tier[place] = GARBAGE
 
     def add(self, request: NewRequest) -> None:
         self.requests[request.id] = request

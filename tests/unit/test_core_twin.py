@@ -246,6 +246,7 @@ class CoreTwin(RuleBasedStateMachine):
             stats = self.house.core.stats()
             assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
             assert stats["swapped"] == stats["blocks_draining"] == 0
+            assert stats["host_blocks_free"] == stats["host_blocks_total"]
             assert stats["running"] == stats["queued_tokens"] == 0
 
 

@@ -13,17 +13,17 @@ import numpy as np
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import HIGH, Guard
 from services.scheduler.core.outcome import Collector
+from services.scheduler.core.pick import Picker
 from services.scheduler.core.policy import Entrants, Pace
 from services.scheduler.core.prompts import LOWEST, Prompts
 from services.scheduler.core.queues import LOOKED_AT
 from services.scheduler.core.replica import Refusal, Replica
-from services.scheduler.core.routing import MOST_PASSED
+from services.scheduler.core.roles import reads
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.sharing import MOST_ASIDE, Hit, Sharing
 from services.scheduler.core.table import Int64
 from services.scheduler.core.types import EMPTY, Enter, Int32
 
-LOOK_PAST = 16  # waiting sequences at most that are for other replicas
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = Hit(EMPTY, EMPTY, 0)
 
@@ -65,13 +65,14 @@ class Admission:
         self._shared = shared
         self._guard = guard
         self._prompts = prompts
+        self._picker = Picker(shared)
 
     def make_room(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """Before anything is planned: running sequences yield to an urgent head that was refused."""
         refusal, shared, sharing = replica.refusal, self._shared, replica.sharing
         if refusal is None or shared.closed or not shared.policy.relief.takes:
             return
-        head = shared.placer.head(now_ns)
+        head = self._picker.first(replica, now_ns)
         if head is None or head.number != refusal.number or head.priority > HIGH:
             return
         if not shared.routing.may_enter(replica, head):
@@ -101,7 +102,7 @@ class Admission:
         shared = self._shared
         if not (shared.placer.urgent and shared.policy.relief.takes) or shared.closed:
             return LOWEST
-        head = replica.beneficiary or shared.placer.head(now_ns)
+        head = replica.beneficiary or self._picker.first(replica, now_ns)
         return head.priority if head is not None and head.priority <= HIGH else LOWEST
 
     def admit(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
@@ -134,7 +135,7 @@ class Admission:
             return
         if sharing is not None and shared.policy.order.prefixes and len(placer) <= LOOKED_AT:
             sharing.find([sequence for sequence in placer if not sequence.swapped])
-        head = beneficiary or self._next(replica, draft, now_ns)
+        head = beneficiary or self._picker.next(replica, draft, now_ns)
         if head is None:
             return
         running, waiting = replica.table.count, len(placer)
@@ -163,46 +164,6 @@ class Admission:
                 break
             room -= entered
 
-    def _next(self, replica: Replica, draft: Draft, now_ns: int) -> Sequence | None:
-        """The first of the waiting that is for this replica: his own among the first LOOK_PAST, else one that has
-        waited long enough for another. Those before it stand aside until admit() ends."""
-        placer, routing = self._shared.placer, self._shared.routing
-        head = placer.head(now_ns)
-        if not routing.chooses or head is None:
-            return head
-        if draft.chosen is not None:
-            return draft.chosen
-        changes, until_ns = replica.nobody
-        if changes == placer.changes and now_ns < until_ns:
-            return None
-        on_dock = bool(routing.confined) and routing.dock == replica.number
-        if on_dock and not routing.waiting_on_dock():
-            return None
-        most = len(placer) if on_dock else LOOK_PAST
-        late = next((sequence for sequence in draft.free if sequence.passed >= MOST_PASSED), None)
-        while late is None and head is not None and not routing.own(replica, head, now_ns):
-            if head.unanswered and head.replica == replica.number:
-                return head
-            if len(draft.passed) >= most:
-                head = None
-                break
-            if routing.takes(replica, head, now_ns):
-                draft.free.append(head)
-            placer.pass_over(head)
-            draft.passed.append(head)
-            head = placer.head(now_ns)
-        if late is not None or (head is None and draft.free):
-            head = late or draft.free[0]
-            draft.free.remove(head)
-            draft.passed.remove(head)
-            placer.put_back([head], now_ns)
-        elif head is None:
-            owing = any(sequence.unanswered for sequence in draft.passed)
-            moments = [routing.since(replica, sequence, now_ns) for sequence in draft.passed if not owing]
-            replica.nobody = (placer.changes, min(moments, default=now_ns))
-        draft.chosen = head
-        return head
-
     def _still_refused(self, replica: Replica, head: Sequence) -> bool:
         """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
         refusal = replica.refusal
@@ -227,14 +188,14 @@ class Admission:
         taken: list[Sequence] = []
         spent = 0
         while len(taken) < room and spent < draft.left:
-            sequence = beneficiary or self._next(replica, draft, now_ns)
+            sequence = beneficiary or self._picker.next(replica, draft, now_ns)
             if sequence is None or sequence.unanswered or (sequence.pinned and taken):  # pinned: judged alone
                 break
             placer.pop(sequence)
             draft.chosen = None
             for other in draft.free:
                 other.passed += 1
-            if sequence.swapped and sequence.replica != replica.number:
+            if sequence.swapped and not reads(replica, sequence):
                 shared.routing.evict(sequence)  # to compute it again here is cheaper than to wait there
             taken.append(sequence)
             spent += 0 if sequence.swapped else max(sequence.known - sequence.hits, 1)
@@ -357,7 +318,6 @@ class Admission:
         run = []
         for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence = candidate.sequence
-            sequence.replica = replica.number
             if sequence.lost:
                 shared.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.hits, 0)
                 sequence.lost = 0
@@ -366,6 +326,7 @@ class Admission:
             else:
                 draft.enters.append(_enter(slot, sequence, candidate.hit.gpu, limits.block_size))
                 run.append(slot)
+            sequence.replica = replica.number
             if not sequence.record.started:
                 sequence.record.started = True
                 known.started.append(sequence.record.request.id)
@@ -379,12 +340,15 @@ class Admission:
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
-        """The row gets blocks for its KV on the host and waits until it is there."""
+        """The row gets blocks for its KV on the host, of this replica or a peer, and waits until it is there."""
         table, sequence = replica.table, candidate.sequence
         host = sequence.host if sequence.swapped else candidate.hit.host
         gpu = replica.pool.take(host.size)
         table.append(slot, gpu)
-        replica.transfers.load(slot, host, gpu, shared=not sequence.swapped)
+        if (source := replica.peers.source(sequence)) is not None:
+            replica.transfers.load(slot, host, gpu, False, source.number, source.host)
+        else:
+            replica.transfers.load(slot, host, gpu, shared=not sequence.swapped)
         if sequence.swapped:
             table.planned[slot] = table.filled[slot] = sequence.computed
         else:

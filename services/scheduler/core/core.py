@@ -13,7 +13,7 @@ import numpy as np
 
 from services.scheduler.core.draft import Shared
 from services.scheduler.core.figures import figures, ttft_ns
-from services.scheduler.core.loss import clear, lose
+from services.scheduler.core.loss import check_replicas, clear, lose
 from services.scheduler.core.outcome import Collector, Names
 from services.scheduler.core.passes import Passes
 from services.scheduler.core.placer import CLASSES, Placer
@@ -73,7 +73,7 @@ class Core:
         self._shared = Shared(self.policy, self._placer, max_seqs, lookahead, step_tokens, affinity=affinity)
         self._routing = self._shared.routing
         self._passes = Passes(self._shared)
-        self._results = Results(self, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
+        self._results = Results(self, self._routing, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
         self._pending = Collector()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
@@ -112,7 +112,8 @@ class Core:
         lost = self.replicas[replica]
         self._moved += lost.transfers.swapped_blocks
         self._hit += lost.sharing.hit_tokens if lost.sharing is not None else 0
-        lose(lost, self._records.values(), self._placer, self._pending, now_ns)
+        lost.alive = False
+        lose(lost, self.alive, self._records.values(), self._placer, self._pending, now_ns)
         self._routing.lost(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
@@ -294,7 +295,7 @@ class Core:
 
     def predicted_ttft_ns(self, priority: int = len(CLASSES) - 1) -> int:
         """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
-        return ttft_ns(self._shared, self.alive, priority)
+        return ttft_ns(self._shared, self._routing.for_prompts, priority)
 
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
@@ -311,8 +312,7 @@ class Core:
     def check(self) -> None:
         """Raises RuntimeError when an invariant of PROTOCOL.md, section 3, is broken."""
         self._placer.check()
-        for replica in self.alive:
-            replica.check(self.lookahead)
+        check_replicas(self.alive, self._records.values(), self.lookahead)
         check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._placer))
 
     # -- ends; also called by Results

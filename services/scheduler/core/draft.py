@@ -14,7 +14,7 @@ from services.scheduler.core.replica import Replica
 from services.scheduler.core.routing import Routing
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Bool
-from services.scheduler.core.types import EMPTY, Enter, Int32
+from services.scheduler.core.types import DECODE, EMPTY, Enter, Int32
 
 
 @dataclass(slots=True)
@@ -57,6 +57,9 @@ class Counters:
     iteration: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    handed: int = 0  # sequences that a prefill replica has swapped out for others to decode
+    handed_blocks: int = 0  # theirs
+    not_handed: int = 0  # sequences that went on where they were, as its host tier had no room
 
 
 @dataclass(slots=True)
@@ -102,7 +105,8 @@ class Shared:
     ) -> None:
         """Slot and blocks are given up, arrival and tokens are kept; the KV goes to the host tier or is lost."""
         if how is None:
-            how = self.policy.relief.how(replica, slot)
+            decodes = self.routing.roles and replica.limits.role == DECODE  # what loses its KV goes back to a prefill
+            how = How.SWAP if decodes else self.policy.relief.how(replica, slot)
         swap = how is How.SWAP and replica.can_swap(slot)
         self.counters.preemptions += 1
         draft.preempted += 1

@@ -1,6 +1,7 @@
 """A worker is gone: what its replica held waits again, with the tokens that were applied.
 
-Called by Core.lose. Swapped KV goes with the worker, steps in flight are forgotten.
+Called by Core.lose. Swapped KV goes with the worker, steps in flight are forgotten. What it was loading from the host
+tier of another replica is still there; what another one was loading from its tier may be anything.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from services.scheduler.core.sequence import Record, State
 from services.scheduler.core.types import EMPTY
 
 
-def lose(lost: Replica, records: Iterable[Record], placer: Placer, known: Collector, now_ns: int) -> None:
-    """Empties `lost` into the waiting. records: of all requests."""
-    lost.alive = False
+def lose(
+    lost: Replica, others: Iterable[Replica], records: Iterable[Record], placer: Placer, known: Collector, now_ns: int
+) -> None:
+    """Empties `lost` into the waiting. others: the replicas that are left; records: of all requests."""
     lost.inflight.clear()
     lost.inflight_of.clear()
     for departed in [gone for each in lost.departed.values() for gone in each]:
@@ -26,19 +28,34 @@ def lose(lost: Replica, records: Iterable[Record], placer: Placer, known: Collec
     lost.departed.clear()
     placer.changes += 1  # those who owed a step may enter now
     for slot in np.flatnonzero(lost.table.active).tolist():
-        lost_tokens = int(lost.table.planned[slot])
+        lost_tokens, load = int(lost.table.planned[slot]), lost.transfers.from_peer(slot)
         sequence = lost.leave(slot)
         sequence.unanswered, sequence.lost = 0, lost_tokens
+        if load is not None:
+            load.tier = None  # the sequence has its references again
+            sequence.host, sequence.computed, sequence.replica, sequence.lost = load.host, lost_tokens, load.peer, 0
         known.checkpoint(sequence)
         placer.push(sequence, now_ns)
+    lost.transfers.let_go()
+    for other in others:
+        other.peers.lost(lost)
+        for slot in other.transfers.abandon(lost.number):
+            lost_tokens = int(other.table.planned[slot])
+            sequence = other.leave(slot)
+            sequence.lost = lost_tokens
+            known.checkpoint(sequence)
+            placer.push(sequence, now_ns)
     for sequence in [s for record in records for s in record.sequences]:
         if sequence.swapped and sequence.replica == lost.number:
-            sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
+            sequence.lost = sequence.computed
             if sequence.state is State.WAITING:
-                placer.unswapped()
-    if lost.sharing is not None:
-        for sequence in lost.sharing.ready:
-            placer.back(sequence, now_ns)
+                placer.unswapped(sequence, now_ns)
+            else:
+                sequence.host, sequence.computed = EMPTY, 0
+    aside = lost.handed + (lost.sharing.ready if lost.sharing is not None else [])
+    for sequence in aside:
+        placer.back(sequence, now_ns)
+    lost.handed.clear()
     lost.freed.clear()
 
 
@@ -50,3 +67,12 @@ def clear(replica: Replica, but: Iterable[Record], placer: Placer, known: Collec
         if id(sequence.record) not in stay and replica.set_aside(slot):
             known.checkpoint(sequence)
             placer.push(sequence, now_ns)
+
+
+def check_replicas(alive: list[Replica], records: Iterable[Record], lookahead: int) -> None:
+    """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3, of the replicas that are there."""
+    swapped = [s for record in records for s in record.sequences if s.swapped]
+    for replica in alive:
+        held = [s.host for s in swapped if s.replica == replica.number]
+        held += [blocks for other in alive for blocks in other.transfers.held_of(replica.host)]
+        replica.check(lookahead, np.concatenate([EMPTY, *held]))

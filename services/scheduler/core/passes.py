@@ -13,10 +13,12 @@ from services.scheduler.core.decode import Decoding
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import Guard
 from services.scheduler.core.outcome import Collector
+from services.scheduler.core.peers import told
 from services.scheduler.core.prompts import LOWEST, Prompts
 from services.scheduler.core.replica import InFlight, Last, Replica
+from services.scheduler.core.roles import HandOver
 from services.scheduler.core.table import Bool
-from services.scheduler.core.types import EMPTY, Int32, StepPlan
+from services.scheduler.core.types import EMPTY, PREFILL, Int32, StepPlan
 
 COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted,
 COLD_BLOCKS = 32  # or so many, or a quarter of a small pool
@@ -28,6 +30,7 @@ class Passes:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._guard = Guard(shared)
+        self._hand_over = HandOver(shared)
         self._decoding = Decoding(shared)
         self._prompts = Prompts(shared)
         self._admission = Admission(shared, self._guard, self._prompts)
@@ -47,13 +50,15 @@ class Passes:
                     shared.policy.order.spare(replica.table, shared.most(replica), len(shared.placer))
                     self._admission.make_room(replica, draft, now_ns, known)
                 self._admission.enter_loaded(replica, draft)
+                if replica.limits.role == PREFILL:
+                    self._hand_over.plan(replica, now_ns, known)
                 self._decoding.plan(replica, draft, now_ns, known)
                 urgent = self._admission.urgent(replica, now_ns)
                 self._prompts.prefill(replica, draft, now_ns, 0, urgent)
                 self._admission.admit(replica, draft, now_ns, known)
                 if urgent < LOWEST:
                     self._prompts.prefill(replica, draft, now_ns, urgent + 1, LOWEST)
-                if not draft.empty or draft.enters or replica.transfers.pending:
+                if not draft.empty or draft.enters or replica.transfers.pending or replica.peers.pending:
                     return self._seal(replica, draft, now_ns)
                 if not draft.preempted:  # else: all who were to run have yielded; those who kept memory run now
                     break
@@ -85,10 +90,11 @@ class Passes:
             sampled = slots[samples]
         if replica.sharing is not None and replica.host.total:
             self._save_cold(replica)
-        out_gpu, out_host, in_host, in_gpu = replica.transfers.columns()
+        out_gpu, out_host, in_host, in_gpu, in_peers = replica.transfers.columns()
+        news = replica.peers.take_news()
         step = InFlight(
             replica.next_step, draft.microbatch, replica.table.roster, slots, sampled, decodes, ends,
-            decodes + draft.prefill, draft.context, draft.prefill_context, out_gpu.size + in_host.size,
+            decodes + draft.prefill, draft.context, draft.prefill_context, out_gpu.size + in_host.size, news,
         )  # fmt: skip
         freed, replica.freed = replica.freed, []
         replica.sent(step)
@@ -117,6 +123,8 @@ class Passes:
             microbatch=draft.microbatch,
             decode_tokens=decodes,
             prefill_tokens=draft.prefill,
+            peers=told(news),
+            swap_in_peers=in_peers,
         )
 
     @staticmethod

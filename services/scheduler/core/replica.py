@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.peers import Peers
 from services.scheduler.core.policy import Memory, Tokens
 from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.sharing import Sharing
+from services.scheduler.core.sharing import Prefix, Sharing
 from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.transfers import Transfers
@@ -41,6 +42,7 @@ class InFlight:
     decode_context: int
     prefill_context: float
     moved: int  # blocks that it moves between the tiers
+    peers: dict[int, Replica | None]  # whose host tiers it tells of; None: gone
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Departed:
     sequence: Sequence
     since: int
     until: int  # first step that is not its own
+    prefix: Prefix | None = None  # of one that was handed over before its KV was confirmed
 
 
 @dataclass(slots=True)
@@ -89,6 +92,8 @@ class Replica:
         self.pool = BlockPool(limits.blocks, indexed, self.contents)
         self.host = BlockPool(limits.host_blocks, indexed, self.contents)
         self.transfers = Transfers(self.pool, self.host, self.table)
+        self.peers = Peers()
+        self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
         self.sharing = Sharing(self.pool, self.host, self.table, self.contents, hasher) if hasher else None
         self.model = StepTime()
         self.token_time = TokenTime()
@@ -139,6 +144,27 @@ class Replica:
             self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step))
         return sequence
 
+    def hand_over(self, slot: int) -> Sequence:
+        """As preempt() with swap, so that another replica goes on. What is cached of it stays cached here, and what
+        results confirm later will be."""
+        since, table = int(self.table.since[slot]), self.table
+        held = table.blocks[slot, : table.held[slot]].copy()
+        if self.sharing is not None:
+            self.sharing.leaves(slot, table.sequence[slot])
+        prefix = Prefix(held, int(table.registered[slot]), int(table.content[slot]))
+        sequence = self._leave(slot, keep=True, stay=True)
+        if sequence.unanswered:
+            gone = Departed(sequence, since, self.next_step, prefix if self.sharing is not None else None)
+            self.departed.setdefault(slot, []).append(gone)
+        self.handed.append(sequence)
+        return sequence
+
+    def confirmed(self, slot: int, step: int, end: int) -> None:
+        """A result has confirmed the KV of a row's sequence that was handed over meanwhile, up to `end` tokens."""
+        for gone in self.departed.get(slot, ()):
+            if gone.since <= step < gone.until and gone.prefix is not None and self.sharing is not None:
+                self.sharing.confirmed(gone.sequence, gone.prefix, end)
+
     def set_aside(self, slot: int) -> bool:
         """Preempts by recompute what is not to run for a while; False where KV is just coming back for it."""
         if self.transfers.loads(slot):
@@ -158,9 +184,11 @@ class Replica:
         held = int(self.table.held[slot])
         return 0 < held <= self.host.free + self.host.cached and not self.transfers.loads(slot)
 
-    def _leave(self, slot: int, keep: bool) -> Sequence:
+    def _leave(self, slot: int, keep: bool, stay: bool = False) -> Sequence:
         table = self.table
         sequence: Sequence = table.sequence[slot]
+        if self.transfers.from_peer(slot) is not None:
+            table.filled[slot] = 0  # its peer may be lost before all is here
         self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
         if self.sharing is not None:
             self.sharing.leaves(slot, sequence)
@@ -170,7 +198,8 @@ class Replica:
         copied = self.transfers.leaves(slot)
         blocks = table.leave(slot)
         if keep:
-            sequence.host, sequence.computed = self.transfers.out(blocks), computed
+            sequence.host, sequence.computed = self.transfers.out(blocks, stay), computed
+            sequence.saved = self.transfers.queued_out
         elif copied.size:
             landing = np.isin(blocks, copied)
             self.pool.give(blocks[~landing])
@@ -184,6 +213,8 @@ class Replica:
         for load in self.transfers.acknowledged(out_gpu, in_host):
             if load.shared:  # the same prefix is in both tiers now
                 self.pool.adopt(load.gpu, *self.host.describe(load.host))
+            elif load.peer >= 0 and self.sharing is not None:
+                self.sharing.filled([load.slot], [int(self.table.filled[load.slot])])
 
     def owner(self, slot: int, step: int) -> Sequence | None:
         """The preempted sequence whose slot this was in `step`, if it still is owed the answer."""
@@ -215,13 +246,14 @@ class Replica:
         del self.inflight[step.id]
         self.inflight_of[step.microbatch] -= 1
 
-    def check(self, lookahead: int) -> None:
-        """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3."""
+    def check(self, lookahead: int, host: Int32) -> None:
+        """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3. host: blocks of the host tier that
+        sequences and loads, here and at other replicas, refer to, once for each reference."""
         table = self.table
         table.check(lookahead + 1)
         tables = [table.blocks[s, : table.held[s]] for s in np.flatnonzero(table.active)]
         self.pool.check(np.concatenate([*tables, self.transfers.kept]))
-        self.host.check()
+        self.host.check(host)
         self.transfers.check()
         owed = int(np.maximum(table.promised - table.held, 0)[table.active].sum())
         if owed != self.outstanding or self.outstanding > self.pool.free + self.pool.cached:

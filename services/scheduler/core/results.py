@@ -14,6 +14,8 @@ import numpy.typing as npt
 from services.scheduler.core.outcome import Collector, Columns, Names
 from services.scheduler.core.placer import Placer
 from services.scheduler.core.replica import InFlight, Replica
+from services.scheduler.core.roles import release
+from services.scheduler.core.routing import Routing
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Bool, Rows
 from services.scheduler.core.types import Finish, Int32, Outcome, Records, StepResult
@@ -34,9 +36,12 @@ def none_finish(count: int) -> npt.NDArray[np.uint8]:
 class Results:
     """Applies answers. A result counts for a slot only if its sequence had it when the step was sent."""
 
-    def __init__(self, core: Core, placer: Placer, names: Names, checkpoint_tokens: int, checkpoint_ns: int) -> None:
+    def __init__(
+        self, core: Core, routing: Routing, placer: Placer, names: Names, checkpoint_tokens: int, checkpoint_ns: int
+    ) -> None:
         self.tokens_total = 0
         self._core = core
+        self._routing = routing
         self._placer = placer
         self._names = names
         self._checkpoint_tokens = checkpoint_tokens
@@ -53,6 +58,10 @@ class Results:
         out = self._core.collector()
         replica.answered(step)
         self._learn(replica, step, result)
+        if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
+            self._routing.regroup()
+        if step.ends.size and replica.sharing is not None:
+            self._filled(replica, step, [e[0] for e in result.errors])
         if step.roster == table.roster:
             table.unanswered[table.rows(step.slots)] -= 1
         else:
@@ -68,17 +77,17 @@ class Results:
             for slot in step.slots[~mine].tolist():
                 if slot in replica.departed:
                     replica.settle(slot, step.id)
-        if step.ends.size and replica.sharing is not None:
-            self._filled(replica, step, [e[0] for e in result.errors])
         columns = self._tokens(replica, step, slots, tokens, logprobs, now_ns, out) if slots.size else None
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
+        if replica.handed:
+            release(replica, self._placer, now_ns)
         return out.build(columns)
 
     @staticmethod
     def _learn(replica: Replica, step: InFlight, result: StepResult) -> None:
         """How long the step took, and which copies are complete."""
-        if step.tokens and not step.moved:
+        if step.tokens and not (step.moved and not replica.limits.role):  # with a role nearly every step moves some
             replica.model.observe(step.tokens, step.decode_context, step.prefill_context, result.step_ns)
             replica.token_time.observe(step.tokens, result.step_ns)
         if result.swap_out_acks.size or result.swap_in_acks.size:
@@ -90,7 +99,11 @@ class Results:
         """The KV of the step's prompt chunks is there: others may share its blocks."""
         table = replica.table
         chunks = step.slots[step.decodes :]
-        live = (table.since[chunks] <= step.id) & ~np.isin(chunks, failed)
+        there, fine = table.since[chunks] <= step.id, ~np.isin(chunks, failed)
+        if replica.departed:
+            for i in np.flatnonzero(~there & fine).tolist():
+                replica.confirmed(int(chunks[i]), step.id, int(step.ends[i]))
+        live = there & fine
         slots, ends = chunks[live], step.ends[live]
         table.filled[slots] = ends
         if slots.size and replica.sharing is not None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.scheduler.core.peers import can_read
+from services.scheduler.core.roles import reads, suits
 from services.scheduler.core.sequence import Record, Sequence, State, UInt64
-from services.scheduler.core.types import Finish
+from services.scheduler.core.types import DECODE, PREFILL, Finish
 
 if TYPE_CHECKING:
     from services.scheduler.core.draft import Shared
@@ -57,7 +59,8 @@ class Routing:
         """affinity: what a cached token counts, in tokens computed; 0: by load alone."""
         self._shared = shared
         self._affinity = affinity
-        self._alive: list[Replica] = []
+        self.alive: list[Replica] = []
+        self.roles = False  # has any of several replicas one?
         self._generation = 0  # of the set of replicas: older offers are void
         self._loads: dict[int, Load] = {}
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> for whom it is the best, and tokens to compute
@@ -68,6 +71,11 @@ class Routing:
     def joined(self, replica: Replica, alive: list[Replica]) -> None:
         """`replica` came, and is the dock if one is needed and no other fits more of those confined; these are there
         now."""
+        for other in alive:
+            if other is not replica and can_read(replica.limits, other.limits):
+                replica.peers.joined(other)
+            if other is not replica and can_read(other.limits, replica.limits):
+                other.peers.joined(replica)
         self._changed(alive)
         if self.dock < 0 and self._fits(replica) == max(map(self._fits, alive)) > 0:
             self.dock = replica.number
@@ -79,18 +87,18 @@ class Routing:
     def confine(self, records: Mapping[str, Record]) -> None:
         """See Core.confine."""
         self.confined = records
-        self._changed(self._alive)
+        self._changed(self.alive)
 
     def assign_dock(self) -> Replica | None:
         """The replica that is the dock from now on: of those that fit most the one with least to do. None if none is
         needed, or there is one, or none fits any."""
-        if not self.confined or self.dock >= 0 or not self._alive:
+        if not self.confined or self.dock >= 0 or not self.alive:
             return None
-        chosen = max(self._alive, key=lambda replica: (self._fits(replica), -replica.table.count))
+        chosen = max(self.alive, key=lambda replica: (self._fits(replica), -replica.table.count))
         if not self._fits(chosen):
             return None
         self.dock = chosen.number
-        self._changed(self._alive)
+        self._changed(self.alive)
         return chosen
 
     def _fits(self, replica: Replica) -> int:
@@ -103,12 +111,17 @@ class Routing:
 
     def evict(self, sequence: Sequence) -> None:
         """It gives up its KV in the host tier of the replica where it ran."""
-        for replica in self._alive:
+        for replica in self.alive:
             if replica.number == sequence.replica:
                 replica.evict(sequence)
 
+    def regroup(self) -> None:
+        """A replica can read the host tier of another one from now on."""
+        self._changed(self.alive)
+
     def _changed(self, alive: list[Replica]) -> None:
-        self._alive = alive
+        self.alive = alive
+        self.roles = len(alive) > 1 and any(replica.limits.role for replica in alive)
         if not any(replica.number == self.dock and self._fits(replica) for replica in alive):
             self.dock = -1  # those who are left wait for one that they fit
         self._generation += 1
@@ -116,12 +129,13 @@ class Routing:
         self._starting.clear()
         self._sent = {replica.number: {} for replica in alive}
         self._shared.placer.changes += 1
+        self._shared.placer.split(self.roles)
 
     def examine(self, sequence: Sequence) -> tuple[Finish, str]:
         """RUNNING if it can go on with the replicas that are there (or none is yet), else how it ends, and why."""
         if not sequence.prompt.size:
             return Finish.ERROR, "the prompt is empty: it must have at least one token"
-        reasons = [sequence.misfit(replica.limits) for replica in self._alive]
+        reasons = [sequence.misfit(replica.limits) for replica in self.alive]
         if reasons and all(reasons):
             return Finish.ERROR, reasons[0]
         return sequence.verdict(self._reach(sequence) if reasons else sequence.wanted), ""
@@ -129,19 +143,27 @@ class Routing:
     @property
     def chooses(self) -> bool:
         """Is there anything to decide?"""
-        return len(self._alive) > 1 or bool(self.confined)
+        return len(self.alive) > 1 or bool(self.confined)
 
     def may_enter(self, replica: Replica, sequence: Sequence) -> bool:
-        """Could this replica ever run the waiting `sequence`, and does it owe no step?"""
-        limits = replica.limits
-        if sequence.unanswered or sequence.misfit(limits):
+        """Could this replica ever run the waiting `sequence`, does it owe no step, and can its KV be read if it lies
+        with another?"""
+        if sequence.unanswered or not self.could(replica, sequence):
             return False
+        if sequence.swapped and sequence.replica != replica.number:
+            source = replica.peers.source(sequence)
+            if source is None and replica.available < replica.blocks_for(sequence.known):
+                return False  # nobody gives up his KV to wait for memory elsewhere
+            if source is not None and not source.transfers.saved(sequence):
+                return False
+        return not self.roles or suits(replica, sequence, self.alive, self.could)
+
+    def could(self, replica: Replica, sequence: Sequence) -> bool:
+        """May this replica run `sequence`, whatever its role, and to its end?"""
         if self.confined and (sequence.record.request.id in self.confined) != (replica.number == self.dock):
             return False
         if sequence.swapped and sequence.replica == replica.number:
             return True
-        if sequence.swapped and replica.available < replica.blocks_for(sequence.known):
-            return False  # nobody gives up his KV to wait for memory elsewhere
         return self._holds(replica, sequence)
 
     def _holds(self, replica: Replica, sequence: Sequence) -> bool:
@@ -149,17 +171,30 @@ class Routing:
         limits = replica.limits
         if sequence.misfit(limits):
             return False
-        return len(self._alive) == 1 or sequence.longest(limits) >= self._reach(sequence)
+        return len(self.alive) == 1 or sequence.longest(limits) >= self._reach(sequence)
+
+    def turns(self, replica: Replica) -> tuple[bool, ...]:
+        """In which order it looks at the waiting: those to be computed (False) and, with roles, the swapped (True)."""
+        if not self.roles:
+            return (False,)
+        return (False, True) if replica.limits.role == PREFILL else (True, False)
+
+    @property
+    def for_prompts(self) -> list[Replica]:
+        """Those that compute prompts."""
+        if self.roles and any(replica.limits.role == PREFILL for replica in self.alive):
+            return [replica for replica in self.alive if replica.limits.role != DECODE]
+        return self.alive
 
     def _reach(self, sequence: Sequence) -> int:
         """Tokens that it can come to where it can come furthest."""
-        return max((sequence.longest(r.limits) for r in self._alive if not sequence.misfit(r.limits)), default=0)
+        return max((sequence.longest(r.limits) for r in self.alive if not sequence.misfit(r.limits)), default=0)
 
     def takes(self, replica: Replica, sequence: Sequence, now_ns: int) -> bool:
         """Should this replica take the waiting `sequence` now?"""
         if not self.may_enter(replica, sequence):
             return False
-        if len(self._alive) == 1 or sequence.record.request.id in self.confined:
+        if len(self.alive) == 1 or sequence.record.request.id in self.confined:
             return True
         return now_ns >= self.since(replica, sequence, now_ns)
 
@@ -167,7 +202,7 @@ class Routing:
         """Should it take this one before all that stand behind it? It is its best, or enough have gone before."""
         if not self.takes(replica, sequence, now_ns):
             return False
-        if len(self._alive) == 1 or sequence.passed >= MOST_PASSED or not sequence.offers:
+        if len(self.alive) == 1 or sequence.passed >= MOST_PASSED or not sequence.offers:
             return True
         return sequence.offers.get(replica.number, NEVER) <= min(sequence.offers.values())
 
@@ -189,7 +224,7 @@ class Routing:
         return any(s.state is State.WAITING for record in self.confined.values() for s in record.sequences)
 
     def _decide(self, sequence: Sequence, now_ns: int) -> None:
-        able = [replica for replica in self._alive if self.may_enter(replica, sequence)]
+        able = [replica for replica in self.alive if self.may_enter(replica, sequence)]
         sequence.offered, sequence.offers = self._generation, {}
         if not able:
             sequence.offered = -1  # asked again: it owes a step, or nobody is allowed to run it
@@ -202,7 +237,14 @@ class Routing:
             best = min(range(len(able)), key=costs.__getitem__)
         for replica, cost in zip(able, costs, strict=True):
             sequence.offers[replica.number] = now_ns + int(cost - costs[best])
+        if sequence.swapped and any(self._saving(replica, sequence) for replica in self.alive):
+            sequence.offered = -1  # asked again when others can read its KV, too
         self._send(able[best], sequence, hits[best])
+
+    @staticmethod
+    def _saving(replica: Replica, sequence: Sequence) -> bool:
+        source = replica.peers.source(sequence)
+        return source is not None and not source.transfers.saved(sequence)
 
     def _send(self, replica: Replica, sequence: Sequence, hit: int) -> None:
         """Notes that it is about to run there, for those who are decided before it does."""
@@ -216,7 +258,7 @@ class Routing:
     def _hit(self, replica: Replica, sequence: Sequence) -> int:
         """Tokens that need not be computed there: cached ones, and those that somebody there computes or soon will."""
         size = replica.limits.block_size
-        if sequence.swapped and sequence.replica == replica.number:
+        if reads(replica, sequence):
             return sequence.computed
         if replica.sharing is None or not self._affinity:
             return 0
@@ -238,11 +280,13 @@ class Routing:
         ahead, rest = len(others), max(sequence.known - hit, 1)
         crowd = load.running + ahead
         steps = min(sequence.record.request.max_tokens - sequence.outputs.size, DECODE_STEPS)
+        if self.roles and replica.limits.role == PREFILL and not sequence.swapped:
+            steps = 0  # it is decoded elsewhere
         cost = load.busy_ns + sum(others) * load.token_ns
         cost += max(rest / load.chunk, 1.0) * load.step_ns
         cost += WEIGHT * rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
         cost += steps * load.step_ns * (1 + CROWD * crowd / load.most)
-        if sequence.swapped and sequence.replica == replica.number:
+        if reads(replica, sequence):
             cost += replica.swap_ns_per_block * sequence.host.size
         lacking = crowd + 1 - load.most
         if lacking > 0 or replica.available < replica.blocks_for(rest):
@@ -257,7 +301,7 @@ class Routing:
 
     def _overloaded(self, best: Replica) -> bool:
         """Would one more be over what the guard lets through?"""
-        work = {r.number: (self._load(r).running + len(self._sent_to(r))) * self._load(r).share_ns for r in self._alive}
+        work = {r.number: (self._load(r).running + len(self._sent_to(r))) * self._load(r).share_ns for r in self.alive}
         mean = sum(work.values()) / len(work)
         share_ns = self._load(best).share_ns
         return work[best.number] + share_ns > GUARD * mean + SLACK * share_ns
@@ -291,5 +335,5 @@ class Routing:
 
     def _speed(self, replica: Replica) -> tuple[float, float, float, float]:
         """The coefficients of its model; of one that has answered nothing yet those of another."""
-        known = next((r for r in (replica, *self._alive) if r.model.observed), None)
+        known = next((r for r in (replica, *self.alive) if r.model.observed), None)
         return known.model.coefficients if known is not None else UNSEEN

@@ -52,7 +52,7 @@ class Sequence:
     outputs: Int32 = field(default_factory=lambda: EMPTY)
     state: State = State.WAITING
     finish: Finish = Finish.RUNNING
-    replica: int = -1
+    replica: int = -1  # where it runs, or ran last
     slot: int = -1
     unanswered: int = 0  # steps sent before it left its slot and not answered yet
     preemptions: int = 0
@@ -64,6 +64,7 @@ class Sequence:
     hits: int = 0  # tokens that the prefix cache held when it was last asked
     host: Int32 = field(default_factory=lambda: EMPTY)  # its KV in the host tier of `replica`, while it is swapped out
     computed: int = 0  # tokens whose KV lies there
+    saved: int = 0  # blocks (Transfers.queued_out) that the replica has copied out when all of it is there
     lost: int = 0  # tokens whose KV it gave up when it left its slot
     offers: dict[int, int] = field(default_factory=dict)  # replica -> from when (ns) it may take it, while it waits
     passed: int = 0  # later ones that another replica took before it, while it might have been taken there

@@ -36,6 +36,15 @@ class Hit:
 
 
 @dataclass(slots=True)
+class Prefix:
+    """The KV of a sequence that has left its slot before all of it was confirmed."""
+
+    blocks: Int32  # still referenced by the copy to the host
+    registered: int  # blocks of it
+    content: int  # of the last of them
+
+
+@dataclass(slots=True)
 class Owner:
     """A running sequence that computes a prefix, and those who wait for it: each until a time."""
 
@@ -160,6 +169,23 @@ class Sharing:
         owner = self._owners.pop(slot, None)
         if owner is not None:
             self._disown(owner)
+
+    def confirmed(self, sequence: Sequence, prefix: Prefix, end: int) -> None:
+        """As filled(), for a sequence that has left its slot with `prefix`."""
+        begin, stop = prefix.registered, end // self._size
+        if stop <= begin:
+            return
+        tokens = sequence.tokens()[: stop * self._size]
+        keys, first = self.chain(sequence, tokens)[begin:stop], np.zeros(stop - begin, np.bool_)
+        first[0] = True
+        rows = tokens[begin * self._size :].reshape(-1, self._size)
+        contents = self._pool.register(prefix.blocks[begin:stop], keys, rows, first, np.array([prefix.content]))
+        prefix.registered, prefix.content = stop, int(contents[-1])
+
+    def awaited(self, slot: int) -> bool:
+        """Do others wait for what the sequence of `slot` has computed, and is not confirmed yet?"""
+        owner = self._owners.get(slot)
+        return owner is not None and bool(owner.waiting)
 
     def _register(self, slots: list[int], ends: list[int]) -> None:
         table, size = self._table, self._size

@@ -1,7 +1,8 @@
-"""What moves between the two tiers of one replica: swap-outs and swap-ins on their way, and who waits for them.
+"""What moves between the tiers: swap-outs and swap-ins of one replica on their way, and who waits for them.
 
 Owned by Replica. A block that is copied from or to is in no one's use before the worker has acknowledged the copy
 (PROTOCOL.md, section 3). Copies are acknowledged in the order in which they were sent: the worker has one copy stream.
+What comes from another replica's host tier (peers.py) keeps its references there until then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32
 
@@ -27,6 +29,8 @@ class Load:
     shared: bool  # a cold prefix, which stays on the host; else a swapped sequence's own
     left: int  # blocks not acknowledged yet
     orphan: bool = False  # the sequence has gone; nobody waits for it
+    peer: int = -1  # the replica in whose host tier it lies; -1: this one
+    tier: BlockPool | None = None  # that tier; None: the own, or the peer is lost
 
 
 class Transfers:
@@ -34,12 +38,13 @@ class Transfers:
 
     def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable) -> None:
         self.swapped_blocks = 0  # moved since the start, both ways
+        self.queued_out = self.copied_out = 0  # blocks whose copy to the host was ordered, and is complete
         self._pool = pool
         self._host = host
         self._table = table
         self._kept: Counter[int] = Counter()  # references of copies under way to blocks that others hold as well
         self._out: list[tuple[Int32, Int32]] = []  # GPU, host
-        self._in: list[tuple[Int32, Int32]] = []  # host, GPU
+        self._in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
         self._loads: deque[Load] = deque()
         self._loading: dict[int, Load] = {}  # slot -> its load
         self._arrived: dict[int, None] = {}  # slots whose KV is there and which no step has entered yet, in order
@@ -54,19 +59,22 @@ class Transfers:
         """Does the next step have rows to enter?"""
         return bool(self._arrived)
 
-    def out(self, blocks: Int32) -> Int32:
+    def out(self, blocks: Int32, stay: bool = False) -> Int32:
         """Moves the content of `blocks` to host blocks, which are returned; the caller's references are given up.
 
         One that others refer to as well keeps this reference until the copy is acknowledged: whoever lets go of it last
-        must not free it under the copy.
+        must not free it under the copy. So does every one with `stay`: its prefix can be found meanwhile.
         """
         host = self._host.take(blocks.size)
-        alone = self._pool.refs[blocks] == 1
+        alone = (self._pool.refs[blocks] == 1) & (not stay)
         self._pool.drain(blocks[alone])
         self._kept.update(blocks[~alone].tolist())
-        self._out.append((blocks, host))
-        self.swapped_blocks += blocks.size
+        self._order_out(blocks, host)
         return host
+
+    def saved(self, sequence: Sequence) -> bool:
+        """Is all of its KV in the host tier, so that another process may read it? It was swapped out here."""
+        return self.copied_out >= sequence.saved
 
     def keep(self, blocks: Int32) -> None:
         """Copies cold prefix blocks, which nobody refers to, to the host tier and frees them."""
@@ -76,17 +84,24 @@ class Transfers:
         self._pool.forget(blocks)
         self._pool.drain(blocks)
         self._host.give(host)
+        self._order_out(blocks, host)
+
+    def _order_out(self, blocks: Int32, host: Int32) -> None:
         self._out.append((blocks, host))
         self.swapped_blocks += blocks.size
+        self.queued_out += blocks.size
 
-    def load(self, slot: int, host: Int32, gpu: Int32, shared: bool) -> None:
-        """The row of `slot` holds `gpu` already and waits until they have the content of `host`."""
+    def load(
+        self, slot: int, host: Int32, gpu: Int32, shared: bool, peer: int = -1, tier: BlockPool | None = None
+    ) -> None:
+        """The row of `slot` holds `gpu` already and waits until they have the content of `host`: blocks of this
+        replica, or of the host tier of another one, whose references the load has from now on."""
         if shared:
             self._host.share(host)
-        else:
+        elif tier is None:
             self._host.drain(host)
-        self._in.append((host, gpu))
-        load = Load(slot, int(self._table.since[slot]), host, gpu, shared, host.size)
+        self._in.append((host, gpu, peer))
+        load = Load(slot, int(self._table.since[slot]), host, gpu, shared, host.size, peer=peer, tier=tier)
         self._loads.append(load)
         self._loading[slot] = load
         self.swapped_blocks += host.size
@@ -108,23 +123,53 @@ class Transfers:
         load.orphan = True
         return load.gpu
 
+    def from_peer(self, slot: int) -> Load | None:
+        """What the row of `slot` waits for from the host tier of another replica."""
+        load = self._loading.get(slot)
+        return load if load is not None and load.peer >= 0 else None
+
+    def abandon(self, peer: int) -> list[int]:
+        """That replica is lost: what is being copied from it may be anything. The slots that wait for such loads; they
+        have to be left."""
+        gone = [load for load in self._loads if load.peer == peer and load.tier is not None]
+        for load in gone:
+            load.tier = None
+        return [load.slot for load in gone if not load.orphan]
+
+    def let_go(self) -> None:
+        """This replica is lost: other tiers have back what was being copied from them for nobody."""
+        for load in self._loads:
+            if load.orphan and load.tier is not None:
+                load.tier.give(load.host)
+                load.tier = None
+
+    def held_of(self, tier: BlockPool) -> list[Int32]:
+        """Blocks of that tier, of this replica or another, which loads refer to."""
+        shared = [load.host for load in self._loads if load.shared and tier is self._host]
+        return shared + [load.host for load in self._loads if load.tier is tier]
+
     def take_arrived(self) -> list[int]:
         """The slots that the next step has to enter."""
         slots = list(self._arrived)
         self._arrived.clear()
         return slots
 
-    def columns(self) -> tuple[Int32, Int32, Int32, Int32]:
-        """GPU and host blocks of the swap-outs, host and GPU blocks of the swap-ins, for the step that is sealed."""
+    def columns(self) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """GPU and host blocks of the swap-outs, host and GPU blocks of the swap-ins and their peers (empty: there are
+        none), for the step that is sealed."""
         if not (self._out or self._in):
-            return EMPTY, EMPTY, EMPTY, EMPTY
-        out, in_ = self._out or [(EMPTY, EMPTY)], self._in or [(EMPTY, EMPTY)]
+            return EMPTY, EMPTY, EMPTY, EMPTY, EMPTY
+        out, in_ = self._out or [(EMPTY, EMPTY)], self._in or [(EMPTY, EMPTY, -1)]
         self._out, self._in = [], []
+        peers = EMPTY
+        if any(peer >= 0 for _, _, peer in in_):
+            peers = np.repeat(np.array([peer for _, _, peer in in_], np.int32), [host.size for host, _, _ in in_])
         return (
             np.concatenate([gpu for gpu, _ in out]),
             np.concatenate([host for _, host in out]),
-            np.concatenate([host for host, _ in in_]),
-            np.concatenate([gpu for _, gpu in in_]),
+            np.concatenate([host for host, _, _ in in_]),
+            np.concatenate([gpu for _, gpu, _ in in_]),
+            peers,
         )
 
     def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[Load]:
@@ -137,6 +182,7 @@ class Transfers:
             self._pool.drained(out_gpu[alone])
             self._pool.give(out_gpu[~alone])
             self._kept.subtract(out_gpu[~alone].tolist())
+            self.copied_out += out_gpu.size
         done: list[Load] = []
         at = 0
         while at < in_host.size:
@@ -157,8 +203,10 @@ class Transfers:
     def _complete(self, load: Load, done: list[Load]) -> None:
         if load.shared:
             self._host.give(load.host)
-        else:
+        elif load.peer < 0:
             self._host.drained(load.host)
+        elif load.tier is not None:
+            load.tier.give(load.host)
         if load.orphan:
             self._pool.drained(load.gpu)
             return

@@ -70,6 +70,15 @@ class Enter:
 
 
 @dataclass(slots=True)
+class Peer:
+    """The host tier of another replica, by its number; a number told again names another tier from then on."""
+
+    number: int
+    host_tier: str  # empty: it is gone
+    host_blocks: int
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One iteration for one replica; the wire form is worker.proto's Step, field by field."""
 
@@ -90,6 +99,9 @@ class StepPlan:
     microbatch: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    peers: list[Peer] = field(default_factory=list)  # news of other replicas' host tiers
+    # Of each swap-in the peer whose host block it is, -1: the own tier; empty: all are.
+    swap_in_peers: Int32 = field(default_factory=lambda: EMPTY)
 
 
 @dataclass(slots=True)
@@ -107,6 +119,7 @@ class StepResult:
     error: str = ""
     step_ns: int = 0
     swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
+    peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # of the step's peers those whose host tier can be read
 
 
 @dataclass(slots=True)
@@ -154,3 +167,9 @@ class Limits:
     host_blocks: int = 0
     block_bytes: int = 0  # of one block, all layers; a first guess of what a swap costs
     stages: int = 1  # steps of disjoint sequences that it runs at the same time: pipeline stages
+    role: str = ""  # PREFILL, DECODE; empty: both
+    host_tier: str = ""  # "<folder>/<file>", where replicas with the same folder find its host tier; empty: private
+    kv_format: str = ""  # of a block's bytes: between equal ones blocks can be copied
+
+
+PREFILL, DECODE = "prefill", "decode"

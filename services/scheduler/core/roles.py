@@ -1,0 +1,90 @@
+"""Prefill and decode replicas apart: who takes whom, and the hand-over.
+
+A replica with the role prefill takes what has to be computed and runs it until its first token is sampled; then it
+swaps the sequence out, and one with the role decode, which can read its host tier (peers.py), loads it and goes on.
+No role is ever waited for: where a counterpart is missing a replica does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.core.outcome import Collector
+from services.scheduler.core.placer import Placer
+from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.types import DECODE, PREFILL
+
+if TYPE_CHECKING:
+    from services.scheduler.core.draft import Shared
+    from services.scheduler.core.replica import Replica
+
+Could = Callable[["Replica", Sequence], bool]
+
+
+def reads(replica: Replica, sequence: Sequence) -> bool:
+    """Is the KV of the waiting `sequence` in a host tier that this replica can read, or will it be?"""
+    return sequence.swapped and (sequence.replica == replica.number or replica.peers.source(sequence) is not None)
+
+
+def suits(replica: Replica, sequence: Sequence, alive: Iterable[Replica], could: Could) -> bool:
+    """May this replica take the waiting `sequence` by its role? could: might a replica run it at all?"""
+    role = replica.limits.role
+    if role == PREFILL:
+        return not sequence.swapped or not any(
+            other.limits.role != PREFILL and reads(other, sequence) and could(other, sequence) for other in alive
+        )
+    if role != DECODE or reads(replica, sequence):
+        return True
+    return not any(
+        (other.limits.role == PREFILL or (sequence.swapped and other.number == sequence.replica))
+        and could(other, sequence)
+        for other in alive
+    )
+
+
+class HandOver:
+    """Plans what leaves a prefill replica."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    def plan(self, replica: Replica, now_ns: int, known: Collector) -> None:
+        """Those who have sampled and go on leave for a replica that decodes; its step has their swap-outs. Who finds no
+        room in the host tier, or whose prefix others wait for, decodes here until the next step."""
+        takers = [r for r in self._shared.routing.alive if replica is r.peers.readable.get(replica.number)]
+        takers = [taker for taker in takers if taker.limits.role != PREFILL]
+        if not takers:
+            return
+        table, high, counters = replica.table, replica.table.high, self._shared.counters
+        ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
+        ready &= table.known[:high] - table.planned[:high] == 1
+        slots = np.flatnonzero(ready)
+        for slot in slots[np.argsort(table.arrived[slots], kind="stable")].tolist():
+            sequence: Sequence = table.sequence[slot]
+            if not any(self._shared.routing.could(taker, sequence) for taker in takers):
+                continue
+            if not replica.can_swap(slot):
+                counters.not_handed += int(table.known[slot] == table.entered[slot] + 1)
+                continue
+            if replica.sharing is not None and replica.sharing.awaited(slot):
+                continue
+            counters.handed += 1
+            counters.handed_blocks += int(table.held[slot])
+            replica.hand_over(slot)
+            known.checkpoint(sequence)
+            sequence.state = State.WAITING
+            self._shared.placer.aside(sequence)
+
+
+def release(replica: Replica, placer: Placer, now_ns: int) -> None:
+    """Those handed over whose last token and copies are there stand in the queue."""
+    owing = []
+    for sequence in replica.handed:
+        if sequence.state is State.WAITING and (sequence.unanswered or not replica.transfers.saved(sequence)):
+            owing.append(sequence)
+        else:
+            placer.back(sequence, now_ns)
+    replica.handed = owing
