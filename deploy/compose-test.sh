@@ -165,6 +165,7 @@ quietly build compose --progress plain build
 say "images built"
 # Of the GPU's image what needs no GPU and no gigabytes: the file is read, the kernels are compiled.
 quietly gpu-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.gpu.yaml" config
+quietly roles-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.roles.yaml" config
 quietly gpu-kernels docker build --progress plain --target cuda-kernels --output type=cacheonly -f "$ROOT/deploy/Dockerfile" "$ROOT"
 say "kernels for GPUs compiled"
 if ! compose up -d --wait --wait-timeout 300 >"$WORK/up.log" 2>&1; then

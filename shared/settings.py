@@ -310,8 +310,24 @@ class LauncherSettings(BaseSettings):
 
     run_dir: Path = Field(ROOT / ".run", description="state of a local stack: lock, processes.json, logs, Redis data")
     replicas: int = Field(1, ge=1, description="copies of the model")
+    prefill: int = Field(
+        0, ge=0, description="instead of replicas: copies that compute prompts, and hand over their KV"
+    )
+    decode: int = Field(0, ge=0, description="with prefill: copies that go on from there")
     stop_s: float = Field(10.0, gt=0, description="time that each service gets to stop before it is killed")
     redis_memory_mb: int = Field(0, ge=0, description="bound of a Redis we start; 0: min(1024, 10 % of the memory)")
+
+    def roles(self) -> list[str]:
+        """Of each worker (WorkerSettings.worker_role). Raises ConfigurationError."""
+        if not (self.prefill or self.decode):
+            return ["both"] * self.replicas
+        if "replicas" in self.model_fields_set:
+            raise ConfigurationError(
+                f"REPLICAS={self.replicas} are copies that do both; give it, or PREFILL and DECODE"
+            )
+        if not (self.prefill and self.decode):
+            raise ConfigurationError(f"PREFILL={self.prefill} DECODE={self.decode}: it takes at least one of each")
+        return ["prefill"] * self.prefill + ["decode"] * self.decode
 
 
 class BatchSettings(BaseSettings):

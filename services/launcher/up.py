@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -27,6 +29,7 @@ from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSe
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, which the workers check
 CPU_KV_FRACTION = 0.2  # of free memory: what the workers of one machine take together, as one alone would
 
 
@@ -55,7 +58,8 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             version = redis_server.check_server(url, **access)
             screen.event(f"redis: {version} at {without_password(url)}")
         env = _child_env(values, launcher, gateway, url, access.get("password"))
-        specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, redis_server.client(url, **access))
+        folder = worker.kv_share_dir or share_folder(run_dir.path)
+        specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, redis_server.client(url, **access), folder)
 
         def on_ready() -> None:
             screen.settle()
@@ -68,6 +72,8 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             screen.settle()
             if own_redis is not None:
                 own_redis.remove()
+            if folder != worker.kv_share_dir:
+                shutil.rmtree(folder, ignore_errors=True)  # what a killed worker left in it takes memory
 
 
 def check_ports(gateway: GatewaySettings) -> None:
@@ -148,19 +154,20 @@ def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerS
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()
-    if launcher.replicas > 1:
-        _check_replicas(launcher.replicas, worker)
+    _check_replicas(len(launcher.roles()), worker)
 
 
 def _check_replicas(replicas: int, worker: WorkerSettings) -> None:
     """Raises ConfigurationError for what several workers on one machine cannot share."""
+    if replicas == 1:
+        return
     if not worker.listen.endswith(":0"):
-        raise ConfigurationError(f"REPLICAS={replicas}: {flag('listen')} {worker.listen} is one port; let each choose")
+        raise ConfigurationError(f"{replicas} replicas: {flag('listen')} {worker.listen} is one port; let each choose")
     if worker.advertise:
-        raise ConfigurationError(f"REPLICAS={replicas}: {flag('advertise')} {worker.advertise} is one worker's address")
+        raise ConfigurationError(f"{replicas} replicas: {flag('advertise')} {worker.advertise} is one worker's address")
     ranks = worker.tp * worker.pp
     if on_gpu(worker) and replicas * ranks > (gpus := device_count()):
-        raise ConfigurationError(f"REPLICAS={replicas}: each needs {ranks} GPUs of its own, this machine shows {gpus}")
+        raise ConfigurationError(f"{replicas} replicas: each needs {ranks} GPUs of its own, this machine shows {gpus}")
 
 
 def on_gpu(worker: WorkerSettings) -> bool:
@@ -185,6 +192,20 @@ def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str,
     return env
 
 
+def role_env(role: str, folder: Path) -> dict[str, str]:
+    """What tells a worker its role; folder: the one that they share, unless another is set."""
+    if role == "both":
+        return {}
+    return {env_name("worker_role"): role, env_name("kv_share_dir"): str(folder)}
+
+
+def share_folder(run_dir: Path) -> Path:
+    """For the host tiers of a stack's workers: in memory where the system has a place for that, the same each time."""
+    if not SHARED_MEMORY.is_dir():
+        return run_dir / "kv"
+    return SHARED_MEMORY / f"orcinus-{os.geteuid()}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:12]}"
+
+
 def replica_id(worker_id: str, number: int) -> str:
     """worker-0, worker-1, ...; another name gets a number behind it from the second on."""
     return f"{worker_id.removesuffix('-0')}-{number}" if number else worker_id
@@ -198,6 +219,7 @@ def _specs(
     own_redis: redis_server.LocalRedis | None,
     env: dict[str, str],
     client: Any,
+    folder: Path,
 ) -> list[ServiceSpec]:
     keys = gateway.keys
     after = ("redis",) if own_redis else ()
@@ -211,14 +233,17 @@ def _specs(
         argv = [sys.executable, "-m", "services.cli", role]
         return ServiceSpec(f"{role}-{number}", argv, {**env, **more}, probe, after, stop_s, ROOT)
 
-    def replica(number: int) -> ServiceSpec:
+    roles = launcher.roles()
+
+    def replica(number: int, role: str) -> ServiceSpec:
         probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
-        return service("worker", probe, launcher.stop_s, number, **replica_env(worker, number, launcher.replicas))
+        own = replica_env(worker, number, len(roles)) | role_env(role, folder)
+        return service("worker", probe, launcher.stop_s, number, **own)
 
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
     return [
         *specs,
-        *(replica(number) for number in range(launcher.replicas)),
+        *(replica(number, role) for number, role in enumerate(roles)),
         service("scheduler", SchedulerProbe(client, keys.lease(scheduler.shard)), launcher.stop_s),
         service(
             "gateway",

@@ -74,3 +74,4 @@ class Peers:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return
         self._tiers[peer.number] = Tier(self._cache.host_tier(memory), peer.host_blocks)
+        log.info("the host tier of peer %d is mapped: %d blocks", peer.number, peer.host_blocks)

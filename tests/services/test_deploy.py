@@ -21,6 +21,7 @@ from kernels.cuda import loader
 from tests.services.launcher_support import ROOT, clean_env
 
 OVERLAY = ("-f", "compose.yaml", "-f", "deploy/compose.gpu.yaml")
+ROLES = ("-f", "deploy/compose.roles.yaml")
 
 
 def have_compose() -> bool:
@@ -59,6 +60,29 @@ def test_the_gpu_file_changes_the_worker_alone_and_keeps_it_confined() -> None:
     assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", ["3"], ["gpu"])
     for kept in ("read_only", "cap_drop", "security_opt", "networks", "volumes", "healthcheck", "command"):
         assert worker[kept] == without["worker"][kept], kept
+
+
+@pytest.mark.skipif(not have_compose(), reason="no docker compose; make compose-test reads the files too")
+def test_the_file_of_roles_adds_a_worker_as_confined_as_the_first_and_memory_for_their_user_alone() -> None:
+    without, with_roles = composed("-f", "compose.yaml"), composed("-f", "compose.yaml", *ROLES)
+    first, second = with_roles["worker"], with_roles["worker-decode"]
+    assert set(with_roles) == set(without) | {"worker-decode"}
+    for name in set(without) - {"worker"}:
+        assert with_roles[name] == without[name]
+    for name in first:
+        if name != "environment":
+            assert first[name] == second[name], name
+            assert name == "volumes" or first[name] == without["worker"][name], name
+    own = {name: one["environment"].pop("ORCINUS_WORKER_ROLE") for name, one in (("a", first), ("b", second))}
+    assert own == {"a": "prefill", "b": "decode"}
+    assert first["environment"] == second["environment"]
+    shared = first["environment"]["ORCINUS_KV_SHARE_DIR"]
+    (mount,) = [volume for volume in first["volumes"] if volume["target"] == shared]
+    assert not mount.get("read_only")
+    options = yaml.safe_load((ROOT / "deploy" / "compose.roles.yaml").read_text())["volumes"][mount["source"]]
+    user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
+    assert {f"uid={uid},gid={gid},mode=0700" for uid, gid in user} == {options["driver_opts"]["o"].partition(",")[2]}
+    assert options["driver_opts"]["type"] == "tmpfs"
 
 
 def services() -> dict[str, dict[str, Any]]:

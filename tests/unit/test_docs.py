@@ -178,7 +178,7 @@ def names_that_exist() -> set[str]:
     return {
         "COMPOSE_PROFILES",  # Compose's own
         "CALL_ID",  # a mark of Mistral's models
-        *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml")),
+        *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml") + text("deploy/compose.roles.yaml")),
         *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
         *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
         *re.findall(r"\b([A-Z]+_[A-Z]+)\b", " ".join(OPENINGS.values())),

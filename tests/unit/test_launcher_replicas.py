@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from services.launcher import up
 from shared.errors import ConfigurationError
-from shared.settings import WorkerSettings
+from shared.settings import LauncherSettings, WorkerSettings
 
 
 def test_one_worker_gets_nothing_of_its_own() -> None:
@@ -38,5 +39,36 @@ def test_workers_on_gpus_see_those_that_no_other_sees(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("settings", [{"listen": "127.0.0.1:5000"}, {"advertise": "10.0.0.1:5000"}])
 def test_an_address_that_only_one_can_have_is_refused(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="REPLICAS=2"):
+    with pytest.raises(ConfigurationError, match="2 replicas"):
         up._check_replicas(2, WorkerSettings(**settings))
+
+
+def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LauncherSettings(replicas=2).roles() == ["both", "both"]
+    roles = LauncherSettings(prefill=1, decode=2).roles()
+    assert roles == ["prefill", "decode", "decode"]
+    assert up.role_env("both", tmp_path) == {}
+    assert up.role_env("decode", tmp_path) == {
+        "ORCINUS_WORKER_ROLE": "decode",
+        "ORCINUS_KV_SHARE_DIR": str(tmp_path),
+    }
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    folders = [up.share_folder(Path(path)) for path in ("/a/.run", "/a/.run", "/b/.run")]
+    assert folders[0] == folders[1] != folders[2] and folders[0].parent == tmp_path
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path / "none")
+    assert up.share_folder(Path("/a/.run")) == Path("/a/.run/kv")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prefill": 1}, "PREFILL=1 DECODE=0: it takes at least one of each"),
+        ({"decode": 2}, "PREFILL=0 DECODE=2"),
+        ({"prefill": 1, "decode": 1, "replicas": 2}, "REPLICAS=2 are copies that do both"),
+    ],
+)
+def test_roles_that_make_no_stack_are_refused(given: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        LauncherSettings(**given).roles()
