@@ -11,7 +11,7 @@ import pytest
 
 from services.scheduler.core import routing
 from services.scheduler.core.core import Core
-from services.scheduler.core.routing import MOST_PASSED, NEVER
+from services.scheduler.core.routing import MOST_PASSED, NEVER, TIMED
 from services.scheduler.core.types import Finish, Limits, NewRequest
 from tests.unit.core_twin import House, request
 
@@ -94,6 +94,42 @@ def test_a_request_without_a_prefix_goes_where_less_is_to_do() -> None:
     h.plan(1)
     assert set(busy) == {0, -1}, "some of them are for replica 1"
     assert {where(h, f"busy{number}") for number in range(4)} == {0, 1}
+    run_to_end(h)
+
+
+def timed(h: House, number: int, steps: int, base_ns: float, row_ns: float = 1e4) -> None:
+    """So many decode steps of a replica were timed, that take base_ns and row_ns for each of their 1 to 8 rows."""
+    for step in range(steps):
+        rows = step % 8 + 1
+        h.core.replicas[number].model.observe(rows, 20 * rows, 0.0, int(base_ns + row_ns * rows))
+    h.core.replicas[number].model.fold()
+
+
+def spread(h: House, count: int) -> list[int]:
+    """How many of `count` short requests each replica takes that come at once."""
+    for number in range(count):
+        h.add(request(f"r{number}", 5, 20, seed=number))
+    for number in sorted(h.workers):
+        h.plan(number)
+    return [h.core.replicas[number].table.count for number in sorted(h.workers)]
+
+
+def test_a_replica_whose_first_steps_were_slow_gets_its_part_and_one_that_is_slow_does_not() -> None:
+    for steps, takes in ((3, [2, 2, 2]), (40, [3, 3, 0])):
+        h = house(3)
+        timed(h, 0, 40, 1e6)
+        timed(h, 1, 40, 1e6)
+        timed(h, 2, steps, 5e6)
+        assert spread(h, 6) == takes
+        run_to_end(h)
+
+
+def test_a_request_goes_to_a_slower_replica_where_it_costs_those_who_run_less() -> None:
+    """A step of a tenth more is nothing against rows that each slow down all others."""
+    h = house(2)
+    timed(h, 0, 40, 1e6, row_ns=2e5)
+    timed(h, 1, 40, 1.1e6, row_ns=2e5)
+    assert spread(h, 8) == [4, 4]
     run_to_end(h)
 
 
@@ -300,10 +336,12 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
     (sequence,) = h.core._records["asked"].sequences
     since = [h.core._routing.since(replica, sequence, h.now) for replica in h.core.replicas]
     times = []
+    known = max(h.core.replicas, key=lambda replica: replica.model.observed)
     for replica in h.core.replicas:
-        table, c = replica.table, replica.model.coefficients
+        table, c = replica.table, (replica if replica.model.observed >= TIMED else known).model.coefficients
         rows = [s for s in range(table.slots) if table.active[s]]
-        step = c[0] + c[1] * len(rows) + c[2] * sum(int(table.planned[s]) for s in rows)
+        context = sum(int(table.planned[s]) for s in rows)
+        step = c[0] + c[1] * len(rows) + c[2] * context
         chunk = 64 - len(rows)
         token = c[1] + step / chunk
         owed = sum(int(table.known[s] - table.planned[s]) for s in rows if table.known[s] - table.planned[s] > 1)
@@ -312,7 +350,7 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
         hit = 4 * len(list(itertools.takewhile(index.__contains__, keys)))
         rest = 45 - min(hit, 44)
         time = owed * token + max(rest / chunk, 1) * step + 3 * rest * (token + c[3] * (45 - rest + rest / 2))
-        times.append(time + 8 * step * (1 + len(rows) / 8 / 8))
+        times.append(time + 8 * step * (1 + len(rows) / 8 / 8) + 8 * (len(rows) * c[1] + c[2] * context))
     if any(replica.table.count == 8 for replica in h.core.replicas):
         return
     best = min(range(3), key=times.__getitem__)

@@ -28,6 +28,7 @@ NEVER = 1 << 62  # ns
 CROWD = 0.125  # by how much a full replica counts as slower than its step times say: else the first would fill first
 WEIGHT = 3  # what a token to compute counts: others wait for it, too
 DECODE_STEPS = 64  # of a sequence's decode that are predicted; when it ends by itself nobody knows
+TIMED = 8  # steps of a replica, from which its speed is taken to be its own
 GUARD = 1.3  # prefixes count only for a replica with at most so many times the mean work of all,
 SLACK = 4  # and so many sequences, which are always let through
 UNSEEN = (1e6, 5e4, 0.0, 0.0)  # ns, ns a token, ...: a replica's speed while no step of any was timed
@@ -49,6 +50,7 @@ class Load:
     token_ns: float  # a token of a prompt in such steps
     pair_ns: float  # a (query, key) pair of a prompt
     slot_ns: float  # between two ends of those that run
+    row_ns: float  # what one more sequence adds to a decode step
     share_ns: float  # one sequence's part of a full batch's step: the replica's speed
 
 
@@ -274,7 +276,7 @@ class Routing:
         return min(int(blocks * size * self._affinity), sequence.known - 1)
 
     def _cost(self, replica: Replica, sequence: Sequence, hit: int) -> float:
-        """ns until the request would be done there, or DECODE_STEPS of its output."""
+        """ns until the request would be done there, or DECODE_STEPS of its output; and what it costs the others."""
         load, sent = self._load(replica), self._sent_to(replica)
         others = [tokens for other, tokens in sent.items() if other is not sequence]
         ahead, rest = len(others), max(sequence.known - hit, 1)
@@ -286,6 +288,7 @@ class Routing:
         cost += max(rest / load.chunk, 1.0) * load.step_ns
         cost += WEIGHT * rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
         cost += steps * load.step_ns * (1 + CROWD * crowd / load.most)
+        cost += steps * crowd * load.row_ns  # what those who run there lose
         if reads(replica, sequence):
             cost += replica.swap_ns_per_block * sequence.host.size
         lacking = crowd + 1 - load.most
@@ -328,12 +331,14 @@ class Routing:
         left = float(np.maximum(table.limit[:high] - known, 0).sum()) / max(running, 1)  # steps, of one on average
         load = Load(
             made_of, running, most, flying + prompts * token_ns, step_ns, chunk, token_ns, per_pair,
-            step_ns * left / max(running, 1), per_token + base / most,
+            step_ns * left / max(running, 1), per_token + per_context * context / max(running, 1),
+            per_token + base / most,
         )  # fmt: skip
         self._loads[replica.number] = load
         return load
 
     def _speed(self, replica: Replica) -> tuple[float, float, float, float]:
-        """The coefficients of its model; of one that has answered nothing yet those of another."""
-        known = next((r for r in (replica, *self.alive) if r.model.observed), None)
-        return known.model.coefficients if known is not None else UNSEEN
+        """The coefficients of its model; until TIMED of its steps were timed those of the one with most: the first
+        steps tell little, and who seems slow by them would not be asked again."""
+        known = replica if replica.model.observed >= TIMED else max(self.alive, key=lambda r: r.model.observed)
+        return known.model.coefficients if known.model.observed else UNSEEN
