@@ -1,18 +1,28 @@
-"""How generated tests look for examples: the same ones in each run, so that what was green stays green until the code
-changes; `make explore` (`--hypothesis-profile explore`) looks for new ones.
+"""How generated tests look for examples: the same ones in each run, so that what was green stays green until the test
+or what it tests changes; `make explore` (`--hypothesis-profile explore`) looks for new ones.
 
 A failure then prints a `@reproduce_failure` line with which it is repeated. The number of examples is bounded in each
-test; a slow machine is no failure, so there is no deadline.
+test; a slow machine is no failure, so there is no deadline, neither for a test nor for the making of examples.
 """
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
-settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
-settings.register_profile("repeat", derandomize=True, deadline=None)
+SLOW = [HealthCheck.too_slow]
+settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True, suppress_health_check=SLOW)
+settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=SLOW)
 settings.load_profile("repeat")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """After hypothesis has taken its options. It mixes numbers and texts of all modules that are imported into its
+    examples, so a constant anywhere, or one test file more in the run, would change those of every test."""
+    if settings.default is not None and settings.default.derandomize:
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

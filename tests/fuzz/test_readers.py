@@ -107,7 +107,7 @@ def inference_requests(draw: st.DrawFn) -> bytes:
         request.parameters[name].double_param = draw(st.floats())
         if draw(st.booleans()):
             request.parameters[name].int64_param = draw(st.integers(-(2**63), 2**63 - 1))
-    made = bytearray(request.SerializeToString())
+    made = bytearray(request.SerializeToString(deterministic=True))
     for _ in range(draw(st.integers(0, 2))):
         made[draw(st.integers(0, len(made)))] = draw(st.integers(0, 255)) if made else 0
     return bytes(made)
