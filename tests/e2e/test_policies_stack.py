@@ -103,7 +103,7 @@ def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Lo
             answer = switch(name, common(stack), LauncherSettings(), 60)
             assert answer.changed, answer.text
             check(answers, load)
-            until("the stats tell", lambda name=name: stack.stats()["policy"] == name, 10)
+            until("the stats tell", lambda name=name: stack.stats()["policy"] == name)
     events = policy_events(stack)
     assert [(event["kind"], event["policy"]) for event in events] == [("policy_changed", name) for name in PRESETS]
     after = stack.settled()
@@ -118,7 +118,7 @@ def test_an_unknown_policy_is_refused_with_the_names_that_exist(stack: Stack) ->
     before = stack.stats()["policy"]
     control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name="best"))
     stack.redis.client.xadd(stack.keys.control("shard-0"), {"c": control.SerializeToString()})
-    refused = until("the answer", lambda: [e for e in policy_events(stack) if e["policy"] == "best"], 10)
+    refused = until("the answer", lambda: [e for e in policy_events(stack) if e["policy"] == "best"])
     assert refused[0]["kind"] == "policy_refused"
     assert all(name in refused[0]["text"] for name in PRESETS)
     assert stack.stats()["policy"] == before
@@ -150,11 +150,11 @@ def test_a_switch_asked_for_again_before_it_took_over_answers_both(stack: Stack)
         for name in ("orca", "nothing", "tgi"):
             control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name=name))
             stack.redis.client.xadd(stack.keys.control("shard-0"), {"c": control.SerializeToString()})
-        events = until("three answers", lambda: found if len(found := policy_events(stack)[seen:]) >= 3 else None, 20)
+        events = until("three answers", lambda: found if len(found := policy_events(stack)[seen:]) >= 3 else None)
         assert running.result().status_code == 200
     assert {event["policy"] for event in events} == {"orca", "nothing", "tgi"}
     assert {event["policy"]: event["kind"] for event in events}["nothing"] == "policy_refused"
-    until("the last one rules", lambda: stack.stats()["policy"] == "tgi", 10)
+    until("the last one rules", lambda: stack.stats()["policy"] == "tgi")
 
 
 def test_a_first_token_that_cannot_come_in_time_is_refused_while_others_wait(stack: Stack, load: Load) -> None:
@@ -167,7 +167,7 @@ def test_a_first_token_that_cannot_come_in_time_is_refused_while_others_wait(sta
 
     with ThreadPoolExecutor(8) as clients:
         crowds = [clients.submit(stack.post, "/v1/completions", crowd) for _ in range(8)]
-        refused = until("the forecast reaches the gateway", refusal, 20)
+        refused = until("the forecast reaches the gateway", refusal)
         assert all(each.result().status_code in (200, 429) for each in crowds)
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("slo_unreachable", "ttft_slo_ms")
@@ -177,7 +177,7 @@ def test_a_first_token_that_cannot_come_in_time_is_refused_while_others_wait(sta
     def served() -> bool:
         return stack.post("/v1/completions", {**probe, "deadline_ms": 60_000}).status_code == 200
 
-    until("the gateway has seen that nobody waits", served, 10)
+    until("the gateway has seen that nobody waits", served)
 
 
 def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: Stack, load: Load) -> None:
@@ -193,7 +193,7 @@ def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: 
     with ThreadPoolExecutor(8) as clients:
         patient = {**crowd, "priority": "low"}
         crowds = [clients.submit(stack.post, "/v1/completions", patient) for _ in range(8)]
-        message = until("the forecast reaches the gateway", refusal, 20)
+        message = until("the forecast reaches the gateway", refusal)
         urgent = stack.post("/v1/completions", {**probe, "priority": "realtime"})
         waited = int(stack.stats()["waiting_low"])
         assert all(each.result().status_code in (200, 429) for each in crowds)
@@ -211,7 +211,7 @@ def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, loa
         stack.settings["policy"] = PARTS
         stack.start("scheduler")
         check(answers, load)
-        until("the stats tell", lambda: stack.stats()["policy"] == PARTS, 20)
+        until("the stats tell", lambda: stack.stats()["policy"] == PARTS)
 
 
 def test_a_worker_that_dies_with_kv_in_its_host_tier_loses_no_token(stack: Stack, load: Load) -> None:

@@ -87,4 +87,4 @@ def test_32_concurrent_requests_get_the_references_tokens(
         assert after["blocks"] == after["total"]
         assert after["pending"] == [0, 0, 0, 0]
         if pool == SMALL:
-            until("the pool was too small for all", lambda: int(stack.stats()["preemptions"]) > 0, 10)
+            until("the pool was too small for all", lambda: int(stack.stats()["preemptions"]) > 0)

@@ -235,7 +235,7 @@ def test_a_run_whose_client_is_gone_ends_and_the_next_begins(
                 wire.cut()
             else:
                 call.cancel()
-            until("the run ends", run.ended.is_set, 10)
+            until("the run ends", run.ended.is_set)
             until(
                 "its reader ends",
                 lambda: sum(thread.name == "run-reader" for thread in threading.enumerate()) == readers,
@@ -261,7 +261,7 @@ def test_only_one_step_that_is_too_long_counts_and_not_many_in_a_row(monkeypatch
         dog.end(step)
     assert not said
     dog.begin("the long one", 0.5)
-    until("it is seen", lambda: said, 10)
+    until("it is seen", lambda: said)
     assert said[0].startswith("the long one has run for")
     dog.stop()
 
@@ -280,7 +280,7 @@ def test_a_step_that_was_submitted_early_has_its_time_from_the_end_of_the_one_be
         dog.end(steps.pop(0))
     assert not said
     dog.begin("step 10", 60.0)
-    until("it is seen", lambda: said, 10)
+    until("it is seen", lambda: said)
     assert said[0].startswith("step 9 has run for")
     dog.stop()
 

@@ -304,6 +304,6 @@ def test_no_process_outlives_its_parent(reference: Reference, tmp_path: Path, ho
         children = psutil.Process(gateway.process.pid).children(recursive=True)
         assert len(children) >= 2
         assert gateway.stop(how) == (-how if how == signal.SIGKILL else 0)
-        until("all have ended", lambda: not [each for each in children if each.is_running()], 10)
+        until("all have ended", lambda: not [each for each in children if each.is_running()])
         with reserve("127.0.0.1", gateway.port, "port"):
             pass

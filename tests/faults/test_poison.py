@@ -148,6 +148,6 @@ def test_a_poison_that_comes_during_the_trial_of_another_costs_no_innocent(clien
     held = clients.claimed()
     clients.bad()
     clients.good(range(2, REQUESTS))
-    until("the newcomers are claimed", lambda: clients.claimed() > held + 1, 3)
+    until("the newcomers are claimed", lambda: clients.claimed() > held + 1)
     PoisonedEngine.open.set()
     clients.check()

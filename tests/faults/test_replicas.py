@@ -56,13 +56,13 @@ def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference:
     """Six streams on workers of four slots need both; those of the killed one go on at the others."""
     with load(stack, reference, LONG) as under_way:
         for name in ("worker-0", "worker-1"):  # six streams do not fit one
-            until(f"{name} steps", lambda name=name: answered(stack, name) > 0, 10)
+            until(f"{name} steps", lambda name=name: answered(stack, name) > 0)
         stack.kill("worker")
         stack.start("worker", "worker-2", worker_id="worker-2")
         under_way.check(LONG)
     has_workers(stack, 2)
     with load(stack, reference, LONG) as under_way:
-        until("the third worker steps", lambda: answered(stack, "worker-2") > 0, 10)
+        until("the third worker steps", lambda: answered(stack, "worker-2") > 0)
         under_way.check(LONG)
     assert_nothing_is_left(stack)
     assert stack.stats()["failed"] == "0"
