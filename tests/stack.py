@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -105,13 +105,13 @@ class Stack:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
 
-    def start(self, service: str, name: str = "", **settings: Any) -> None:
+    def start(self, service: str, name: str = "", by: Sequence[str] = (), **settings: Any) -> None:
         """Starts (again) worker, scheduler or gateway; a second one beside the first has a name of its own, and perhaps
-        settings."""
+        settings. `by`: a program, with arguments, that starts it in turn."""
         name = name or service
         with (self.directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", service],
+                [*by, sys.executable, "-m", "services.cli", service],
                 stdout=log,
                 stderr=log,
                 env=self.environment(**settings),

@@ -187,8 +187,11 @@ class Fleet:
         try:
             await drive.run(self._patience.get(worker.id, 1) * limit_s)
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
-            log.warning("worker %s is lost: %s", worker.id, brief(error))
             left = drive.link.leaving or drive.leaves
+            if left:
+                log.info("worker %s has left: %s", worker.id, brief(error))
+            else:
+                log.warning("worker %s is lost: %s", worker.id, brief(error))
             self._desk.reports.event("worker_left" if left else "worker_lost", brief(error), worker=worker.id)
             reason = error
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,9 @@ from services.worker.rank_start import MEET_S, Place, joined
 from services.worker.ranks import Ranks
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
+from services.worker.stopping import Stopping
 from shared.channels import channel_credentials, server_credentials
+from shared.errors import MeshError
 from shared.logs import setup
 from shared.metrics import serve as serve_metrics
 from shared.settings import WorkerSettings
@@ -28,30 +29,31 @@ from shared.settings import WorkerSettings
 log = logging.getLogger("orcinus.worker")
 
 PROGRESS_S = 2.0  # a line of loading progress at most this often
+LEADER_S = 1.0  # a rank that loads and is told to end lets rank 0 be gone first: it would miss this one
 
 
 def run(settings: WorkerSettings) -> int:
-    """Serves until SIGTERM, SIGINT or `orcinus drain`, then drains and returns 0; a second signal hurries.
+    """Serves until SIGTERM, SIGINT or `orcinus drain`, then drains and returns 0; a second signal hurries. While it
+    loads, the first ends the process. 1 where another rank is lost while the ranks load.
 
     Raises ConfigurationError for what the operator has to change.
     """
     setup("worker", settings.log_level, settings.log_json)
+    stopping = Stopping()
     with joined(settings) as place:
         if place is None:
-            return lead(settings, None)
+            return lead(settings, None, stopping)
         logging.getLogger().handlers[0].addFilter(_of_rank(place.rank))
-        return follow(settings, place) if place.rank else lead(settings, place)
+        try:
+            return (follow if place.rank else lead)(settings, place, stopping)
+        except MeshError as error:
+            log.critical("the replica ends itself: %s", error)
+            return 1
 
 
-def lead(settings: WorkerSettings, place: Place | None) -> int:
+def lead(settings: WorkerSettings, place: Place | None, stopping: Stopping) -> int:
     """The whole replica, or with a place its rank 0."""
     stop, hurry = threading.Event(), threading.Event()
-
-    def told(*_: object) -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
     server = WorkerServer(settings.listen, server_credentials(settings))
     registration: Registration | None = None
     ranks: Ranks | None = None
@@ -64,16 +66,16 @@ def lead(settings: WorkerSettings, place: Place | None) -> int:
         if place is not None:
             ranks = Ranks(place.addresses(), channel_credentials(settings), metrics.rank_busy)
             ranks.connect(engine.info(), MEET_S)
-        if not stop.is_set():
-            server.serve(engine, metrics.step, ranks)
-            address = settings.advertise or server.address
-            log.info("ready: %s listens on %s", settings.worker_id, address)
-            registration = Registration(settings, record(engine, address), lambda: server.last_step_id, stop.set)
-            registration.start()
-            stop.wait()
-            log.info("draining: the steps under way are answered, then the scheduler goes elsewhere")
-            registration.leave()
-            server.drain(hurry.is_set)
+        stopping.serving(lambda: (hurry if stop.is_set() else stop).set())
+        server.serve(engine, metrics.step, ranks)
+        address = settings.advertise or server.address
+        log.info("ready: %s listens on %s", settings.worker_id, address)
+        registration = Registration(settings, record(engine, address), lambda: server.last_step_id, stop.set)
+        registration.start()
+        stop.wait()
+        log.info("draining: the steps under way are answered, then the scheduler goes elsewhere")
+        registration.leave()
+        server.drain(hurry.is_set)
         log.info("stopping")
     finally:
         if registration:
@@ -84,14 +86,14 @@ def lead(settings: WorkerSettings, place: Place | None) -> int:
     return 0
 
 
-def follow(settings: WorkerSettings, place: Place) -> int:
+def follow(settings: WorkerSettings, place: Place, stopping: Stopping) -> int:
     """Any other rank: ends when the leader ends it or has ended."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # which may go to the whole group: the leader drains, and then says so
+    stopping.grace_s = LEADER_S
     server = RankServer(settings.rank_listen, server_credentials(settings))
     place.announce(server.address)
     mesh = meet(settings, place)
-    server.serve(load(settings, mesh))
+    # A signal may go to the whole group: the leader drains, and then says so.
+    server.serve(load(settings, mesh), lambda: stopping.serving(lambda: None))
     mesh.close()
     log.info("stopping")
     return 0

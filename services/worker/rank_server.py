@@ -59,13 +59,14 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         self._server.start()
 
-    def serve(self, engine: Engine) -> None:
-        """Follows until the leader says that no step comes any more."""
+    def serve(self, engine: Engine, begun: Callable[[], None] = lambda: None) -> None:
+        """Follows until the leader says that no step comes any more. `begun`: when it is there."""
         self._engine = engine
         self._pipeline.start(engine, together=True)
         self._loaded.set()
         if not self._begun.wait(CONNECT_S):
             self._on_lost(f"rank 0 did not come within {CONNECT_S:.0f} s: this rank ends itself")
+        begun()
         self._ended.wait()
         self._pipeline.stop()
         self._server.stop(1.0).wait(1.0)

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,7 +83,12 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(ranks)  # before CUDA is asked for the first time
     host = settings.rank_listen.rpartition(":")[0].strip("[]")
     if ranks.world_size:
-        yield Place(ranks.rank, size, _store_of_torchrun(ranks), host)
+        try:
+            yield Place(ranks.rank, size, _store_of_torchrun(ranks), host)
+        except ConfigurationError:
+            if ranks.orcinus_leader_pid:
+                time.sleep(GRACE_S)  # rank 0 meets the same as a rule, says so once for all, and ends this process
+            raise
         return
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -153,6 +159,11 @@ def _processes(settings: WorkerSettings, size: int, port: int, gpus: str | None)
             started.append(process)
             threading.Thread(target=watch, args=(rank, process), name=f"watch-{rank}", daemon=True).start()
         yield
+    except BaseException:
+        stopping.set()
+        for process in started:
+            process.kill()  # it has no step to end, and nothing to say that is not said
+        raise
     finally:
         stopping.set()
         for process in started:

@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -46,7 +47,9 @@ class Registration:
         self._fields = fields
         self._last_step_id = last_step_id
         self._on_drain = on_drain
-        self._url = settings.redis_url
+        url = urlsplit(settings.redis_url)
+        self._where = url.netloc.rpartition("@")[2]  # without what may be a password
+        self._user = settings.redis_username or url.username or "default"
         options: dict[str, Any] = settings.redis_options()
         self._redis = redis.Redis.from_url(
             settings.redis_url,
@@ -55,6 +58,7 @@ class Registration:
             retry=Retry(NoBackoff(), 0),
             **options,
         )
+        self._waits_for = ""  # why Redis does not take the record
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="registration", daemon=True)
 
@@ -74,7 +78,8 @@ class Registration:
                     pipe.zrem(self._workers, self._id)
                     pipe.execute()
         except redis.RedisError as error:
-            log.warning("could not remove %s: %s; it expires in %d s", self._key, error, TTL_MS // 1000)
+            if not self._waits_for:
+                log.warning("could not remove %s: %s; it expires in %d s", self._key, error, TTL_MS // 1000)
         self._redis.close()
 
     def leave(self) -> None:
@@ -83,6 +88,8 @@ class Registration:
         try:
             self.refresh()
         except (redis.RedisError, OSError) as error:
+            if self._waits_for:
+                return  # no scheduler knows of this worker
             log.warning("could not say in %s that the worker drains: %s", self._key, error)
 
     def refresh(self) -> None:
@@ -109,13 +116,24 @@ class Registration:
             try:
                 self.refresh()
             except (redis.RedisError, OSError) as error:
-                log.warning("waiting for Redis to register %s: %s", self._key, error)
-                registered = False
+                if (why := self._why(error)) != self._waits_for:  # once: it may last
+                    log.warning("waiting for Redis to register %s: %s", self._key, why)
+                self._waits_for, registered = why, False
                 # Jitter: after a restart of Redis not every worker comes back in the same moment.
                 self._stop.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(pause * 2, BACKOFF_S[1])
                 continue
             if not registered:
                 log.info("registered as %s", self._key)
+            self._waits_for = ""
             pause, registered = BACKOFF_S[0], True
             self._stop.wait(REFRESH_S)
+
+    def _why(self, error: Exception) -> str:
+        """What Redis said, and what the operator can do about a refused name or password."""
+        if isinstance(error, redis.AuthenticationError):
+            return (
+                f"Redis at {self._where} refuses the user {self._user!r} ({error}); look at "
+                "ORCINUS_REDIS_USERNAME and ORCINUS_REDIS_PASSWORD"
+            )
+        return str(error)

@@ -266,6 +266,25 @@ def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: P
         registration.stop()
 
 
+def test_a_password_that_redis_refuses_is_said_once_with_what_to_do_and_nothing_of_it_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        server.client.acl_setuser("worker", enabled=True, passwords=["+right"], categories=["+@all"], keys=["*"])
+        registration = make_registration(server.url.replace("redis://", "redis://worker:wrong@"))
+        tries: list[float] = []
+        refresh = registration.refresh
+        registration.refresh = lambda: (tries.append(0.0), refresh())[1]  # type: ignore[method-assign]
+        registration.start()
+        until("it has tried again", lambda: len(tries) >= 3)
+        server.client.acl_setuser("worker", enabled=True, passwords=["+wrong"])
+        until("it registers when the password is right", lambda: server.client.exists(RECORD))
+        registration.stop()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "wrong@" not in said[0]
+    assert f"127.0.0.1:{server.port} refuses the user 'worker'" in said[0] and "ORCINUS_REDIS_PASSWORD" in said[0]
+
+
 def start_worker(model: Path, redis_url: str, listen: str, **settings: Any) -> subprocess.Popen[str]:
     code = (
         "import sys; from services.worker.main import run; from shared.settings import WorkerSettings; "

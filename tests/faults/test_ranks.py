@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def listening(process: psutil.Process) -> set[str]:
     return {
         each.laddr.ip.removeprefix("::ffff:") for each in process.net_connections() if each.status == psutil.CONN_LISTEN
     }
+
+
+def ports(process: psutil.Process) -> list[int]:
+    """On which it listens."""
+    return [each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
@@ -119,6 +125,44 @@ def test_ranks_that_torchrun_would_start_meet_over_tls_and_end_when_their_leader
                 stream.leave.set()
         said = stack.log("rank-1")  # whichever it met first: the end of the stream, or of a sum under way
         assert "rank 0 is lost" in said or "so the replica ends itself: MeshError" in said
+    finally:
+        stack.__exit__(None, None, None)
+
+
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
+    "--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python",
+]  # fmt: skip
+
+
+def test_torchrun_starts_the_ranks_again_and_no_token_is_lost(reference: Reference, tmp_path: Path) -> None:
+    """Twice: the leader dies, the other rank dies. Only the leader has the port of the metrics."""
+    metrics = free_port()
+    stack = Stack(tmp_path, reference.path, dtype="float32", tp=2, threads=1, worker_metrics_port=metrics)
+
+    def ranks() -> list[psutil.Process]:
+        return [each for each in psutil.Process(stack.pid("worker")).children(recursive=True) if alive(each)]
+
+    try:
+        stack.redis.start()
+        stack.start("worker", by=TORCHRUN)
+        stack.start("scheduler")
+        stack.start("gateway")
+        until("the stack is ready", stack.ready, 90)
+        for victim in (0, 1):
+            before = ranks()
+            assert [ports(rank).count(metrics) for rank in before] == [1, 0]
+            with load(stack, reference, LONG) as streams:
+                before[victim].kill()
+                streams.check(LONG)
+            assert not any(alive(rank) for rank in before)
+            assert len(ranks()) == 2
+        after = stack.settled()
+        assert after["blocks"] == after["total"]
+        last = ranks()
+        stack.kill("worker", signal.SIGTERM)  # whose own status is then 1, whatever the ranks' are
+        assert not any(alive(rank) for rank in last)
+        assert "rank 0: draining" in stack.log("worker")
     finally:
         stack.__exit__(None, None, None)
 
