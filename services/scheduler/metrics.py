@@ -81,6 +81,12 @@ REPORTED = (
     Reported(P + "preemptions", "Sequences that gave up their slot", {"preemptions": ""}, counter=True),
     Reported(P + "recomputed_tokens", "Tokens computed again after that", {"recomputed_tokens": ""}, counter=True),
     Reported(P + "swapped_blocks", "Blocks copied between the tiers", {"swapped_blocks": ""}, counter=True),
+    Reported(P + "handed_over", "Sequences that prefill replicas handed over", {"handed_over": ""}, counter=True),
+    Reported(P + "handed_over_blocks", "KV blocks of these", {"handed_over_blocks": ""}, counter=True),
+    Reported(
+        P + "not_handed_over", "Sequences that a full host tier kept from that at first", {"not_handed_over": ""},
+        counter=True,
+    ),
     Reported(P + "prefix_hit_tokens", "Tokens found in the prefix cache", {"prefix_hit_tokens": ""}, counter=True),
     Reported(
         P + "ended_requests", "Requests that ended, by outcome: finished, cancelled, failed",

@@ -4,13 +4,17 @@ role that is not there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from protos import worker_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
+from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
+from shared.columns import pack, unpack
 from tests.unit.core_twin import House, request
 
 BOTH = Limits(slots=8, blocks=40, block_size=4, max_model_len=80, max_step_tokens=64, host_blocks=60, kv_format="f")
@@ -30,10 +34,14 @@ def counters(h: House):  # type: ignore[no-untyped-def]
     return h.core._shared.counters
 
 
-def computed(h: House, replica: int) -> list[str]:
-    """The requests that a replica runs now."""
-    table = h.core.replicas[replica].table
-    return [table.request[s].id for s in np.flatnonzero(table.active)]
+def until(h: House, done: Callable[[], object], step: Callable[[], object]) -> None:
+    """Steps until then."""
+    for _ in range(1000):
+        if done():
+            return
+        step()
+        h.core.check()
+    raise AssertionError("it never came")
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -43,7 +51,7 @@ def test_a_prompt_is_computed_on_one_replica_and_decoded_on_the_other(lookahead:
     prompts: list[int] = []
     for i in range(12):
         h.add(request(f"r{i}", 6 + i, 9, seed=i))
-    while not h.core.idle:
+    for _ in range(1000):
         for replica in (0, 1):
             while (step := h.plan(replica)) is not None:
                 h.core.check()
@@ -55,6 +63,8 @@ def test_a_prompt_is_computed_on_one_replica_and_decoded_on_the_other(lookahead:
             h.answer(replica)
             h.core.check()
         h.now += 10_000_000
+        if h.core.idle:
+            break
     assert sum(prompts) == sum(6 + i for i in range(12)), "nothing but prompts, each once"
     assert counters(h).handed == 12 and len(h.ended) == 12
 
@@ -128,10 +138,7 @@ def test_an_acknowledgement_of_a_tier_that_was_replaced_counts_for_nothing() -> 
 def test_nothing_is_loaded_before_its_copy_is_acknowledged() -> None:
     h = house(P, D, lookahead=0)
     h.add(request("r", 9, 6))
-    while not counters(h).handed:
-        h.plan(0)
-        if not counters(h).handed:
-            h.answer(0)
+    until(h, lambda: counters(h).handed, lambda: h.plan(0) or h.answer(0))
     assert h.plan(1) is None, "the swap-out is on its way"
     h.answer(0)
     step = h.plan(1)
@@ -175,10 +182,11 @@ def test_a_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
     for i in range(4):
         h.add(request(f"r{i}", 9, 12, seed=i))
     transfers = h.core.replicas[1].transfers
-    while not any(transfers.from_peer(slot) is not None for slot in transfers.slots()):
-        if h.plan(1) is None:
-            h.step_once()
-        h.core.check()
+    until(
+        h,
+        lambda: any(transfers.from_peer(slot) is not None for slot in transfers.slots()),
+        lambda: h.plan(1) or h.step_once(),
+    )
     loading = len(h.core.replicas[1].transfers.slots())
     h.lose(0)
     h.core.check()
@@ -192,11 +200,11 @@ def test_a_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
 def test_a_lost_decode_replica_leaves_the_kv_that_it_was_loading_for_the_next() -> None:
     h = house(P, D, D, lookahead=0, lag=3)
     h.add(request("r", 9, 12))
-    while not any(h.core.replicas[d].transfers.slots() for d in (1, 2)):
-        for replica in (1, 2):
-            h.plan(replica)
-        if not any(h.core.replicas[d].transfers.slots() for d in (1, 2)):
-            h.step_once()
+    until(
+        h,
+        lambda: any(h.core.replicas[d].transfers.slots() for d in (1, 2)),
+        lambda: h.plan(1) or h.plan(2) or h.step_once(),
+    )
     loads = next(d for d in (1, 2) if h.core.replicas[d].transfers.slots())
     before = h.core.stats()["recomputed_tokens"]
     h.lose(loads)
@@ -273,3 +281,20 @@ def test_a_sequence_parked_or_cancelled_on_its_way_gives_back_its_blocks() -> No
     h.finish()
     stats = h.core.stats()
     assert stats["host_blocks_free"] == stats["host_blocks_total"] and stats["blocks_draining"] == 0
+
+
+def test_peers_and_their_blocks_cross_the_wire() -> None:
+    info = worker_pb2.WorkerInfo(max_seqs=4, gpu_blocks=8, block_size=4, role="decode", host_tier="f/1", kv_format="x")
+    limits = limits_from_wire(info)
+    assert (limits.role, limits.host_tier, limits.kv_format) == (DECODE, "f/1", "x")
+    h = House(Core("orcinus"), P)
+    h.join(D)
+    plan = h.plan(1)
+    assert plan is not None
+    plan.swap_in_host, plan.swap_in_gpu = np.array([5, 6], np.int32), np.array([1, 2], np.int32)
+    plan.swap_in_peers = np.array([0, -1], np.int32)
+    step = worker_pb2.Step.FromString(step_to_wire(plan, 7).SerializeToString())
+    assert [(p.number, p.host_tier, p.host_blocks) for p in step.peers] == [(0, "folder/0", 60)]
+    assert unpack(step.swap_in_peers).tolist() == [0, -1]
+    result = worker_pb2.Result(id=1, peer_acks=pack(np.array([0], np.int32)))
+    assert result_from_wire(result, 1).peer_acks.tolist() == [0]

@@ -44,6 +44,9 @@ def figures(
         "preemptions": counters.preemptions,
         "recomputed_tokens": counters.recomputed_tokens,
         "swapped_blocks": sum(r.transfers.swapped_blocks for r in alive),
+        "handed_over": counters.handed,
+        "handed_over_blocks": counters.handed_blocks,
+        "not_handed_over": counters.not_handed,
         "queued_tokens": placer.tokens + sum(under_way(shared, r, LOW) for r in alive),
         **{
             f"queued_tokens_{name}": before(shared, placer.class_tokens, i)
