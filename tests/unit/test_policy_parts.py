@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ from services.scheduler.core.parts.relief import (
 from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy import How, Pace
 from services.scheduler.core.presets import parse
-from services.scheduler.core.types import NewRequest
+from services.scheduler.core.types import PREFILL, NewRequest
 from tests.unit.policy_rows import Rows
 
 MS, S = 1_000_000, 1_000_000_000
@@ -327,3 +328,18 @@ def test_the_running_are_sorted_as_a_sort_by_key_would() -> None:
     )
     for order, key in keys:
         assert order.sort(table, slots, now).tolist() == sorted(slots.tolist(), key=key), order
+
+
+def test_a_step_of_prompts_that_are_handed_over_takes_half_of_the_limit() -> None:
+    """2 ms and 10 us a token: of 100 ms the half less 15 % leaves 40.5 ms, of 20 ms 6.5."""
+    replica = Rows(slots=64, blocks=4000)
+    for tokens in range(10, 330, 10):
+        replica.model.observe(tokens, 0, 0.0, 2 * MS + tokens * MS // 100)
+    none = replica.slots[:0]
+    assert ModelBudget().budget(replica, none, 0, 0) == 8192, "it decodes here: nobody waits"
+    replica.limits.role = PREFILL
+    assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(4050, rel=0.02)
+    replica.add(known=100, limit=4000, planned=10, tbt_slo_ns=20 * MS)
+    assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(650, rel=0.06)
+    replica.table.tbt_slo_ns[0] = 2 * MS
+    assert ModelBudget().budget(replica, none, 0, 0) == 64, "prompts are not kept out"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.core.types import Int32
+from services.scheduler.core.types import PREFILL, Int32
 
 if TYPE_CHECKING:
     from services.scheduler.core.replica import Replica
@@ -71,7 +71,10 @@ class EmaBudget:
 class ModelBudget:
     """As many as the step-time model lets through under the tightest TBT limit of the decodes (N ms, or 100, for those
     who give none), with a factor for what it gets wrong. For the sake of a limit that nobody gave prompts never get
-    less than 64 tokens. Fixed(512) until the model has seen 16 steps."""
+    less than 64 tokens. Fixed(512) until the model has seen 16 steps.
+
+    Where prompts are handed over a step takes half of that limit: whose KV is copied out beside it waits for its end.
+    """
 
     def __init__(self, tbt_ns: int = TBT_NS, safety: float = 0.85) -> None:
         self._tbt_ns, self._safety = tbt_ns, safety
@@ -82,10 +85,14 @@ class ModelBudget:
 
     def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
-        if not count:
+        if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
             return min(max(512, count), most)
+        if not count:
+            limits = table.tbt_slo_ns[: table.high]
+            target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min(initial=self._tbt_ns)) // 2
+            return min(max(self._fits(replica, target_ns, 0, 0, max(depth, deepest(replica))), ALIGN), most)
         rows = table.rows(decodes)
         limits = table.tbt_slo_ns[rows]
         context = int(table.planned[rows].sum())
