@@ -5,13 +5,16 @@ Each rank here has a whole engine of its own, in this process; what they compute
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import grpc
 import pytest
 import torch
+import torch.distributed as dist
 
 from protos import worker_pb2
 from services.worker.engine import Engine
@@ -171,6 +174,20 @@ def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
 )
 def test_each_rank_takes_its_own_of_the_gpus_that_may_be_used(visible: str | None, local_rank: int, own: str) -> None:
     assert own_gpu(RankSettings(cuda_visible_devices=visible, local_rank=local_rank)) == own
+
+
+@pytest.mark.parametrize(("device", "visible"), [("auto", "7"), ("cuda", "7"), ("cpu", "4,7")])
+def test_ranks_of_torchrun_on_one_host_see_one_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str
+) -> None:
+    """The engine computes on the first GPU that it sees."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+    told = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_PORT": store.port, "CUDA_VISIBLE_DEVICES": "4,7"}
+    for name, value in {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, str(value))
+    with joined(WorkerSettings(tp=2, pp=2, device=device)) as place:  # type: ignore[arg-type]
+        assert place is not None and place.rank == 3
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 @pytest.mark.parametrize(
