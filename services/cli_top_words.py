@@ -149,7 +149,8 @@ def processes(view: View) -> Table:
     table = Table("process", "state", "what", box=None, padding=(0, 2, 0, 0))
     for worker in view.get("workers", []):
         alive = worker["alive"]
-        what = f"worker of {worker.get('shard', 'no shard yet')}: {worker.get('device')}, {worker.get('backend')}"
+        role = f"{role} " if (role := worker.get("role", "both")) != "both" else ""
+        what = f"{role}worker of {worker.get('shard', 'no shard yet')}: {worker.get('device')}, {worker.get('backend')}"
         state = Text("alive", "green") if alive else Text(f"silent {worker['seen_s']:.0f} s", "red")
         table.add_row(_cell(worker["id"]), state, _cell(what if alive else "worker"))
     for one in view.get("schedulers", []):

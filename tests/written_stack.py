@@ -25,7 +25,7 @@ STATS: dict[str, Any] = {
 }  # fmt: skip
 WORKER = {
     "address": "127.0.0.1:9", "identity": "abc", "model": "tiny", "pid": "4711", "dtype": "float32", "device": "cpu",
-    "backend": "reference", "ready": "1", "shard": "shard-0",
+    "backend": "reference", "role": "prefill", "ready": "1", "shard": "shard-0",
 }  # fmt: skip
 
 

@@ -151,6 +151,7 @@ def record(engine: Engine, address: str) -> dict[str, str]:
         "dtype": info.dtype,
         "device": info.device,
         "backend": info.backend,
+        "role": engine.settings.worker_role,
         "slots": str(info.max_seqs),
         "ready": "1",
     }

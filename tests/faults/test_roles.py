@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from services.launcher.up import share_folder
 from services.worker.share_folder import ID
+from tests.e2e.test_make_run import MakeRun
 from tests.faults.streams import clients, load
 from tests.models import Reference, make_llama
 from tests.stack import Stack, running_stack
@@ -117,6 +119,20 @@ def test_either_is_killed_while_clients_ask_and_comes_again(stack: Stack, refere
     assert_nothing_is_left(stack)
     assert stack.stats()["failed"] == "0"
     assert tiers(stack) == 2, "what the killed one left"
+
+
+def test_make_run_starts_both_with_a_folder_in_memory_that_goes_with_them(reference: Reference, tmp_path: Path) -> None:
+    run = MakeRun(tmp_path, reference.path, "--dtype float32 --host-blocks 64")
+    run.argv[2:2] = ["PREFILL=1", "DECODE=1"]
+    folder = share_folder(run.run_dir)
+    with run:
+        assert {"worker-0", "worker-1"} < run.pids().keys()
+        assert len([name for name in os.listdir(folder) if name != ID]) == 2
+        logs = run.run_dir / "logs"
+        until("the one that decodes reads the other's tier", lambda: "is mapped" in (logs / "worker-1.log").read_text())
+        answer = run.complete(prompt=reference.prompts[0], max_tokens=TOKENS, return_token_ids=True, ignore_eos=True)
+        assert answer.json()["choices"][0]["token_ids"] == reference.outputs[0]
+    assert not folder.exists()
 
 
 def test_both_are_killed_one_after_another_under_long_streams(stack: Stack, reference: Reference) -> None:

@@ -70,7 +70,7 @@ async def test_the_screen_shows_what_redis_says_and_follows_it(
             "3 swapped",
             "60 %",
             "600 of 1,000",
-            "worker of shard-0",
+            "prefill worker of shard-0",
         ):
             assert text in words, text
         assert "340" in words and "█" in words, "the last iterations"
