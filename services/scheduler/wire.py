@@ -6,7 +6,7 @@ The service, the in-process tests and the benches use these functions, so a plan
 from __future__ import annotations
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.types import Enter, Limits, StepPlan, StepResult
+from services.scheduler.core.types import EMPTY, Enter, Limits, StepPlan, StepResult
 from shared.columns import pack, unpack
 from shared.logprobs import split_records
 
@@ -63,7 +63,7 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
 
 def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
     """The Step message of one plan. `request.payload` of entering sequences is their queue_pb2.Request."""
-    return worker_pb2.Step(
+    step = worker_pb2.Step(
         epoch=epoch,
         id=plan.id,
         free_slots=pack(plan.free_slots),
@@ -77,9 +77,12 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
         chunk_slots=pack(plan.chunk_slots),
         chunk_starts=pack(plan.chunk_starts),
         chunk_lengths=pack(plan.chunk_lengths),
-        peers=[worker_pb2.Peer(number=p.number, host_tier=p.host_tier, host_blocks=p.host_blocks) for p in plan.peers],
-        swap_in_peers=pack(plan.swap_in_peers),
     )
+    for peer in plan.peers:
+        step.peers.add(number=peer.number, host_tier=peer.host_tier, host_blocks=peer.host_blocks)
+    if plan.swap_in_peers.size:
+        step.swap_in_peers = pack(plan.swap_in_peers)
+    return step
 
 
 def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
@@ -99,5 +102,5 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         error=result.error,
         step_ns=result.timings.total_ns,
         swap_ns=result.timings.swap_ns,
-        peer_acks=unpack(result.peer_acks),
+        peer_acks=unpack(result.peer_acks) if result.peer_acks else EMPTY,
     )

@@ -13,7 +13,7 @@ from services.scheduler.core.decode import Decoding
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.guard import Guard
 from services.scheduler.core.outcome import Collector
-from services.scheduler.core.peers import told
+from services.scheduler.core.peers import NO_NEWS, told
 from services.scheduler.core.prompts import LOWEST, Prompts
 from services.scheduler.core.replica import InFlight, Last, Replica
 from services.scheduler.core.roles import HandOver
@@ -58,7 +58,7 @@ class Passes:
                 self._admission.admit(replica, draft, now_ns, known)
                 if urgent < LOWEST:
                     self._prompts.prefill(replica, draft, now_ns, urgent + 1, LOWEST)
-                if not draft.empty or draft.enters or replica.transfers.pending or replica.peers.pending:
+                if not draft.empty or draft.enters or replica.transfers.pending or replica.peers.news:
                     return self._seal(replica, draft, now_ns)
                 if not draft.preempted:  # else: all who were to run have yielded; those who kept memory run now
                     break
@@ -91,7 +91,7 @@ class Passes:
         if replica.sharing is not None and replica.host.total:
             self._save_cold(replica)
         out_gpu, out_host, in_host, in_gpu, in_peers = replica.transfers.columns()
-        news = replica.peers.take_news()
+        news = replica.peers.take_news() if replica.peers.news else NO_NEWS
         step = InFlight(
             replica.next_step, draft.microbatch, replica.table.roster, slots, sampled, decodes, ends,
             decodes + draft.prefill, draft.context, draft.prefill_context, out_gpu.size + in_host.size, news,
@@ -123,7 +123,7 @@ class Passes:
             microbatch=draft.microbatch,
             decode_tokens=decodes,
             prefill_tokens=draft.prefill,
-            peers=told(news),
+            peers=told(news) if news else [],
             swap_in_peers=in_peers,
         )
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from services.scheduler.core.replica import Replica
     from services.scheduler.core.sequence import Sequence
 
+News = dict[int, "Replica | None"]
+NO_NEWS: News = {}  # shared: read only
+
 
 def can_read(reader: Limits, owner: Limits) -> bool:
     """May one worker map the host tier of the other? They are different ones."""
@@ -30,30 +33,25 @@ class Peers:
     def __init__(self) -> None:
         self.readable: dict[int, Replica] = {}
         self._told: dict[int, Replica] = {}
-        self._news: dict[int, Replica | None] = {}  # for the next step; None: gone
-
-    @property
-    def pending(self) -> bool:
-        """Is there something that the next step has to tell?"""
-        return bool(self._news)
+        self.news: News = {}  # for the next step; None: gone
 
     def joined(self, other: Replica) -> None:
         """`other` is there, and can be read."""
         self._told[other.number] = other
-        self._news[other.number] = other
+        self.news[other.number] = other
 
     def lost(self, other: Replica) -> None:
         """`other` is gone, if it was a peer at all."""
         if self._told.pop(other.number, None) is not None:
             self.readable.pop(other.number, None)
-            self._news[other.number] = None
+            self.news[other.number] = None
 
-    def take_news(self) -> dict[int, Replica | None]:
+    def take_news(self) -> News:
         """What the step that is sealed tells."""
-        news, self._news = self._news, {}
+        news, self.news = self.news, {}
         return news
 
-    def acknowledged(self, told: dict[int, Replica | None], numbers: Int32) -> bool:
+    def acknowledged(self, told: News, numbers: Int32) -> bool:
         """The worker has mapped these of the peers that a step has told of; True if one can be read now. What was lost
         or replaced meanwhile cannot."""
         before = len(self.readable)
@@ -68,7 +66,7 @@ class Peers:
         return self.readable.get(sequence.replica) if sequence.swapped else None
 
 
-def told(news: dict[int, Replica | None]) -> list[Peer]:
+def told(news: News) -> list[Peer]:
     """As the worker is told."""
     return [
         Peer(number, other.limits.host_tier, other.limits.host_blocks) if other is not None else Peer(number, "", 0)
