@@ -335,11 +335,19 @@ def test_a_step_of_prompts_that_are_handed_over_takes_half_of_the_limit() -> Non
     replica = Rows(slots=64, blocks=4000)
     for tokens in range(10, 330, 10):
         replica.model.observe(tokens, 0, 0.0, 2 * MS + tokens * MS // 100)
+        replica.token_time.observe(5000, 50 * MS)
     none = replica.slots[:0]
     assert ModelBudget().budget(replica, none, 0, 0) == 8192, "it decodes here: nobody waits"
     replica.limits.role = PREFILL
     assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(4050, rel=0.02)
+    replica.token_time.observe(100, 1 * MS)
     replica.add(known=100, limit=4000, planned=10, tbt_slo_ns=20 * MS)
     assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(650, rel=0.06)
     replica.table.tbt_slo_ns[0] = 2 * MS
     assert ModelBudget().budget(replica, none, 0, 0) == 64, "prompts are not kept out"
+    alike = Rows(slots=64, blocks=4000)
+    alike.limits.role = PREFILL
+    for _ in range(20):
+        alike.model.observe(512, 0, 0.0, 20 * MS)
+        alike.token_time.observe(512, 20 * MS)
+    assert ModelBudget().budget(alike, none, 0, 0) == 1088, "42.5 ms at the mean of a token, in 64s"

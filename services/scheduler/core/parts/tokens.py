@@ -92,7 +92,10 @@ class ModelBudget:
         if not count:
             limits = table.tbt_slo_ns[: table.high]
             target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min(initial=self._tbt_ns)) // 2
-            return min(max(self._fits(replica, target_ns, 0, 0, max(depth, deepest(replica))), ALIGN), most)
+            prompts = self._fits(replica, target_ns, 0, 0, max(depth, deepest(replica)))
+            # Where all steps have been of one size the model cannot tell what a token takes; the mean can.
+            prompts = min(prompts, replica.token_time.budget(int(target_ns * self._safety), most, 0, ALIGN))
+            return min(max(prompts, ALIGN), most)
         rows = table.rows(decodes)
         limits = table.tbt_slo_ns[rows]
         context = int(table.planned[rows].sum())
