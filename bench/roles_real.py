@@ -143,13 +143,14 @@ def main(argv: list[str]) -> int:
                 runs.append(measure(model, mode, options, number))
                 load.append(round(os.getloadavg()[0], 1))
                 print(f"{mode}: { ({name: runs[-1][name] for name in SHOWN}) }", file=sys.stderr, flush=True)
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name != "out"]
     result = {
         "bench": "roles-real",
         "shape": SHAPE,
         "middle": middle(runs),
         "runs": runs,
         "load_average": load,
-        "command": " ".join(["python -m bench.roles_real", *argv]),
+        "command": " ".join(["python -m bench.roles_real", *given]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),

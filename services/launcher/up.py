@@ -58,7 +58,9 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             version = redis_server.check_server(url, **access)
             screen.event(f"redis: {version} at {without_password(url)}")
         env = _child_env(values, launcher, gateway, url, access.get("password"))
-        folder = worker.kv_share_dir or share_folder(run_dir.path)
+        own_folder = share_folder(run_dir.path)
+        shutil.rmtree(own_folder, ignore_errors=True)  # of a launcher that was killed
+        folder = worker.kv_share_dir or own_folder
         specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, redis_server.client(url, **access), folder)
 
         def on_ready() -> None:
@@ -72,8 +74,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             screen.settle()
             if own_redis is not None:
                 own_redis.remove()
-            if folder != worker.kv_share_dir:
-                shutil.rmtree(folder, ignore_errors=True)  # what a killed worker left in it takes memory
+            shutil.rmtree(own_folder, ignore_errors=True)  # what a killed worker left in it takes memory
 
 
 def check_ports(gateway: GatewaySettings) -> None:
