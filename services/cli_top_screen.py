@@ -66,6 +66,7 @@ class Top(App[None]):
                 for number in range(6):
                     yield Static(id=f"tile-{number}", classes="tile", markup=False)
             yield _panel("iterations", "last iterations")
+            yield _panel("replicas", "replicas")
             with Horizontal(classes="row"):
                 yield _panel("throughput", "over time")
                 yield _panel("classes", "classes")
@@ -134,6 +135,7 @@ class Top(App[None]):
         lines = (("tok_s", "blue"), ("running", "green"), ("waiting", "magenta"), ("swapped", "cyan"))
         columns = self._past.get(self._shard, {})
         self._panel("throughput").update(words.over_time(columns, lines, self._width("throughput")))
+        self._panel("replicas").update(words.replicas(view))
         self._panel("classes").update(words.classes(view))
         self._panel("processes").update(words.processes(view))
         self._panel("events").update(words.events(view, EVENTS))

@@ -42,6 +42,12 @@ def share(part: float, whole_: float) -> str:
     return f"{100 * part / whole_:.0f} %" if whole_ else NONE
 
 
+def meter(part: float, whole_: float, width: int = 8) -> str:
+    """A bar that is filled as far as `part` is of the whole; with anything at all by one at least."""
+    filled = min(width, max(int(part > 0), round(width * part / whole_))) if whole_ else 0
+    return "█" * filled + "░" * (width - filled)
+
+
 def bars(values: Sequence[float], width: int, most: float = 0.0) -> str:
     """The newest `width` values, one character each, against their largest or `most`."""
     shown = list(values)[-width:]
@@ -160,6 +166,27 @@ def processes(view: View) -> Table:
     return table
 
 
+def replicas(view: View) -> Table:
+    """A row for each replica of all shards."""
+    table = Table("replica", "state", "sequences", "KV", "host KV", "tok/s", "step", "idle", "in flight", box=None,
+                  padding=(0, 2, 0, 0))  # fmt: skip
+    rows = [row for told in view.get("shards", {}).values() for row in told.get("replicas", {}).items()]
+    for name, row in rows:
+        state = " ".join(word for word in (row["state"], "dock" if row["dock"] else "", row["role"]) if word)
+        table.add_row(
+            _cell(name),
+            Text(plain(state), "green" if row["state"] == "serving" else "yellow"),
+            f"{meter(row['running'], row['slots'])} {count(row['running'])} of {count(row['slots'])}",
+            f"{meter(used_blocks([row]), row['blocks_total'])} {share(used_blocks([row]), row['blocks_total'])}",
+            share(used_blocks([row], "host_"), row["host_blocks_total"]),
+            count(row["tok_s"]),
+            milliseconds(row["step_ms"]),
+            share(row["idle_pct"], 100),
+            count(row["in_flight"]),
+        )
+    return table if rows else Table("no worker is linked", box=None)
+
+
 def events(view: View, rows: int) -> Text:
     lines = [
         Text.assemble((_clock(event.get("time_ms")), "dim"), " ", (plain(event.get("kind")), "bold"), " ",
@@ -180,7 +207,8 @@ def whole(view: View, width: int) -> Group:
     figures = Table(*(title for title, _, _ in tiles(view)), box=None, padding=(0, 3, 0, 0))
     figures.add_row(*(figure for _, figure, _ in tiles(view)))
     figures.add_row(*(beside for _, _, beside in tiles(view)), style="dim")
-    parts = (figures, iterations(view, shard, width), classes(view), processes(view), events(view, 10), totals(view))
+    tables = (replicas(view), classes(view), processes(view))
+    parts = (figures, iterations(view, shard, width), *tables, events(view, 10), totals(view))
     return Group(head(view, shard, view["model"]), *(part for each in parts for part in ("", each)))
 
 

@@ -148,6 +148,10 @@ class Keys:
     def iterations(self, shard: str) -> str:
         return f"{self.prefix}stats:{shard}:iterations"
 
+    def replicas(self, shard: str) -> str:
+        """Hash: figures of each replica of the shard, as JSON, by worker id."""
+        return f"{self.prefix}stats:{shard}:replicas"
+
     @property
     def events(self) -> str:
         return f"{self.prefix}events"

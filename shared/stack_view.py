@@ -6,6 +6,7 @@ everything here can be had by anybody who can read Redis.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -44,8 +45,8 @@ class StackReader:
         self._discovered_at = -math.inf
 
     async def look(self) -> View:
-        """The view of now: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats` and
-        `iterations`), `workers`, `gateways`, `schedulers`, `events` (the newest first)."""
+        """The view of now: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats`,
+        `iterations` and `replicas`), `workers`, `gateways`, `schedulers`, `events` (the newest first)."""
         if time.monotonic() - self._discovered_at > (DISCOVER_S if self._shards else 1.0):
             await self._discover()
         keys, shards, alive = self._keys, sorted(self._shards), sorted(self._alive)
@@ -59,12 +60,13 @@ class StackReader:
             pipe.exists(keys.lease(shard))
             pipe.hgetall(keys.stats(shard))
             pipe.hgetall(keys.iterations(shard))
+            pipe.hgetall(keys.replicas(shard))
         for role, member in alive:
             pipe.get(keys.alive(role, member))
         (seconds, micros), memory, queue, events, seen, *rest = await pipe.execute()
-        per_shard, beats = rest[: 3 * len(shards)], rest[3 * len(shards) :]
-        known = list(zip(shards, per_shard[::3], per_shard[1::3], per_shard[2::3], strict=True))
-        self._shards = {shard for shard, led, stats, _ in known if led or stats}
+        per_shard, beats = rest[: 4 * len(shards)], rest[4 * len(shards) :]
+        known = list(zip(shards, *(per_shard[at::4] for at in range(4)), strict=True))
+        self._shards = {shard for shard, led, stats, *_ in known if led or stats}
         beating = {each: beat for each, beat in zip(alive, beats, strict=True) if beat is not None}
         now_ms = seconds * 1000 + micros // 1000
         return {
@@ -73,8 +75,13 @@ class StackReader:
             "redis": {"used_bytes": int(memory["used_memory"]), "most_bytes": int(memory.get("maxmemory", 0))},
             "queue": _values(queue),
             "shards": {
-                shard: {"led": bool(led), "stats": _values(stats), "iterations": _columns(columns)}
-                for shard, led, stats, columns in known
+                shard: {
+                    "led": bool(led),
+                    "stats": _values(stats),
+                    "iterations": _columns(columns),
+                    "replicas": {_text(name): json.loads(row) for name, row in sorted(replicas.items())},
+                }
+                for shard, led, stats, columns, replicas in known
                 if led or stats
             },
             "workers": await self._workers(seen, beating, now_ms),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -26,6 +27,14 @@ STATS: dict[str, Any] = {
 WORKER = {
     "address": "127.0.0.1:9", "identity": "abc", "model": "tiny", "pid": "4711", "dtype": "float32", "device": "cpu",
     "backend": "reference", "role": "prefill", "ready": "1", "shard": "shard-0",
+}  # fmt: skip
+
+
+REPLICA: dict[str, Any] = {
+    "role": "", "state": "serving", "epoch": 5, "number": 0, "dock": 0, "slots": 64, "running": 16, "loading": 2,
+    "in_flight": 2, "step_tokens": 40, "blocks_total": 1000, "blocks_free": 150, "blocks_cached": 200,
+    "blocks_draining": 50, "host_blocks_total": 400, "host_blocks_free": 200, "host_blocks_cached": 100,
+    "swapped_blocks": 96, "prefix_hit_tokens": 2048, "tok_s": 1234.5, "step_ms": 11.5, "idle_pct": 4.0,
 }  # fmt: skip
 
 
@@ -56,6 +65,10 @@ class WrittenStack:
         self._redis.xadd(self._keys.stats_history(self._shard), stats)
         self._redis.hset(self._keys.iterations(self._shard), mapping=self.iterations.fields())
         return stats
+
+    def replica(self, name: str = "worker-0", **changes: Any) -> None:
+        """The figures of one worker's replica."""
+        self._redis.hset(self._keys.replicas(self._shard), name, json.dumps({**REPLICA, **changes}))
 
     def worker(self, name: str = "worker-0", **changes: str) -> None:
         self._redis.hset(self._keys.worker(name), mapping={**WORKER, **changes})

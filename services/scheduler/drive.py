@@ -16,6 +16,7 @@ import grpc
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Outcome
 from services.scheduler.in_flight import InFlight
+from services.scheduler.pace import Pace
 from services.scheduler.parking import Parking
 from services.scheduler.reports import Reports
 from services.scheduler.stats import Stats
@@ -51,11 +52,17 @@ class Drive:
         self.slots = slots
         self.in_flight = InFlight()
         self.answered = 0
+        self.pace = Pace()
         self.wake = asyncio.Event()  # something to plan, or room to publish
         self._desk = desk
         self.paused = False  # the publisher has no room
         self.leaves = False  # for the sake of another shard
         self._later: asyncio.TimerHandle | None = None
+
+    @property
+    def state(self) -> str:
+        """serving; draining: the worker leaves; leaving: it is for another shard."""
+        return "draining" if self.link.leaving else "leaving" if self.leaves else "serving"
 
     async def run(self, limit_s: float) -> None:
         """Raises AioRpcError, ProtocolError, WorkerLostError or ValueError when the link is of no use any more; a step
@@ -124,6 +131,7 @@ class Drive:
             if link.info.host_tier and desk.core.waiting_count:
                 desk.passed_on()  # what was swapped out here may be for another one to load
             took, spent_ns = message.timings, time.monotonic_ns() - begin
+            self.pace.answered(took.total_ns, took.idle_ns, len(message.tokens) // 4)
             desk.stats.result(
                 took.total_ns, took.idle_ns, plan.prefill_tokens, plan.decode_tokens, self.replica, spent_ns
             )

@@ -53,6 +53,7 @@ class Fleet:
         self._attempts: dict[str, int] = {}  # identity -> links in a row that brought no answer
         self._patience: dict[str, int] = {}  # worker id -> doubled by each trip of its watchdog, until it answers
         self._said = False
+        self._told = time.monotonic()  # when `replicas` was asked last
 
     def wake(self) -> None:
         """There may be something to plan for any of them."""
@@ -87,6 +88,21 @@ class Fleet:
             "max_input_tokens": max(info.max_input_tokens for info in infos),
             "max_output_tokens": max(info.max_output_tokens for info in infos),
             "backend": " ".join(sorted({info.backend for info in infos})),
+        }
+
+    def replicas(self) -> dict[str, dict[str, float | int | str]]:
+        """Of each worker's replica its own figures, since the last call where they are of a time."""
+        now = time.monotonic()
+        seconds, self._told = now - self._told, now
+        return {
+            name: {
+                "role": drive.link.info.role,
+                "state": drive.state,
+                "epoch": drive.link.epoch,
+                **self._desk.core.replica_stats(drive.replica),
+                **drive.pace.take(seconds),
+            }
+            for name, drive in self.drives.items()
         }
 
     async def run(self) -> None:

@@ -36,10 +36,18 @@ class Reported:
     scale: float = 1.0
 
     def family(self, stats: Mapping[str, Any]) -> Metric:
+        return self._family([], [([], stats)])
+
+    def family_of(self, replicas: Mapping[str, Mapping[str, Any]]) -> Metric:
+        """With a label `replica` before its own."""
+        return self._family(["replica"], [([name], figures) for name, figures in replicas.items()])
+
+    def _family(self, labels: list[str], rows: list[tuple[list[str], Mapping[str, Any]]]) -> Metric:
         kind = CounterMetricFamily if self.counter else GaugeMetricFamily
-        family = kind(self.name, self.text, labels=[self.label] if self.label else [])
-        for name, value in self.fields.items():
-            family.add_metric([value] if self.label else [], self.scale * float(stats.get(name, 0)))
+        family = kind(self.name, self.text, labels=[*labels, self.label] if self.label else labels)
+        for of, figures in rows:
+            for name, value in self.fields.items():
+                family.add_metric([*of, value] if self.label else of, self.scale * float(figures.get(name, 0)))
         return family
 
 
@@ -98,6 +106,32 @@ REPORTED = (
     ),
 )  # fmt: skip
 
+R = P + "replica_"
+OF_REPLICA = (
+    Reported(R + "running_sequences", "Sequences in slots, by replica (worker id)", {"running": ""}),
+    Reported(R + "loading_sequences", "Of those, the ones that wait for KV from a host tier", {"loading": ""}),
+    Reported(R + "slots", "Sequences that a replica runs at once", {"slots": ""}),
+    Reported(
+        R + "kv_blocks", "KV blocks on the device, by state: free, cached, draining, used",
+        {"blocks_free": "free", "blocks_cached": "cached", "blocks_draining": "draining", "blocks_used": "used"},
+        "state",
+    ),
+    Reported(
+        R + "host_kv_blocks", "KV blocks of the host tier, by state: free, cached, used",
+        {"host_blocks_free": "free", "host_blocks_cached": "cached", "host_blocks_used": "used"}, "state",
+    ),
+    Reported(R + "steps_in_flight", "Steps sent and not answered", {"in_flight": ""}),
+    Reported(R + "step_seconds", "Mean duration of a step since the last report", {"step_ms": ""}, scale=1e-3),
+    Reported(R + "idle_ratio", "Share of the time in which it computed nothing", {"idle_pct": ""}, scale=1e-2),
+    Reported(R + "tokens_per_second", "Tokens sampled a second since the last report", {"tok_s": ""}),
+    Reported(R + "prefix_hit_tokens", "Tokens found in its prefix cache since it joined", {"prefix_hit_tokens": ""},
+             counter=True),
+    Reported(R + "swapped_blocks", "Blocks copied between its tiers since it joined", {"swapped_blocks": ""},
+             counter=True),
+    Reported(R + "epoch", "Epoch of its Run", {"epoch": ""}),
+)  # fmt: skip
+"""Families with a series for each replica that is there; those of a lost one go with the next report."""
+
 ALIASES = (
     Alias("vllm:num_preemptions", P + "preemptions", {}),
     Alias("vllm:prefix_cache_hits", P + "prefix_hit_tokens", {}),
@@ -115,11 +149,18 @@ class _Reports(Collector):
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
+        self.replicas: Mapping[str, Mapping[str, Any]] = {}  # by worker id
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
+        stats, replicas = self.stats, self.replicas
         for each in REPORTED:
             yield each.family(stats)
+        for each in OF_REPLICA:
+            yield each.family_of(replicas)
+        info = GaugeMetricFamily(R + "info", "Always 1; role and state are labels", labels=["replica", "role", "state"])
+        for name, figures in replicas.items():
+            info.add_metric([name, str(figures["role"]), str(figures["state"])], 1)
+        yield info
 
 
 class Metrics:
@@ -162,14 +203,14 @@ class Metrics:
 
     def report(self, stats: Mapping[str, Any]) -> None:
         """The fields of `stats:{shard}`, once a second; what was observed meanwhile is counted."""
-        held = {
-            f"{tier}blocks_used": int(stats.get(f"{tier}blocks_total", 0))
-            - sum(int(stats.get(f"{tier}blocks_{state}", 0)) for state in ("free", "cached", "draining"))
-            for tier in ("", "host_")
-        }
+        held = _used(stats)
         usage = held["blocks_used"] / max(1, int(stats.get("blocks_total", 0)))
         self._reports.stats = {**stats, **held, "kv_usage": usage}
         self._histograms.settle()
+
+    def replicas(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """The rows of `stats:{shard}:replicas`, once a second."""
+        self._reports.replicas = {name: {**figures, **_used(figures)} for name, figures in rows.items()}
 
     def call(self, script: str, seconds: float) -> None:
         """A script answered."""
@@ -201,3 +242,12 @@ class Metrics:
         self._inference.observe((life.ended_ns - life.started_ns) / 1e9)
         if self._also is not None:
             self._also(finished, life)
+
+
+def _used(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Blocks of both tiers that sequences hold: what is in none of the other states."""
+    return {
+        f"{tier}blocks_used": int(stats.get(f"{tier}blocks_total", 0))
+        - sum(int(stats.get(f"{tier}blocks_{state}", 0)) for state in ("free", "cached", "draining"))
+        for tier in ("", "host_")
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping
@@ -57,13 +58,20 @@ class Reports:
         finally:
             await end(*self._tasks)
 
-    async def stats(self, fields: Mapping[str, float | int | str], iterations: Mapping[str, int | bytes]) -> None:
-        """Rewrites `stats:{shard}` and `stats:{shard}:iterations`, and appends the former to its history.
+    async def stats(
+        self,
+        fields: Mapping[str, float | int | str],
+        iterations: Mapping[str, int | bytes],
+        replicas: Mapping[str, Mapping[str, float | int | str]],
+    ) -> None:
+        """Rewrites `stats:{shard}`, `stats:{shard}:iterations` and `stats:{shard}:replicas` (by worker id), and appends
+        the first to its history.
 
         Raises LeaseLostError.
         """
         key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
-        last = self._keys.iterations(self._shard)
+        last, each = self._keys.iterations(self._shard), self._keys.replicas(self._shard)
+        rows = [word for name, figures in replicas.items() for word in (name, json.dumps(figures))]
         row = [word for item in fields.items() for word in item]
         await self._lease.write(
             ["HSET", key, *row],
@@ -72,6 +80,8 @@ class Reports:
             ["PEXPIRE", history, LIVE_TTL_MS],
             ["HSET", last, *(word for item in iterations.items() for word in item)],
             ["PEXPIRE", last, KEPT_TTL_MS],
+            ["DEL", each],  # one that is lost is not there any more
+            *([["HSET", each, *rows], ["PEXPIRE", each, KEPT_TTL_MS]] if rows else []),
         )
 
     async def gateways_alive(self, names: Iterable[str]) -> set[str]:

@@ -232,7 +232,9 @@ class Service:
             await asyncio.sleep(beat)
             try:
                 await self._clock.sync(self._redis)
-                await self._reports.stats(self._snapshot(), self._stats.iterations.fields())
+                replicas = self._fleet.replicas()
+                self._stats.replicas(replicas)
+                await self._reports.stats(self._snapshot(), self._stats.iterations.fields(), replicas)
                 alive = await self._reports.gateways_alive(self._parking.gateways)
                 self._parking.look(alive, time.monotonic_ns())
                 self._fleet.wake()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,10 @@ class Stats:
     def call(self, script: str, seconds: float) -> None:
         """A script in Redis answered."""
         self._metrics.call(script, seconds)
+
+    def replicas(self, rows: Mapping[str, Mapping[str, float | int | str]]) -> None:
+        """The figures of each replica, by worker id, for the next snapshot."""
+        self._metrics.replicas(rows)
 
     def snapshot(
         self,

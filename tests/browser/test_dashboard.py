@@ -23,6 +23,7 @@ def full(written: WrittenStack) -> None:
     written.worker()
     for number in range(20):
         written.iterations.add(500_000, 9_500_000, 12, 100 if number % 5 == 0 else 0, 0)
+    written.replica()
     written.tell()
 
 
@@ -54,6 +55,16 @@ def test_the_page_shows_what_redis_says_and_follows_it(open_page: OpenPage, writ
     widths = visit.page.locator("#device-bar i").evaluate_all("parts => parts.map(part => part.style.width)")
     assert widths == ["60%", "20%", "5%"]
 
+    cells = visit.page.locator("#replicas th, #replicas td").all_inner_texts()
+    assert [cell.replace("\u00a0", " ").strip() for cell in cells] == [
+        "worker-0\nserving · epoch 5", "16 of 64, 2 wait for KV", "60 % of 1,000", "25 % of 400", "1,235", "11.5 ms",
+        "4 %", "2", "2,048",
+    ]  # fmt: skip
+    bars = visit.page.locator("#replicas .bar").evaluate_all(
+        "bars => bars.map(bar => [...bar.children].map(part => part.style.width))"
+    )
+    assert bars == [["25%"], ["60%", "20%", "5%"], ["25%", "25%", "0%"]]
+
     written.tell(tok_s=88, running=0, waiting=0)
     written.event("policy_changed", "orcinus is in force")
     visit.says("#tok-s", "88")
@@ -83,10 +94,11 @@ def test_text_from_outside_is_never_run_nor_loaded(open_page: OpenPage, written:
     full(written)
     written.tell(policy=EVIL)
     written.worker("worker-evil", device=EVIL, backend=EVIL)
+    written.replica(EVIL, role=EVIL)
     written.event(EVIL, EVIL)
     visit = open_page()
     visit.says("#events", "onerror")
-    for selector in ("#events", "#processes", "#policy"):
+    for selector in ("#events", "#processes", "#policy", "#replicas"):
         assert EVIL in visit.page.locator(selector).text_content().replace("\u00a0", " "), selector  # type: ignore[union-attr]
         assert visit.page.locator(f"{selector} img, {selector} script").count() == 0
     assert visit.page.evaluate("window.stolen") is None
@@ -150,6 +162,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(
 ) -> None:
     full(written)
     written.worker("w" * 120, device="d" * 90)
+    written.replica("w" * 120, state="draining", role="prefill", dock=1)
     written.event("worker_lost", "x" * 300)
     visit = open_page(width=390, dark=dark)
     visit.says("#events", "xxx")
@@ -170,12 +183,12 @@ def test_text_can_be_told_from_its_background(open_page: OpenPage, written: Writ
     visit.says("#state", "live")
     colours = visit.page.evaluate(
         """() => { const style = getComputedStyle(document.documentElement);
-          const names = ["panel", "page", "text", "soft", "good", "bad", "decode", "prefill", "line1", "line2",
+          const names = ["panel", "page", "text", "soft", "good", "bad", "warn", "decode", "prefill", "line1", "line2",
             "line3"];
           return Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()])); }"""
     )
     for ground in ("panel", "page"):
-        for name in ("text", "soft", "good", "bad"):
+        for name in ("text", "soft", "good", "bad", "warn"):
             assert contrast(colours[name], colours[ground]) >= 4.5, (name, ground)
     for name in ("decode", "prefill", "line1", "line2", "line3"):
         assert contrast(colours[name], colours["panel"]) >= 3, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 
@@ -46,6 +47,13 @@ def answered(stack: Stack, worker: str) -> int:
     return int(stack.redis.client.get(stack.keys.alive("worker", worker)) or 0)
 
 
+def tells(stack: Stack, worker: str, running: bool) -> bool:
+    """Are there figures of this worker's replica, of some that run and get tokens if that is asked?"""
+    raw = stack.redis.client.hget(stack.keys.replicas("shard-0"), worker)
+    figures = json.loads(raw) if raw else {}
+    return bool(figures) and (not running or (figures["running"] > 0 and figures["tok_s"] > 0))
+
+
 def assert_nothing_is_left(stack: Stack) -> None:
     after = stack.settled()
     assert after["blocks"] == after["total"]
@@ -57,7 +65,9 @@ def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference:
     with load(stack, reference, LONG) as under_way:
         for name in ("worker-0", "worker-1"):  # six streams do not fit one
             until(f"{name} steps", lambda name=name: answered(stack, name) > 0)
+            until(f"{name} tells of it", lambda name=name: tells(stack, name, running=True))
         stack.kill("worker")
+        until("the figures of the killed one are gone", lambda: not tells(stack, "worker-0", running=False))
         stack.start("worker", "worker-2", worker_id="worker-2")
         under_way.check(LONG)
     has_workers(stack, 2)

@@ -21,7 +21,7 @@ from shared.settings import CommonSettings, LauncherSettings
 from shared.stack_view import View
 from tests.services.launcher_support import ROOT, clean_env
 from tests.stack import RedisServer
-from tests.written_stack import STATS, WrittenStack
+from tests.written_stack import REPLICA, STATS, WrittenStack
 
 MODEL = "tiny"
 ESCAPE = "\x1b]0;owned\x07\x1b[31m[bold]loud[/bold]"
@@ -34,6 +34,8 @@ def written(redis_server: RedisServer) -> Iterator[WrittenStack]:
     stack.worker()
     for number in range(40):
         stack.iterations.add(1_000_000, 9_000_000, 12, 340 if number % 8 == 0 else 0, 0)
+    stack.replica()
+    stack.replica(f"evil{ESCAPE}", role=ESCAPE, dock=1)
     stack.event("worker_lost", ESCAPE)
     stack.tell()
     yield stack
@@ -71,6 +73,8 @@ async def test_the_screen_shows_what_redis_says_and_follows_it(
             "60 %",
             "600 of 1,000",
             "prefill worker of shard-0",
+            "██░░░░░░ 16 of 64",
+            "█████░░░ 60 %",
         ):
             assert text in words, text
         assert "340" in words and "█" in words, "the last iterations"
@@ -128,6 +132,7 @@ def test_a_program_gets_one_object_and_an_exit_code(redis_server: RedisServer, w
     done = orcinus_top(redis_server, "--json")
     view = json.loads(done.stdout)
     assert (done.returncode, view["model"], view["shards"]["shard-0"]["stats"]["running"]) == (0, MODEL, 17)
+    assert view["shards"]["shard-0"]["replicas"]["worker-0"] == REPLICA
     assert view["shards"]["shard-0"]["iterations"]["decode"] == [12] * 40
     gone = orcinus_top(redis_server, "--json", url="redis://127.0.0.1:1/0")
     assert gone.returncode == 1

@@ -93,9 +93,9 @@ def test_a_cancel_at_any_moment_frees_slots_and_blocks_at_once(in_flight: int, a
     h = house(lookahead=2)
     h.add(request("a", (5, 9), 20, seed=1, n=2))
     rounds(h, answered)
-    while h.core.in_flight(0) > in_flight:
+    while len(h.core.replicas[0].inflight) > in_flight:
         h.answer()
-    while h.core.in_flight(0) < in_flight and h.plan() is not None:
+    while len(h.core.replicas[0].inflight) < in_flight and h.plan() is not None:
         pass
     h.take(h.core.cancel("a", h.now))
     h.core.check()

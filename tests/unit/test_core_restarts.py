@@ -18,7 +18,7 @@ def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
     step = h.plan()
     assert step is not None
     failed = StepResult(step.id, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), error="out of memory")
-    assert not h.core.apply(failed, h.now).requests and h.core.in_flight(0) == 1
+    assert not h.core.apply(failed, h.now).requests and len(h.core.replicas[0].inflight) == 1
     result = h.workers[0].run()
     h.lose()
     assert not h.core.apply(result, h.now).requests

@@ -323,7 +323,7 @@ def test_a_sequence_is_planned_again_while_at_most_lookahead_steps_are_unanswere
         for _ in range(lookahead + 1):
             assert h.plan() is not None
         assert h.plan() is None
-        assert h.core.in_flight(0) == lookahead + 1
+        assert len(h.core.replicas[0].inflight) == lookahead + 1
         h.finish()
 
 

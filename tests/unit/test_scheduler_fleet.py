@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits
-from services.scheduler.drive import Desk
+from services.scheduler.drive import Desk, Drive
 from services.scheduler.fleet import AVOID_S, Fleet
 from services.scheduler.parking import DOCK_S, Parking
 from services.scheduler.workers import Registration, Workers
@@ -127,6 +128,35 @@ def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> No
         shard.round()
     assert set(shard.house.ended) == {f"r{n}" for n in range(6)}
     assert not shard.given_up and not shard.parking.suspecting
+
+
+async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() -> None:
+    shard = Shard(2)
+    for number in range(5):
+        shard.arrive(f"r{number}", number)
+    for _ in range(3):
+        shard.round()
+    nobody: Any = None
+    desk = Desk(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
+    fleet = Fleet(SchedulerSettings(shard="a"), nobody, desk, nobody)
+    for number, role in enumerate(("", "decode")):
+        link: Any = SimpleNamespace(info=SimpleNamespace(role=role), epoch=7 + number, leaving=False)
+        fleet.drives[f"w{number}"] = Drive(link, number, LIMITS.slots, desk)
+    fleet.drives["w1"].leave()
+    rows, all_of = fleet.replicas(), shard.core.stats()
+    assert [(row["role"], row["state"], row["epoch"], row["number"], row["slots"]) for row in rows.values()] == [
+        ("", "serving", 7, 0, LIMITS.slots), ("decode", "leaving", 8, 1, LIMITS.slots),
+    ]  # fmt: skip
+    assert [row["running"] for row in rows.values()] == [len(shard.at(0)), len(shard.at(1))]
+    for name in ("running", "blocks_total", "blocks_free", "blocks_cached", "blocks_draining", "prefix_hit_tokens"):
+        assert sum(row[name] for row in rows.values()) == all_of[name], name
+    shard.core.confine({"r0"})
+    shard.core.assign_dock(shard.house.now)
+    docks = [row["dock"] for row in fleet.replicas().values()]
+    assert sorted(docks) == [0, 1]
+    shard.house.lose(0)
+    del fleet.drives["w0"]
+    assert fleet.replicas().keys() == {"w1"}
 
 
 class Redis:

@@ -10,9 +10,11 @@ from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, O
 from services.scheduler.iterations import COLUMNS, ROWS, Iterations
 from services.scheduler.lives import Life, Lives
 from services.scheduler.metrics import ALIASES, Metrics
+from services.scheduler.pace import Pace
 from services.scheduler.stats import Stats
 from shared.columns import unpack
 from shared.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
+from tests.written_stack import REPLICA
 
 BOUNDS = (0.1, 0.5, 1, 2.5)
 
@@ -78,6 +80,33 @@ def test_metrics_of_the_scheduler_are_what_its_statistics_were_fed() -> None:
     assert found['orcinus_scheduler_redis_call_seconds_count{script="publish"}'] == 1
     assert found['vllm:num_preemptions_total{engine="0",model_name="demo"}'] == 6
     assert len({name.partition("{")[0] for name in found if name.startswith("vllm:")}) >= len(ALIASES)
+
+
+def test_each_replica_has_series_of_its_own_and_those_of_a_lost_one_go() -> None:
+    metrics = Metrics("demo", aliases=True)
+    before = exposed(metrics.registry)
+    stats = Stats(0, metrics)
+    stats.replicas({"worker-0": REPLICA, "worker-1": {**REPLICA, "role": "decode", "running": 3}})
+    found = exposed(metrics.registry)
+    assert found['orcinus_scheduler_replica_running_sequences{replica="worker-0"}'] == REPLICA["running"]
+    assert found['orcinus_scheduler_replica_running_sequences{replica="worker-1"}'] == 3
+    assert found['orcinus_scheduler_replica_kv_blocks{replica="worker-1",state="used"}'] == 600
+    assert found['orcinus_scheduler_replica_host_kv_blocks{replica="worker-0",state="used"}'] == 100
+    assert found['orcinus_scheduler_replica_step_seconds{replica="worker-0"}'] == pytest.approx(0.0115)
+    assert found['orcinus_scheduler_replica_prefix_hit_tokens_total{replica="worker-0"}'] == 2048
+    assert found['orcinus_scheduler_replica_info{replica="worker-1",role="decode",state="serving"}'] == 1
+    assert {name for name in found if name.startswith("vllm:")} == {n for n in before if n.startswith("vllm:")}
+    stats.replicas({"worker-1": REPLICA})
+    left = [name for name in exposed(metrics.registry) if "replica=" in name]
+    assert left and all('replica="worker-1"' in name for name in left)
+
+
+def test_the_pace_of_a_worker_is_of_what_it_answered_since_the_last_report() -> None:
+    pace = Pace()
+    pace.answered(step_ns=30_000_000, idle_ns=10_000_000, tokens=12)
+    pace.answered(step_ns=10_000_000, idle_ns=0, tokens=8)
+    assert pace.take(2.0) == {"tok_s": 10.0, "step_ms": 20.0, "idle_pct": 20.0}
+    assert pace.take(1.0) == {"tok_s": 0.0, "step_ms": 0.0, "idle_pct": 0.0}
 
 
 def test_the_ring_holds_the_last_iterations_oldest_first() -> None:

@@ -3,6 +3,7 @@
 import { Charts, drawIterations } from "./charts.js";
 import { follow, giveKey } from "./feed.js";
 import { bytes, clock, count, measured, milliseconds, NONE, percent } from "./format.js";
+import { replicas } from "./replicas.js";
 
 const CLASSES = ["realtime", "high", "normal", "low"];
 const WINDOW_MS = 300_000;
@@ -81,6 +82,7 @@ function show(frame) {
   tiers(all);
   classes(all);
   totals(all);
+  replicas(frame.shards);
   processes(frame);
   events(frame.events);
   iterations(frame.shards[name]?.iterations ?? {}, stats);

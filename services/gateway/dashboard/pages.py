@@ -20,6 +20,7 @@ FILES = {
     "/dashboard/charts.js": "charts.js",
     "/dashboard/feed.js": "feed.js",
     "/dashboard/format.js": "format.js",
+    "/dashboard/replicas.js": "replicas.js",
     "/dashboard/icon.svg": "icon.svg",
     "/dashboard/uPlot.js": "vendor/uPlot.iife.min.js",
     "/dashboard/uPlot.css": "vendor/uPlot.min.css",

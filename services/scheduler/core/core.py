@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.scheduler.core.draft import Shared
-from services.scheduler.core.figures import figures, ttft_ns
+from services.scheduler.core.figures import figures, of_replica, ttft_ns
 from services.scheduler.core.loss import check_replicas, clear, lose
 from services.scheduler.core.outcome import Collector, Names
 from services.scheduler.core.passes import Passes
@@ -285,9 +285,6 @@ class Core:
     def waiting_count(self) -> int:
         return len(self._placer)
 
-    def in_flight(self, replica: int = 0) -> int:
-        return len(self.replicas[replica].inflight)
-
     def look_again_ns(self, replica: int) -> int:
         """The moment from which `replica` may take one of the waiting that is held for another now; 0: none is."""
         changes, until_ns = self.replicas[replica].nobody
@@ -300,14 +297,17 @@ class Core:
     def stats(self) -> dict[str, float | int]:
         """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
         fields = figures(self._shared, self.alive, self._records.values(), self._parked.values())
-        fields["swapped_blocks"] += self._moved
-        fields["prefix_hit_tokens"] += self._hit
         return fields | {
+            "swapped_blocks": fields["swapped_blocks"] + self._moved,
+            "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._hit,
             "finished": self._ended[Finish.STOP] + self._ended[Finish.LENGTH],
             "cancelled": self._ended[Finish.CANCELLED] + self._ended[Finish.DEADLINE],
             "failed": self._ended[Finish.ERROR],
             "tokens_total": self._results.tokens_total,
         }
+
+    def replica_stats(self, number: int) -> dict[str, int]:
+        return of_replica(self._shared, self.replicas[number])
 
     def check(self) -> None:
         """Raises RuntimeError when an invariant of PROTOCOL.md, section 3, is broken."""

@@ -58,6 +58,28 @@ def figures(
     }
 
 
+def of_replica(shared: Shared, replica: Replica) -> dict[str, int]:
+    """What one replica has and does now, and what it has found in its prefix cache since it joined."""
+    return {
+        "number": replica.number,
+        "dock": int(replica.number == shared.routing.dock),
+        "slots": shared.most(replica),
+        "running": replica.table.count,
+        "loading": len(replica.transfers.slots()),
+        "in_flight": len(replica.inflight),
+        "step_tokens": replica.last.tokens,
+        "blocks_total": replica.pool.total,
+        "blocks_free": replica.pool.free,
+        "blocks_cached": replica.pool.cached,
+        "blocks_draining": replica.pool.draining,
+        "host_blocks_total": replica.host.total,
+        "host_blocks_free": replica.host.free,
+        "host_blocks_cached": replica.host.cached,
+        "swapped_blocks": replica.transfers.swapped_blocks,
+        "prefix_hit_tokens": replica.sharing.hit_tokens if replica.sharing is not None else 0,
+    }
+
+
 def first_arrivals(shared: Shared, records: Iterable[Record]) -> list[int]:
     """Of each class [4] the arrival of the first request that waits and never ran, in ns of the core's time; 0: none.
 
