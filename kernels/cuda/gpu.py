@@ -136,7 +136,7 @@ class CudaDevice(Device):
         found = runtime.cudaHostRegister(memory.ctypes.data, size, _HOST_MAPPED)
         if found != runtime.cudaError.success:
             raise CudaError(f"{size / 2**30:.1f} GiB of main memory cannot be pinned ({found}): lower --host-blocks")
-        weakref.finalize(memory, self._release, memory.ctypes.data).atexit = False
+        weakref.finalize(memory, self._release, memory.ctypes.data, runtime.cudaHostUnregister).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
 
     def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
@@ -155,13 +155,13 @@ class CudaDevice(Device):
                 raise CudaError(f"{said}: lower --host-blocks, or take a --kv-share-dir on a tmpfs") from error
             log.warning("%s: copies from it make the worker wait", said)
             return memory
-        weakref.finalize(pages, self._release, pages.ctypes.data).atexit = False
+        weakref.finalize(pages, self._release, pages.ctypes.data, runtime.hostUnregister).atexit = False
         return torch.from_numpy(pages)
 
-    def _release(self, address: int) -> None:
+    def _release(self, address: int, unregister: Callable[[int], object]) -> None:
         """Of registered memory, which torch does not keep for copies that are under way."""
         cuda.synchronize(self.torch_device)
-        cuda.cudart().cudaHostUnregister(address)
+        unregister(address)
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         if not (isinstance(start, CudaEvent) and isinstance(end, CudaEvent)):

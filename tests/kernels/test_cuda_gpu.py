@@ -219,6 +219,25 @@ def test_large_pinned_memory_is_exactly_as_large_and_given_back(fake: Torch) -> 
         device.pinned((1 << 29,), torch.uint8)
 
 
+def test_memory_of_others_is_registered_as_it_may_be_used_and_given_back(
+    fake: Torch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = MagicMock(CUDARuntimeError=type("CUDARuntimeError", (Exception,), {}))
+    monkeypatch.setitem(__import__("sys").modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    device, memory = CudaDevice(), torch.arange(100, dtype=torch.uint8)
+    own, read = device.registered(memory), device.registered(memory, read_only=True)
+    assert own.data_ptr() == read.data_ptr() == memory.data_ptr()
+    assert runtime.hostRegister.mock_calls == [call(memory.data_ptr(), 100, 2), call(memory.data_ptr(), 100, 10)]
+    del own
+    assert runtime.hostUnregister.mock_calls == [call(memory.data_ptr())]
+    assert fake.cuda.synchronize.called, "a copy may be under way"
+    runtime.hostRegister.side_effect = runtime.CUDARuntimeError("no")
+    assert device.registered(memory, read_only=True) is memory
+    assert "cannot be pinned (no): copies from it make the worker wait" in caplog.text
+    with pytest.raises(CudaError, match=r"cannot be pinned .no.: lower --host-blocks"):
+        device.registered(memory)
+
+
 def test_memory_that_torch_keeps_for_itself_is_free(fake: Torch) -> None:
     device = CudaDevice()
     fake.cuda.mem_get_info.return_value = (500, 1000)
