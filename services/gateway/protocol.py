@@ -47,6 +47,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0  # received since the head began, without the read in which it did
         self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
+        self._held = bytearray()  # what came behind a request that waits for the answer of the one before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,6 +72,9 @@ class Protocol(HttpToolsProtocol):
         if self._refusal is not None:
             self._answer(self._refusal)
             return
+        if self.pipeline:
+            self._hold(data)
+            return
         began_before = self._in_head
         self._past_body_bytes += 0 if began_before else len(data)
         super().data_received(data)
@@ -78,6 +82,23 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         if max(self._head_bytes, self._past_body_bytes) > self._bounds.head_bytes and not self.transport.is_closing():
             self._answer(self._too_long())
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn paused it, and of who is not read from nobody sees that he leaves
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._held and not self.pipeline and not self.transport.is_closing():
+            held = bytes(self._held)
+            self._held.clear()
+            self._wait()
+            self.data_received(held)
+
+    def _hold(self, data: bytes) -> None:
+        """Keeps it unread until all is answered that came before; beyond the bound the client may not send on."""
+        self._wait_no_more()
+        self._held += data
+        if len(self._held) > self._bounds.head_bytes:
+            self.flow.pause_reading()
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed, or was refused while it was."""

@@ -76,7 +76,8 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     if message["content"] or not calls:
         items.append(message_item(shell["id"], message["content"] or "", _status(reason)))
     for index, call in enumerate(calls):
-        items.append(call_item(shell["id"], index, call["id"], **call["function"], status=_status(reason)))
+        status = _call_status(reason, is_last=index == len(calls) - 1)
+        items.append(call_item(shell["id"], index, call["id"], **call["function"], status=status))
     return finished(shell, items, reason, answer["usage"])
 
 
@@ -123,6 +124,11 @@ def _status(reason: str) -> str:
     return "incomplete" if reason in INCOMPLETE else "completed"
 
 
+def _call_status(reason: str, is_last: bool) -> str:
+    """Whole calls end with `tool_calls`: behind a `stop` the last one was cut."""
+    return "incomplete" if reason == "stop" and is_last else _status(reason)
+
+
 MESSAGE = -1
 """The key of the message among the items of a stream; calls have their index."""
 
@@ -165,7 +171,8 @@ class ResponseEvents:
         told = b"" if self._items else self._message()[1]
         output = []
         for key, item in self._items.items():
-            done, event = self._done(key, item, _status(reason))
+            status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
+            done, event = self._done(key, item, status)
             output.append(done)
             told += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
         response = finished(self._shell, output, reason, usage.body())

@@ -20,10 +20,12 @@ _MEANING = {
     403: "the key may not ask for that",
     404: "no such model, request or path",
     405: "the path does not know this method",
+    408: "the request was not all there in time",
     409: "the request was cancelled",
     413: "the body is too big",
     415: "the body is not application/json",
     429: "too much waits, or a rate limit; see Retry-After",
+    431: "the head is too long, or has too many fields",
     500: "the generation or the gateway failed",
     503: "not now; see Retry-After",
 }
@@ -33,7 +35,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route: every error that it can answer, and those that any route can."""
     return {
         status: {"model": ErrorAnswer, "description": _MEANING[status]}
-        for status in sorted({400, 401, 405, 413, 500, *statuses})
+        for status in sorted({400, 401, 405, 408, 413, 431, 500, *statuses})
     }
 
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("orcinus.gateway")
 
 ANSWER_S = 1.0
-"""Who says nothing for so long is left out."""
+"""Who has not answered after so long is left out."""
+LENGTH_BYTES = 8
+"""An answer begins with its length: of one that was killed in the middle of it what came is cut, and left out."""
 HELP = b"# HELP "
 
 
@@ -74,8 +76,9 @@ class Siblings:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self._place.folder / f"{number}.sock")
                 writer.write(what + b"\n")
-                return await reader.read()
-        except (OSError, TimeoutError) as error:
+                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES))
+                return await reader.readexactly(length)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.debug("process %d does not answer: %s", number, error)
             return b""
         finally:
@@ -85,7 +88,8 @@ class Siblings:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError):  # who asked has gone
             async with asyncio.timeout(ANSWER_S):
-                writer.write(self._own((await reader.readline()).strip()))
+                answer = self._own((await reader.readline()).strip())
+                writer.write(len(answer).to_bytes(LENGTH_BYTES) + answer)
                 await writer.drain()
         writer.close()
 

@@ -80,8 +80,8 @@ class posted:  # noqa: N801 - reads as a verb where it is used
         self._thread.join(60)
 
 
-def raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0) -> socket.socket:
-    """A connection that sent a request and reads nothing."""
+def raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0, behind: bytes = b"") -> socket.socket:
+    """A connection that sent a request, with what is `behind` it, and reads nothing."""
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -89,5 +89,5 @@ def raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0) -> s
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
-    connection.sendall(head.encode() + b"\r\n" + body)
+    connection.sendall(head.encode() + b"\r\n" + body + behind)
     return connection

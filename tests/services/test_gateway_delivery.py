@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -286,7 +287,7 @@ def test_a_client_that_leaves_is_cancelled_also_where_it_has_sent_its_next_reque
 
     def cancelled() -> bool:
         nonlocal index
-        scheduler.publish(Line(claimed.id, index, [60]))  # who pipelines is not read from: a write shows that it left
+        scheduler.publish(Line(claimed.id, index, [60]))
         index += 1
         return claimed.id in {control.cancel.id for control in scheduler.controls()}
 
@@ -302,6 +303,44 @@ def test_a_client_that_leaves_while_waiting_for_a_whole_answer_is_cancelled(
     with raw_post(gateway, body):
         claimed = scheduler.claim()
     assert scheduler.wait_control("cancel", claimed.id).cancel.reason
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_a_client_that_leaves_a_whole_answer_is_cancelled_also_where_it_has_sent_its_next_request_already(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, later: bool
+) -> None:
+    """Nothing is written that would show it: the connection has to be read, whatever is behind."""
+    body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
+    behind = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    told = gateway.metric("orcinus_gateway_output_tokens_total")
+    with raw_post(gateway, body, behind=b"" if later else behind) as connection:
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, [60]))
+        until("it waits for the rest", lambda: gateway.metric("orcinus_gateway_output_tokens_total") > told)
+        if later:
+            connection.sendall(behind)
+    assert scheduler.wait_control("cancel", claimed.id).cancel.reason
+
+
+def test_requests_that_are_sent_before_the_answers_have_come_are_answered_in_their_order(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    """The second in pieces, and a third, while the first is answered."""
+    body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
+    tokens = json.dumps({"model": gateway.name, "prompt": "y"}).encode() + b" " * 200_000
+    second = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    behind = second % len(tokens) + tokens + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with raw_post(gateway, body) as connection, ThreadPoolExecutor(1) as other:
+        claimed = scheduler.claim()
+        pieces = [behind[:20], behind[20:300], behind[300:]]
+        sent = other.submit(lambda: [connection.sendall(piece) for piece in pieces])
+        scheduler.serve(claimed, [50], finish=STOP)
+        answers = b""
+        while data := connection.recv(1 << 16):
+            answers += data
+        sent.result()
+    places = [answers.find(word) for word in (b'"text_completion"', b'"count"', b'"version"')]
+    assert answers.count(b"HTTP/1.1 200") == 3 and places == sorted(places) and places[0] > 0, answers[-500:]
 
 
 def test_a_client_that_does_not_read_is_cut_and_others_are_not(

@@ -93,6 +93,7 @@ PIECES = [
     Delta(0, "", [3], None, [CallPiece(0, "", "", '{"a"'), CallPiece(0, "", "", ": 1}")]),
     Delta(0, "", [4], "tool_calls", [CallPiece(1, "call_b", "sub", "{}")]),
 ]
+CALL_AT_THE_END = {"tool_calls": "completed", "stop": "incomplete", "length": "incomplete"}
 CALLS = [
     {"id": "call_a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
     {"id": "call_b", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
@@ -103,11 +104,15 @@ CALLS = [
     ("deltas", "message"),
     [
         (PIECES, {"content": "Let me see", "tool_calls": CALLS}),
+        (
+            [*PIECES[:3], Delta(0, "", [4], "stop", PIECES[3].calls)],
+            {"content": "Let me see", "tool_calls": CALLS},
+        ),
         ([PIECES[3]], {"content": None, "tool_calls": [{**CALLS[1]}]}),
         ([Delta(0, "hello", [1], "stop")], {"content": "hello"}),
         ([Delta(0, "", [1], "length")], {"content": ""}),
     ],
-    ids=["text and calls", "a call alone", "text alone", "nothing"],
+    ids=["text and calls", "a call that a stop cut", "a call alone", "text alone", "nothing"],
 )
 def test_events_add_up_to_the_response_of_the_whole_answer(deltas: list[Delta], message: dict[str, Any]) -> None:
     reason = deltas[-1].finish_reason
@@ -131,3 +136,5 @@ def test_events_add_up_to_the_response_of_the_whole_answer(deltas: list[Delta], 
     assert [items.get(index, "") for index in range(len(wholes))] == wholes
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == expected["output"]
+    statuses = [item["status"] for item in done if item["type"] == "function_call"]
+    assert statuses == ["completed"] * (len(statuses) - 1) + [CALL_AT_THE_END[reason]] * bool(statuses)

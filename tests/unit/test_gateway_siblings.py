@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import Metrics
-from services.gateway.siblings import labelled, merged
+from services.gateway.processes import Place
+from services.gateway.siblings import LENGTH_BYTES, Siblings, labelled, merged
 
 
 def texts(*counts: int) -> list[bytes]:
@@ -44,3 +50,29 @@ def test_every_sample_of_every_process_is_there_once_under_its_number(counts: tu
 def test_a_process_that_said_nothing_is_left_out() -> None:
     first, _ = texts(1, 2)
     assert merged([first]) == merged([first, b""])
+
+
+async def test_of_a_process_that_is_killed_in_the_middle_of_its_answer_nothing_is_told(tmp_path: Path) -> None:
+    gateways: list[Any] = [SimpleNamespace(metrics=Metrics("m", aliases=False)) for _ in range(3)]
+    first, second = (Siblings(Place(number, 3, tmp_path, -1), gateways[number]) for number in range(2))
+    text = labelled(gateways[2].metrics.registry, "2")
+
+    async def killed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write((len(text).to_bytes(LENGTH_BYTES) + text)[: len(text) // 2])
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(killed, tmp_path / "2.sock")
+    try:
+        for each in (first, second):
+            await each.start()
+        told = (await first.metrics()).decode()
+        processes = {
+            sample.labels["process"] for family in text_string_to_metric_families(told) for sample in family.samples
+        }
+        assert processes == {"0", "1"}
+    finally:
+        server.close()
+        for each in (first, second):
+            await each.stop()
