@@ -24,6 +24,8 @@ from tests.waiting import free_port, until
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 90.0
+PATIENT_MS = 10_000
+"""The lease of a scheduler that no test kills: one that a busy machine stops for two seconds is not gone."""
 
 
 class RedisServer:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.models import Reference, make_llama
 from tests.services import test_observability_files as observability
-from tests.stack import Stack, running_stack
+from tests.stack import PATIENT_MS, Stack, running_stack
 from tests.waiting import free_port, until
 
 KEY = "sk-orcinus-test"
@@ -32,6 +32,7 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with running_stack(
         tmp_path_factory.mktemp("stack"), reference.path, key=KEY, dtype="float32", tool_parser="hermes",
         scheduler_metrics_port=free_port(), worker_metrics_port=free_port(), metrics_aliases="true",
+        lease_ms=PATIENT_MS,
     ) as running:  # fmt: skip
         yield running
 

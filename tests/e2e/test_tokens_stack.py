@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import Reference, make_llama
-from tests.stack import running_stack
+from tests.stack import PATIENT_MS, running_stack
 from tests.waiting import until
 
 REQUESTS = 32
@@ -74,6 +74,7 @@ def test_32_concurrent_requests_get_the_references_tokens(
         "max_output_tokens": 32,  # the longest sequence that could be asked for fits the small pool
         "max_seqs": REQUESTS,
         "policy": "sarathi" if pool == SMALL else "orcinus",
+        "lease_ms": PATIENT_MS,
     }
     with running_stack(tmp_path, reference.path, **settings) as stack, ThreadPoolExecutor(REQUESTS) as clients:
         got = list(

@@ -24,7 +24,7 @@ from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
 from tests.models import Reference
 from tests.shared_prefixes import Load, policy_model, shared_prefixes
-from tests.stack import ROOT, Stack, running_stack
+from tests.stack import PATIENT_MS, ROOT, Stack, running_stack
 from tests.waiting import until
 
 PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=least-lost-swap"
@@ -54,6 +54,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Ite
         "policy": "static",
         "prefix_cache": "on",
         "stats_ms": 100,
+        "lease_ms": PATIENT_MS,
     }
     with running_stack(tmp_path_factory.mktemp("stack"), reference.path, **settings) as running:
         yield running
