@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,17 @@ def test_one_computes_the_prompts_and_the_other_goes_on_with_the_references_toke
     assert sum(step["sampled"] for step in decode) == STREAMS * (TOKENS - 1)
 
 
-@pytest.mark.parametrize("name", ROLES)
-def test_either_is_killed_while_clients_ask_and_comes_again(stack: Stack, reference: Reference, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [("worker", signal.SIGKILL), ("worker-1", signal.SIGKILL), ("worker", signal.SIGTERM)]
+)
+def test_either_is_killed_or_drains_while_clients_ask_and_comes_again(
+    stack: Stack, reference: Reference, name: str, how: int
+) -> None:
     """While it is gone the other does both; afterwards it hands over, or takes over, again."""
     other = next(each for each in ROLES if each != name)
     until("each reads the other's tier", lambda: all(mapped(stack, each) for each in ROLES), 20)
     with clients(stack, reference, TOKENS) as made:
-        stack.kill(name)
+        assert stack.kill(name, how) == (-signal.SIGKILL if how == signal.SIGKILL else 0)
         has_workers(stack, 1)
         alone = len(made)
         until("all were answered by the other alone", lambda: len(made) > alone + 2 * STREAMS, 60)
