@@ -82,6 +82,8 @@ class Results:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
         if replica.handed:
             release(replica, self._placer, now_ns)
+        if result.swap_out_acks.size:
+            self._placer.changes += 1  # peers may read it now
         return out.build(columns)
 
     @staticmethod
