@@ -343,34 +343,6 @@ def test_requests_that_are_sent_before_the_answers_have_come_are_answered_in_the
     assert answers.count(b"HTTP/1.1 200") == 3 and places == sorted(places) and places[0] > 0, answers[-500:]
 
 
-def test_a_client_that_does_not_read_is_cut_and_others_are_not(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    before = gateway.metric("orcinus_gateway_slow_clients_total")
-    body = {"model": gateway.name, "prompt": "x", "stream": True, "max_tokens": 500, "return_token_ids": True, "n": 64}
-    with raw_post(gateway, json.dumps(body).encode(), receive_buffer=4096):
-        slow = scheduler.claim()
-        other = Stream(gateway)
-        quick = scheduler.claim()
-        step = 0
-
-        def pushed_until_cut() -> bool:
-            nonlocal step
-            rows = [Line(slow.id, 5 * step, [60, 61, 62, 63, 64], choice) for choice in range(64)]
-            scheduler.publish(*rows, Line(quick.id, step, [65]))
-            step += 1
-            return gateway.metric("orcinus_gateway_slow_clients_total") > before or step >= 390
-
-        until("the slow client is cut", pushed_until_cut, 60, every=0.001)
-        assert gateway.metric("orcinus_gateway_slow_clients_total") == before + 1
-        reason = scheduler.wait_control("cancel", slow.id).cancel.reason
-        assert "slow" in reason
-    scheduler.publish(Line(quick.id, step, [66], finish=LENGTH))
-    other.join()
-    assert other.tokens() == [65] * step + [66]
-    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
-
-
 def test_keep_alive_comments_come_while_nothing_else_does(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from tests.services.gateway_clients import Stream, raw_post
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.stack import RedisServer
@@ -112,3 +113,31 @@ def test_one_that_named_its_request_is_detached_and_comes_back_for_the_rest(
     events = [json.loads(line[6:]) for line in again.text.splitlines() if line.startswith("data: {")]
     assert sum(len(choice["token_ids"]) for event in events for choice in event["choices"]) == MANY
     assert claimed.id not in {command.cancel.id for command in scheduler.controls()}
+
+
+def test_a_client_that_does_not_read_is_cut_and_others_are_not(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    before = gateway.metric("orcinus_gateway_slow_clients_total")
+    body = {"model": gateway.name, "prompt": "x", "stream": True, "max_tokens": 500, "return_token_ids": True, "n": 64}
+    with raw_post(gateway, json.dumps(body).encode(), receive_buffer=4096):
+        slow = scheduler.claim()
+        other = Stream(gateway)
+        quick = scheduler.claim()
+        step = 0
+
+        def pushed_until_cut() -> bool:
+            nonlocal step
+            rows = [Line(slow.id, 5 * step, [60, 61, 62, 63, 64], choice) for choice in range(64)]
+            scheduler.publish(*rows, Line(quick.id, step, [65]))
+            step += 1
+            return gateway.metric("orcinus_gateway_slow_clients_total") > before or step >= 390
+
+        until("the slow client is cut", pushed_until_cut, 60, every=0.001)
+        assert gateway.metric("orcinus_gateway_slow_clients_total") == before + 1
+        reason = scheduler.wait_control("cancel", slow.id).cancel.reason
+        assert "slow" in reason
+    scheduler.publish(Line(quick.id, step, [66], finish=LENGTH))
+    other.join()
+    assert other.tokens() == [65] * step + [66]
+    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
