@@ -96,15 +96,8 @@ class Engine:
     def _plan_memory(self) -> None:
         """Takes a pool of as many blocks as there may be; on a GPU of what weights and the largest step leave."""
         settings, config = self.settings, self._decoder.config
-        shape = CacheShape(
-            blocks=1,
-            host_blocks=0,
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            block_size=settings.block_size,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
+        tokens, heads = settings.block_size, config.kv_heads
+        shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype)
         gpu_bytes = None
         if (device := device_of(self._ops)) is not None:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
@@ -192,7 +185,7 @@ class Engine:
             stages=self.mesh.pp,
             tensor_ranks=self.mesh.tp,
             largest_step_ms=self.speed.largest_ms,
-            **self._tier.describe(self._cache, self.model_hash),
+            **self._tier.describe(self._cache, self._ops.name, self.model_hash),
         )
 
     def reset(self) -> None:

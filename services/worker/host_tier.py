@@ -47,14 +47,14 @@ class HostTier:
         """Of a Run that begins. block_bytes: of a block on this rank."""
         return Peers(cache, block_bytes, self._folder, self._mesh)
 
-    def describe(self, cache: Cache, model_hash: str) -> dict[str, Any]:
+    def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
         """Fields of WorkerInfo. kv_format: what decides which bytes a block has on each rank, and how they are
-        computed."""
+        computed, by whose kernels and from which weights."""
         settings, mesh, shape = self._settings, self._mesh, cache.shape
         size = "x".join(map(str, (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)))
         how = f"{settings.quantize}{' deterministic' if settings.deterministic else ''}"
         return {
             "role": "" if settings.worker_role == "both" else settings.worker_role,
             "host_tier": self.name,
-            "kv_format": f"{cache.layout} {shape.dtype} {size} tp {mesh.tp} pp {mesh.pp} {how} {model_hash}",
+            "kv_format": f"{kernels} {cache.layout} {shape.dtype} {size} tp {mesh.tp} pp {mesh.pp} {how} {model_hash}",
         }

@@ -378,18 +378,3 @@ def test_a_prefill_worker_has_a_host_tier_and_roles_need_a_folder(reference: Ref
     with pytest.raises(ValueError, match="prefill needs ORCINUS_KV_SHARE_DIR"):
         make_engine(model, worker_role="prefill")
     assert make_engine(model).info().host_tier == ""
-
-
-def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Reference) -> None:
-    formats = [
-        make_engine(reference.path, **settings).info().kv_format
-        for settings in (
-            {"kernels": "cpu", "block_size": 16},
-            {"kernels": "reference", "block_size": 16},
-            {"kernels": "cpu", "block_size": 32},
-            {"kernels": "cpu", "block_size": 16, "dtype": "bfloat16"},
-            {"kernels": "cpu", "block_size": 16, "quantize": "int8"},
-            {"kernels": "cpu", "block_size": 16, "deterministic": True},
-        )
-    ]
-    assert len(set(formats)) == len(formats)
