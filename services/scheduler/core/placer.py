@@ -109,7 +109,7 @@ class Placer:
         if apart:
             self._of(sequence).drop(sequence)
         self._count(sequence, -1)
-        sequence.host, sequence.computed = EMPTY, 0
+        sequence.host, sequence.computed, sequence.offered = EMPTY, 0, -1
         self._count(sequence, 1)
         if apart:
             self._queue.push(sequence, now_ns)

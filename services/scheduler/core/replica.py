@@ -14,7 +14,7 @@ from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.peers import Peers
 from services.scheduler.core.policy import Memory, Tokens
 from services.scheduler.core.prefix import Contents, Hasher
-from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.sharing import Prefix, Sharing
 from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.table import Int64, SlotTable
@@ -162,6 +162,8 @@ class Replica:
     def confirmed(self, slot: int, step: int, end: int) -> None:
         """A result has confirmed the KV of a row's sequence that was handed over meanwhile, up to `end` tokens."""
         for gone in self.departed.get(slot, ()):
+            if gone.sequence.state is State.ENDED:
+                continue  # a stop may have cut its tokens
             if gone.since <= step < gone.until and gone.prefix is not None and self.sharing is not None:
                 self.sharing.confirmed(gone.sequence, gone.prefix, end)
 
@@ -178,6 +180,7 @@ class Replica:
         if sequence.swapped:
             self.host.give(sequence.host)
             sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
+            sequence.offered = -1  # others may take it now
 
     def can_swap(self, slot: int) -> bool:
         """Has the host tier room for the KV of this row, and is all of it in its blocks?"""

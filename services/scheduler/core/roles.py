@@ -56,7 +56,7 @@ class HandOver:
         room in the host tier, or whose prefix others wait for, decodes here until the next step."""
         takers = [r for r in self._shared.routing.alive if replica is r.peers.readable.get(replica.number)]
         takers = [taker for taker in takers if taker.limits.role != PREFILL]
-        if not takers:
+        if not takers or self._shared.closed:  # closed: nobody may enter elsewhere
             return
         table, high, counters = replica.table, replica.table.high, self._shared.counters
         ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
