@@ -10,7 +10,7 @@ import ipaddress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
@@ -266,8 +266,8 @@ class WorkerSettings(InternalSettings):
     )
     kv_share_dir: Path | None = Field(
         None,
-        description="folder in which the workers of this host keep their host tiers, so that they can copy from each "
-        "other's; on a tmpfs; unset: memory of its own",
+        description="absolute path of a folder in which the workers of this host keep their host tiers, so that they "
+        "can copy from each other's; on a tmpfs; unset or empty: memory of its own",
     )
     threads: int = Field(0, ge=0, description="compute threads of a rank; 0: every core, shared among the ranks")
     step_timeout_s: float = Field(
@@ -277,12 +277,23 @@ class WorkerSettings(InternalSettings):
     metrics_host: str = Field("127.0.0.1", description="address of the metrics port of scheduler and worker")
     worker_metrics_port: int = Field(0, ge=0, le=65535, description="port of the worker's /metrics; 0: none")
 
+    @field_validator("kv_share_dir", mode="before")
+    @classmethod
+    def _no_folder(cls, value: object) -> object:
+        """An empty text is no folder; as a path it would be the current one."""
+        return None if value == "" else value
+
     @model_validator(mode="after")
     def _role(self) -> WorkerSettings:
         if self.worker_role != "both" and self.kv_share_dir is None:
             raise ValueError(
                 f"the worker role {self.worker_role} needs ORCINUS_KV_SHARE_DIR, a folder that the prefill and the "
                 "decode workers of this host share"
+            )
+        if self.kv_share_dir is not None and not self.kv_share_dir.is_absolute():
+            raise ValueError(
+                f"ORCINUS_KV_SHARE_DIR {self.kv_share_dir} is relative, so that it may be another folder for each "
+                "worker; begin it with /"
             )
         return self
 

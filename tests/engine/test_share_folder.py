@@ -1,0 +1,142 @@
+"""The folder of host tiers: what comes, goes and is amiss in it while workers start and stop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker import share_folder
+from services.worker.share_folder import ID, NoRoomError, PeerError, ShareFolder
+from shared.errors import ConfigurationError
+from shared.settings import WorkerSettings
+
+SIZE = 8192
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def tier() -> str:
+    return f"{secrets.token_hex(16)}-0"
+
+
+@pytest.mark.parametrize("call", ["open", "unlink"])
+def test_a_worker_starts_while_another_ones_file_goes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """Whoever ends takes no lock: its file may go between any two calls of who starts."""
+    folder, left = ShareFolder(path), [tier(), tier()]
+    for name in left:
+        (path / name).touch(0o600)
+    real = getattr(os, call)
+
+    def after_it_went(name: Any, *rest: Any, **named: Any) -> Any:
+        if name == left[0]:
+            (path / name).unlink()
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(os, call, after_it_went)
+    assert ShareFolder(path).id == folder.id
+    assert os.listdir(path) == [ID] and not caplog.records
+
+
+def test_what_cannot_be_removed_is_named_and_keeps_nobody_from_starting(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, link, directory, left = ShareFolder(path), tier(), tier(), tier()
+    (path / link).symlink_to("/nowhere")
+    (path / directory).mkdir()
+    (path / left).touch(0o600)
+    assert ShareFolder(path).id == folder.id
+    assert sorted(os.listdir(path)) == sorted([ID, link, directory])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all(any(name in line for line in said) for name in (link, directory))
+
+
+def test_a_folder_that_vanishes_is_an_error_that_names_the_setting(path: Path) -> None:
+    folder = ShareFolder(path)
+    shutil.rmtree(path)
+    with pytest.raises(ConfigurationError, match=rf"--kv-share-dir {path}: No such file.*name a folder"):
+        folder.make(tier(), SIZE)
+
+
+@pytest.mark.parametrize("call", ["open", "posix_fallocate"])
+def test_no_room_is_told_with_the_need_and_leaves_nothing_behind(
+    path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Of bytes, or of files."""
+    folder, real, held = ShareFolder(path), getattr(os, call), len(os.listdir("/proc/self/fd"))
+
+    def full(*given: Any, **named: Any) -> Any:
+        if call == "open" and given[0] == ID:
+            return real(*given, **named)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(NoRoomError, match=r"no room .*No space left.*needs 1 MiB .*lower --host-blocks"):
+            folder.make(tier(), SIZE)
+    assert os.listdir(path) == [ID] and len(os.listdir("/proc/self/fd")) == held
+
+
+def test_a_folder_is_refused_with_what_to_do(path: Path, tmp_path: Path) -> None:
+    path.mkdir(0o700)
+    (path / ID).write_text("x/y\n")
+    with pytest.raises(ConfigurationError, match=f"{ID} holds no name of a folder; remove it"):
+        ShareFolder(path)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*/link: .*a symbolic link is not followed"):
+        ShareFolder(tmp_path / "link")
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="name a folder inside it"):
+        ShareFolder(tmp_path)
+
+
+def test_a_process_that_is_halted_with_the_lock_is_not_waited_for_without_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(share_folder, "LOCK_S", 0.0)
+    folder = ShareFolder(path)
+    with folder._locked(), pytest.raises(ConfigurationError, match=f"another process has held the lock of {ID}"):
+        ShareFolder(path)
+
+
+def test_only_files_of_the_own_user_are_mapped(path: Path) -> None:
+    folder, pipe, strange, good = ShareFolder(path), tier(), tier(), tier()
+    os.mkfifo(path / pipe)
+    (path / good).write_bytes(bytes(SIZE))
+    assert folder.map(good, SIZE).numel() == SIZE
+    with pytest.raises(PeerError, match="is no file of this user"):
+        folder.map(pipe, 1)
+    with pytest.raises(PeerError, match="has no blocks"):
+        folder.map(good, 0)
+    if os.geteuid():
+        pytest.skip("only root can make a file of another user")
+    (path / strange).write_bytes(bytes(SIZE))
+    os.chown(path / strange, 65534, 65534)
+    with pytest.raises(PeerError, match="is no file of this user"):
+        folder.map(strange, SIZE)
+
+
+def test_an_empty_setting_is_no_folder_and_a_relative_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def settings(value: str, **others: Any) -> WorkerSettings:
+        monkeypatch.setenv("ORCINUS_KV_SHARE_DIR", value)
+        return WorkerSettings(model=tmp_path, **others)
+
+    assert settings("").kv_share_dir is None
+    assert settings(str(tmp_path)).kv_share_dir == tmp_path
+    with pytest.raises(ValueError, match="prefill needs ORCINUS_KV_SHARE_DIR"):
+        settings("", worker_role="prefill")
+    for relative in ("kv", ".", "../kv"):
+        with pytest.raises(ValueError, match=f"ORCINUS_KV_SHARE_DIR {relative} is relative.*begin it with /"):
+            settings(relative)
