@@ -16,6 +16,7 @@ from services.scheduler.claims import Claims
 from services.scheduler.drive import Desk, Drive
 from services.scheduler.in_flight import InFlight
 from services.scheduler.tasks import end
+from services.scheduler.unread import Unread
 from services.scheduler.worker_link import (
     WATCH_S,
     StepTimeoutError,
@@ -53,6 +54,7 @@ class Fleet:
         self._attempts: dict[str, int] = {}  # identity -> links in a row that brought no answer
         self._patience: dict[str, int] = {}  # worker id -> doubled by each trip of its watchdog, until it answers
         self._said = False
+        self._unread = Unread()
         self._told = time.monotonic()  # when `replicas` was asked last
 
     def wake(self) -> None:
@@ -110,6 +112,7 @@ class Fleet:
         try:
             while True:
                 await self._look()
+                self._unread.look(self._desk.core, {drive.replica: name for name, drive in self.drives.items()})
                 if not self.drives:
                     # Nothing runs, but deadlines pass, and what a lost worker left is to be written.
                     self._desk.put(self._desk.core.plan(time.monotonic_ns())[1], 0)

@@ -85,16 +85,6 @@ def test_without_the_other_role_a_replica_does_both() -> None:
         assert counters(h).handed == 0
 
 
-def test_a_decode_replica_that_cannot_map_the_tier_gets_nothing_and_nobody_waits_for_it() -> None:
-    h = House(Core("orcinus"), P)
-    h.join(D)
-    h.workers[1].unmappable = set(h.tiers)
-    for i in range(6):
-        h.add(request(f"r{i}", 10, 8, seed=i))
-    h.finish()
-    assert counters(h).handed == 0
-
-
 @pytest.mark.parametrize(
     "other", [replace(D, host_tier="elsewhere/"), replace(D, kv_format="g"), replace(D, host_tier="")]
 )

@@ -7,9 +7,10 @@ takes whom.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from services.scheduler.core.types import Int32, Limits, Peer
+from services.scheduler.core.types import DECODE, PREFILL, Int32, Limits, Peer
 
 if TYPE_CHECKING:
     from services.scheduler.core.replica import Replica
@@ -19,12 +20,35 @@ News = dict[int, "Replica | None"]
 NO_NEWS: News = {}  # shared: read only
 
 
+def obstacle(reader: Limits, owner: Limits) -> str:
+    """Why one worker cannot map the host tier of the other; empty where it may try. They are different ones."""
+    if not reader.host_tier:
+        return "it has no folder that it shares"
+    if not (owner.host_tier and owner.host_blocks):
+        return "the other one shares no host tier"
+    if reader.host_tier.partition("/")[0] != owner.host_tier.partition("/")[0]:
+        return "it shares another folder"
+    if reader.kv_format != owner.kv_format:
+        return f"another kv_format: {reader.kv_format} and {owner.kv_format}"
+    if reader.block_size != owner.block_size:
+        return f"other blocks: {reader.block_size} and {owner.block_size} tokens"
+    return ""
+
+
 def can_read(reader: Limits, owner: Limits) -> bool:
     """May one worker map the host tier of the other? They are different ones."""
-    if not (reader.host_tier and owner.host_tier and owner.host_blocks):
-        return False
-    same_folder = reader.host_tier.partition("/")[0] == owner.host_tier.partition("/")[0]
-    return same_folder and reader.kv_format == owner.kv_format and reader.block_size == owner.block_size
+    return not obstacle(reader, owner)
+
+
+def unread(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:
+    """Which decode replica cannot read which prefill replica, and why."""
+    found = []
+    for reader in (r for r in replicas if r.limits.role == DECODE):
+        for owner in (r for r in replicas if r.limits.role == PREFILL):
+            if not reader.peers.hopes(owner):
+                why = obstacle(reader.limits, owner.limits) or "it could not map the other one's host tier"
+                found.append((reader, owner, why))
+    return found
 
 
 class Peers:
@@ -33,6 +57,7 @@ class Peers:
     def __init__(self) -> None:
         self.readable: dict[int, Replica] = {}
         self._told: dict[int, Replica] = {}
+        self._refused: dict[int, Replica] = {}  # of those told of, whom the worker could not map
         self.news: News = {}  # for the next step; None: gone
 
     def joined(self, other: Replica) -> None:
@@ -44,6 +69,7 @@ class Peers:
         """`other` is gone, if it was a peer at all."""
         if self._told.pop(other.number, None) is not None:
             self.readable.pop(other.number, None)
+            self._refused.pop(other.number, None)
             self.news[other.number] = None
 
     def take_news(self) -> News:
@@ -52,14 +78,18 @@ class Peers:
         return news
 
     def acknowledged(self, told: News, numbers: Int32) -> bool:
-        """The worker has mapped these of the peers that a step has told of; True if one can be read now. What was lost
-        or replaced meanwhile cannot."""
-        before = len(self.readable)
-        for number in numbers.tolist():
-            other = told.get(number)
+        """The worker has mapped these of the peers that a step has told of; True if it is known now of one whether it
+        can be read. What was lost or replaced meanwhile cannot."""
+        mapped, learned = set(numbers.tolist()), False
+        for number, other in told.items():
             if other is not None and self._told.get(number) is other:
-                self.readable[number] = other
-        return len(self.readable) > before
+                (self.readable if number in mapped else self._refused)[number] = other
+                learned = True
+        return learned
+
+    def hopes(self, other: Replica) -> bool:
+        """Can `other` be read, or will the worker say so yet?"""
+        return self._told.get(other.number) is other and other.number not in self._refused
 
     def source(self, sequence: Sequence) -> Replica | None:
         """The peer in whose host tier its KV lies, whether all of it is there yet or not; None: in none."""

@@ -29,6 +29,11 @@ def reads(replica: Replica, sequence: Sequence) -> bool:
     return sequence.swapped and (sequence.replica == replica.number or replica.peers.source(sequence) is not None)
 
 
+def feeds(prefill: Replica, replica: Replica) -> bool:
+    """Is it a prefill replica whose KV this one can read? A decode replica that none feeds does both."""
+    return prefill.limits.role == PREFILL and replica.peers.hopes(prefill)
+
+
 def suits(replica: Replica, sequence: Sequence, alive: Iterable[Replica], could: Could) -> bool:
     """May this replica take the waiting `sequence` by its role? could: might a replica run it at all?"""
     role = replica.limits.role
@@ -39,8 +44,7 @@ def suits(replica: Replica, sequence: Sequence, alive: Iterable[Replica], could:
     if role != DECODE or reads(replica, sequence):
         return True
     return not any(
-        (other.limits.role == PREFILL or (sequence.swapped and other.number == sequence.replica))
-        and could(other, sequence)
+        (feeds(other, replica) or (sequence.swapped and other.number == sequence.replica)) and could(other, sequence)
         for other in alive
     )
 

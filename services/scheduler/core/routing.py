@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.scheduler.core.peers import can_read
-from services.scheduler.core.roles import reads, suits
+from services.scheduler.core.roles import feeds, reads, suits
 from services.scheduler.core.sequence import Record, Sequence, State, UInt64
 from services.scheduler.core.types import DECODE, PREFILL, Finish
 
@@ -63,6 +63,8 @@ class Routing:
         self._affinity = affinity
         self.alive: list[Replica] = []
         self.roles = False  # has any of several replicas one?
+        self.hands: set[int] = set()  # prefill replicas whose KV another one can load
+        self._fed: set[int] = set()  # decode replicas that a prefill replica has work for
         self._generation = 0  # of the set of replicas: older offers are void
         self._loads: dict[int, Load] = {}
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> for whom it is the best, and tokens to compute
@@ -118,12 +120,16 @@ class Routing:
                 replica.evict(sequence)
 
     def regroup(self) -> None:
-        """A replica can read the host tier of another one from now on."""
+        """It is known of a replica now whether it can read the host tier of another one."""
         self._changed(self.alive)
 
     def _changed(self, alive: list[Replica]) -> None:
         self.alive = alive
         self.roles = len(alive) > 1 and any(replica.limits.role for replica in alive)
+        prefill = [replica for replica in alive if replica.limits.role == PREFILL]
+        others = [replica for replica in alive if replica.limits.role != PREFILL]
+        self.hands = {owner.number for owner in prefill if any(feeds(owner, other) for other in others)}
+        self._fed = {other.number for other in others if any(feeds(owner, other) for owner in prefill)}
         if not any(replica.number == self.dock and self._fits(replica) for replica in alive):
             self.dock = -1  # those who are left wait for one that they fit
         self._generation += 1
@@ -184,9 +190,7 @@ class Routing:
     @property
     def for_prompts(self) -> list[Replica]:
         """Those that compute prompts."""
-        if self.roles and any(replica.limits.role == PREFILL for replica in self.alive):
-            return [replica for replica in self.alive if replica.limits.role != DECODE]
-        return self.alive
+        return [r for r in self.alive if r.limits.role != DECODE or r.number not in self._fed]
 
     def _reach(self, sequence: Sequence) -> int:
         """Tokens that it can come to where it can come furthest."""
@@ -282,7 +286,7 @@ class Routing:
         ahead, rest = len(others), max(sequence.known - hit, 1)
         crowd = load.running + ahead
         steps = min(sequence.record.request.max_tokens - sequence.outputs.size, DECODE_STEPS)
-        if self.roles and replica.limits.role == PREFILL and not sequence.swapped:
+        if replica.number in self.hands and not sequence.swapped:
             steps = 0  # it is decoded elsewhere
         cost = load.busy_ns + sum(others) * load.token_ns
         cost += max(rest / load.chunk, 1.0) * load.step_ns

@@ -1,0 +1,87 @@
+"""Roles where they do not fit together: who computes and decodes what nobody hands over, or may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Limits
+from services.scheduler.unread import Unread
+from tests.unit.core_twin import House, request
+from tests.unit.test_core_roles import D, P, counters, house
+
+
+def entered(h: House) -> list[int]:
+    """Runs to the end; how many sequences had a slot on each replica."""
+    found = [0] * len(h.workers)
+    for _ in range(1000):
+        for replica in h.workers:
+            while (step := h.plan(replica)) is not None:
+                found[replica] += len(step.enters)
+        for replica in h.workers:
+            h.answer(replica)
+            h.core.check()
+        h.now += 10_000_000
+        if h.core.idle:
+            return found
+    raise AssertionError("it never ended")
+
+
+def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    h, unread = House(Core("orcinus"), P), Unread()
+    h.join(D)
+    h.workers[1].unmappable = set(h.tiers)
+    unread.look(h.core, {0: "p", 1: "d"})
+    assert not caplog.records, "it has not tried yet"
+    for i in range(40):
+        h.add(request(f"r{i}", 10, 8, seed=i))
+    found = entered(h)
+    assert min(found) >= 10 and sum(found) == 40 and counters(h).handed == 0
+    for _ in range(2):
+        unread.look(h.core, {0: "p", 1: "d"})
+    (said,) = caplog.messages
+    assert "decode worker d" in said and "prefill worker p" in said and "could not map" in said
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (replace(D, host_tier="elsewhere/"), "another folder"),
+        (replace(D, kv_format="g"), "kv_format: g and f"),
+        (replace(D, host_tier=""), "no folder"),
+        (replace(D, block_size=8), "8 and 4 tokens"),
+    ],
+)
+def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
+    other: Limits, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    h = house(P, other)
+    Unread().look(h.core, {0: "p", 1: "d"})
+    assert len(caplog.messages) == 1 and why in caplog.messages[0]
+    for i in range(40):
+        h.add(request(f"r{i}", 10, 8, seed=i))
+    assert min(entered(h)) >= 10
+
+
+def test_a_decode_replica_computes_nothing_before_it_has_told_whom_it_can_read() -> None:
+    h = House(Core("orcinus"), P)
+    h.join(D)
+    h.add(request("r", 10, 8))
+    step = h.plan(1)
+    assert step is not None and step.peers and not step.enters
+    h.finish()
+
+
+def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> None:
+    h = house(P, D, replace(P, host_tier="elsewhere/"))
+    for i in range(30):
+        h.add(request(f"r{i}", 10, 8, seed=i))
+    for _ in range(100):
+        while (step := h.plan(1)) is not None:
+            assert not step.prefill_tokens
+        h.step_once()
+    assert h.core.idle
