@@ -1,7 +1,8 @@
 """Owner of every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
 
-The policy's queue holds them in order; here they are counted. While replicas have roles there are two such queues:
+The policy's queue holds them in order; here they are counted. While replicas have roles there is a second queue:
 those whose KV lies in a host tier, which one role loads, do not stand in the way of those who have to be computed.
+They had a slot before, so they stand in it by class and arrival alone; fairness between tenants is for those who come.
 The passes look at the head and take it or leave it, so a sequence that does not fit holds back those behind it and
 nobody starves by being overtaken.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.scheduler.core.policy import Order, Queue
+from services.scheduler.core.queues import ByClass, by_arrival
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.types import EMPTY
 
@@ -23,7 +25,7 @@ class Placer:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._queue = order.queue()
+        self._queue = order.queue()  # once: the order remembers in it who was served, and who was taken out just now
         self._swapped: Queue | None = None  # apart from the others, while there are roles
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * len(CLASSES)
@@ -118,15 +120,21 @@ class Placer:
         """From now on the swapped stand in a queue of their own, or not."""
         if apart == (self._swapped is not None):
             return
-        waiting = sorted((s for s in self if s.number not in self._aside), key=lambda s: s.number)
-        self._queue, self._swapped = self._order.queue(), self._order.queue() if apart else None
-        for sequence in waiting:
+        moved = [s for s in self._queue if s.swapped] if self._swapped is None else list(self._swapped)
+        for sequence in moved:
+            self._of(sequence).drop(sequence)
+        self._swapped = self._begun() if apart else None
+        for sequence in sorted(moved, key=lambda s: s.number):
             self._of(sequence).push(sequence, 0)  # who is late is found when the head is asked for
+
+    def _begun(self) -> Queue:
+        """An empty queue for those who had a slot before."""
+        return ByClass([by_arrival() for _ in CLASSES], self._order.age_ns) if self._order.by_class else by_arrival()
 
     def rebuild(self, order: Order, now_ns: int) -> None:
         """The waiting stand in another policy's order from now on."""
         waiting, self._order = list(self), order
-        self._queue, self._swapped = order.queue(), order.queue() if self._swapped is not None else None
+        self._queue, self._swapped = order.queue(), self._begun() if self._swapped is not None else None
         self._aside.clear()
         for sequence in sorted(waiting, key=lambda s: s.number):
             self._of(sequence).push(sequence, now_ns)

@@ -45,7 +45,7 @@ class Order(Protocol):
     swapped_first: bool  # the swapped stand before all that wait (vLLM); else all stand in one order
 
     def queue(self) -> Queue:
-        """An empty queue in this order."""
+        """An empty queue in this order: the one that the other methods are about from now on."""
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
         """The running `slots`, first ones first."""
@@ -58,6 +58,7 @@ class Order(Protocol):
         them (for fairness): then head() is None though others wait."""
 
     by_class: bool  # does a waiting sequence of a better class stand before all of worse ones (but for ageing)?
+    age_ns: int  # of waiting lift a sequence by one class; 0: never
     counts: bool  # does served() want to be called?
     prefixes: bool  # does it go by `hits`? Then those of all the waiting are looked up while they are few (LOOKED_AT)
 

@@ -26,6 +26,7 @@ class Fair:
     swapped_first = False
     counts = True
     by_class = False
+    age_ns = 0
     prefixes = False
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ class FirstCome:
 
     counts = False
     by_class = False
+    age_ns = 0
     prefixes = False
 
     def __init__(self, swapped_first: bool = False) -> None:
@@ -58,14 +59,14 @@ class ClassThenArrival:
     prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, slack: bool = False) -> None:
-        self._age_ns = age_ns
+        self.age_ns = age_ns
         self._slack = slack
 
     def queue(self) -> Queue:
-        return ByClass([by_arrival() for _ in range(CLASSES)], self._age_ns)
+        return ByClass([by_arrival() for _ in range(CLASSES)], self.age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        lifted = _lifted(table, slots, now_ns, self._age_ns)
+        lifted = _lifted(table, slots, now_ns, self.age_ns)
         urgency = _due(table, slots, TTFT_NS, TBT_NS, 0) if self._slack else table.arrived[slots]
         return slots[np.lexsort((table.number[slots], urgency, lifted))]
 
@@ -87,7 +88,7 @@ class ClassThenSlack:
     prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
-        self._age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
+        self.age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
         self._shares: list[ByShare] = []  # by class
         self._spares = Spare(), Spare()  # of the classes before NORMAL, of the others
 
@@ -95,10 +96,10 @@ class ClassThenSlack:
         urgent, others = self._spares = Spare(), Spare()
         spares = [urgent if priority < NORMAL else others for priority in range(CLASSES)]
         self._shares = [ByShare(lambda: BySlack(self._start_by, self._key), spare) for spare in spares]
-        return ByClass(self._shares, self._age_ns)
+        return ByClass(self._shares, self.age_ns)
 
     def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        lifted = _lifted(table, slots, now_ns, self._age_ns)
+        lifted = _lifted(table, slots, now_ns, self.age_ns)
         start_by = _due(table, slots, self._ttft_ns, TBT_NS, self._token_ns)
         key = _due(table, slots, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
         late = (start_by < now_ns) & (table.applied[slots] <= table.prompt[slots])
@@ -143,6 +144,7 @@ class LeastSlack:
     swapped_first = False
     counts = False
     by_class = False
+    age_ns = 0
     prefixes = False
 
     def __init__(self, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
@@ -180,6 +182,7 @@ class ShortestPrompt:
     swapped_first = False
     counts = False
     by_class = False
+    age_ns = 0
     prefixes = False
 
     def queue(self) -> Queue:
@@ -202,6 +205,7 @@ class ResponseRatio:
     swapped_first = False
     counts = False
     by_class = False
+    age_ns = 0
     prefixes = False
 
     def __init__(self, token_ns: int = TOKEN_NS) -> None:
