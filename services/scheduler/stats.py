@@ -221,7 +221,8 @@ class Stats:
         """When a request that comes now gets its first token, by class. Prompts may wait for time (the core's
         prediction; tokens at the measured rate while it has none) or for slots and memory (those who are before it, at
         the rate of starts). The longer one counts."""
-        self._crowd.look(int(core.get("waiting", 0)), now_ns)
+        # Who waits to be decoded elsewhere takes no slot from prompts: all who do are behind_low.
+        self._crowd.look(int(core.get(f"behind_{CLASSES[-1]}", core.get("waiting", 0))), now_ns)
         starts_s = self._crowd.rate(int(core.get("running", 0)), now_ns)
         fields: dict[str, float | int] = {"starts_s": round(starts_s, 3)}
         for name, core_ns in zip(CLASSES, predicted_ns, strict=True):

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.core.core import Core
+from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.types import Limits
 from services.scheduler.unread import Unread
 from tests.unit.core_twin import House, request
-from tests.unit.test_core_roles import D, P, counters, house
+from tests.unit.test_core_roles import D, P, counters, house, until
 
 
 def entered(h: House) -> list[int]:
@@ -85,3 +86,33 @@ def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> N
             assert not step.prefill_tokens
         h.step_once()
     assert h.core.idle
+
+
+@pytest.mark.parametrize("by_class", [True, False])
+def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool) -> None:
+    """One decode slot and a prefill replica that stands idle: a prompt that comes now starts at once."""
+    policy = "orcinus" if by_class else "sarathi"
+    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
+    for i in range(30):
+        h.add(request(f"r{i}", 8, 30, seed=i, priority=3 * (i % 2)))
+    until(h, lambda: counters(h).handed == 30, h.step_once)
+    h.step_once()
+    assert h.core.stats()["swapped"] >= 20
+    assert [h.core.stats()[f"behind_{name}"] for name in CLASSES] == [0, 0, 0, 0]
+    for i in range(3):
+        h.add(request(f"new{i}", 8, 5, seed=i, priority=i + 1))
+    assert [h.core.stats()[f"behind_{name}"] for name in CLASSES] == ([0, 1, 2, 3] if by_class else [3, 3, 3, 3])
+    h.finish()
+
+
+def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
+    h = house(replace(P, slots=2), replace(D, blocks=120))
+    for i in range(8):
+        h.add(request(f"r{i}", 8, 40, seed=i, priority=3))
+    until(h, lambda: h.core.replicas[1].table.count == 8, h.step_once)
+    for i in range(3):
+        h.add(request(f"new{i}", 8, 5, seed=i, priority=0))
+    assert h.core.stats()["behind_realtime"] == 3
+    h.lose(0)
+    assert h.core.stats()["behind_realtime"] == 0, "it computes itself now, and lower ones would yield"
+    h.finish()

@@ -190,6 +190,13 @@ def test_the_predicted_ttft_is_that_of_those_before_a_request_once_all_slots_cha
     assert crowd(stats, 6, 40, 4, low=40)["predicted_ttft_ms"] == 500  # forgotten
 
 
+def test_those_who_wait_only_to_be_decoded_elsewhere_tell_no_rate_of_starts() -> None:
+    stats = Stats(0)
+    for second in range(1, 11):
+        start(stats, second, 4)
+        assert crowd(stats, second + 0.01, 40, 4, low=0)["starts_s"] == 0
+
+
 def test_the_rate_of_starts_falls_when_none_comes() -> None:
     stats = Stats(0)
     for second in range(1, 11):

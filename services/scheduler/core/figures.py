@@ -53,7 +53,7 @@ def figures(
             + sum(under_way(shared, r, i) for r in alive)
             for i, name in enumerate(CLASSES)
         },
-        **{f"behind_{name}": behind(shared, alive, i) for i, name in enumerate(CLASSES)},
+        **{f"behind_{name}": behind(shared, shared.routing.for_prompts, i) for i, name in enumerate(CLASSES)},
         "workers": len(alive),
     }
 
@@ -121,9 +121,13 @@ def urgent(shared: Shared, priority: int) -> bool:
 def behind(shared: Shared, replicas: list[Replica], priority: int) -> int:
     """How many of the waiting need a slot that somebody gives up by himself before such a request can have one.
 
-    For the urgent those of running sequences of lower classes are as good as free.
+    For the urgent those of running sequences of lower classes are as good as free. replicas: those that compute
+    prompts. Where others load what they have computed, who waits for that takes no slot of theirs.
     """
-    waiting = before(shared, shared.placer.counts, priority)
+    placer = shared.placer
+    waiting = before(shared, placer.counts, priority)
+    if shared.routing.hands:
+        waiting -= before(shared, placer.swapped_counts, priority)
     if urgent(shared, priority):
         for table in [replica.table for replica in replicas]:
             waiting -= int((table.active & ~table.pinned & (table.priority >= NORMAL)).sum())

@@ -20,8 +20,8 @@ CLASSES = ("realtime", "high", "normal", "low")
 
 
 class Placer:
-    """The waiting. `counts` and `class_tokens` (known tokens whose KV lies nowhere) by class and `swapped` are exact at
-    any moment."""
+    """The waiting. `counts`, `swapped_counts` and `class_tokens` (known tokens whose KV lies nowhere) by class and
+    `swapped` are exact at any moment."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -29,6 +29,7 @@ class Placer:
         self._swapped: Queue | None = None  # apart from the others, while there are roles
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * len(CLASSES)
+        self.swapped_counts = [0] * len(CLASSES)
         self._waiting = 0
         self.class_tokens = [0] * len(CLASSES)
         self.swapped = 0
@@ -146,7 +147,9 @@ class Placer:
         tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(len(CLASSES))]
         if counts != self.counts or tokens != self.class_tokens:
             raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted; {tokens}, {self.class_tokens}")
-        if sum(s.swapped for s in waiting) != self.swapped or len({s.number for s in waiting}) != len(waiting):
+        swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(len(CLASSES))]
+        apart = len({s.number for s in waiting}) == len(waiting)
+        if swapped != self.swapped_counts or sum(swapped) != self.swapped or not apart:
             raise RuntimeError("the swapped are counted wrongly, or a sequence waits twice")
 
     def _count(self, sequence: Sequence, sign: int) -> None:
@@ -154,3 +157,4 @@ class Placer:
         self._waiting += sign
         self.class_tokens[sequence.priority] += sign * (sequence.known - sequence.computed)
         self.swapped += sign * sequence.swapped
+        self.swapped_counts[sequence.priority] += sign * sequence.swapped
