@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,12 +34,13 @@ HOST_SHARE, PINNED_SHARE = 0.05, 0.1
 """Of the free memory, at most, for a host tier whose size nobody set: on a CPU it only saves computing again, beside a
 GPU it is memory that the pool does not take."""
 
-FOLDER_SHARE = 0.5
-"""Of what is free in --kv-share-dir, at most, for the same: another worker may be about to take the rest."""
-
 PINNED_BYTES = 16 << 30
 """At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""
 
+NO_HOST_TIER = (
+    "a prefill worker hands KV over in its host tier, which would be empty: raise --host-blocks, or give "
+    "--kv-share-dir or the machine more memory"
+)
 NO_MEMORY = (
     *("not enough memory", "can't allocate memory", "Storage size calculation overflowed", "numel: integer"),
     "out of memory",
@@ -133,18 +133,10 @@ def plan_pool(
         settings, block_bytes, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu
     )
     host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
-    if settings.kv_share_dir is not None and settings.host_blocks is None:
-        room = os.statvfs(settings.kv_share_dir)
-        host_blocks = min(
-            host_blocks, int(room.f_bavail * room.f_frsize * FOLDER_SHARE) // mesh.ranks_here // block_bytes
-        )
     mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
     blocks, host_blocks, *least = mesh.least(mine)
     if settings.worker_role == "prefill" and not host_blocks:
-        raise ConfigurationError(
-            "a prefill worker hands KV over in its host tier, which would be empty: raise --host-blocks, or give "
-            "--kv-share-dir or the machine more memory"
-        )
+        raise ConfigurationError(NO_HOST_TIER)
     return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), Lengths(*least)
 
 

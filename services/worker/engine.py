@@ -64,6 +64,7 @@ class Engine:
         self.settings = settings
         self.mesh = mesh or Mesh()
         self.identity = identity()
+        self._tier = HostTier(settings, self.mesh)  # first: what is amiss with the folder shows before the weights come
         set_threads(settings, self.mesh.ranks_here)
         config = load_config(settings.model)
         self.lengths = wanted_lengths(settings, config)
@@ -85,7 +86,6 @@ class Engine:
         self._draws = Draws(self.mesh, self._decoder.shard)
         self._lock = threading.Lock()  # around slots and flights, which both threads change
         self.speed = Speed()
-        self._tier = HostTier(settings, self.mesh)
         self._step_log: StepLog | None = None
         self._plan_memory()
         with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
@@ -124,7 +124,8 @@ class Engine:
         return max(0, free - taken)
 
     def _take_pool(self, shape: CacheShape) -> None:
-        host = self._tier.memory(shape.host_blocks * self._ops.block_bytes(shape))
+        host_blocks, host = self._tier.take(shape.host_blocks, self._ops.block_bytes(shape))
+        shape = dataclasses.replace(shape, host_blocks=host_blocks)
         self._cache: Cache = self._ops.new_cache(shape, host)
         self._slots = SlotTable(
             self.settings.max_seqs,
