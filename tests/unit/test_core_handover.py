@@ -8,6 +8,8 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import Limits
 from services.scheduler.unread import Unread
 from tests.unit.core_twin import House, request
@@ -115,4 +117,43 @@ def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
     assert h.core.stats()["behind_realtime"] == 3
     h.lose(0)
     assert h.core.stats()["behind_realtime"] == 0, "it computes itself now, and lower ones would yield"
+    h.finish()
+
+
+def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
+    """How often in so many steps of the prefill replica a replica is asked whether it could run a sequence."""
+    calls = 0
+    could = h.core._routing.could
+
+    def counted(replica: Replica, sequence: Sequence) -> bool:
+        nonlocal calls
+        calls += 1
+        return could(replica, sequence)
+
+    monkeypatch.setattr(h.core._routing, "could", counted)
+    for _ in range(steps):
+        assert h.plan(0) is not None
+        h.answer(0)
+    return calls
+
+
+def test_a_full_host_tier_costs_no_look_at_each_that_decodes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(replace(P, host_blocks=1, blocks=200), D, lookahead=0)
+    for i in range(8):
+        h.add(request(f"r{i}", 7, 30, seed=i))
+    until(h, lambda: counters(h).not_handed, lambda: (h.plan(0), h.answer(0)))
+    assert counters(h).not_handed == 8, "each is counted once"
+    assert asked(h, monkeypatch, 10) == 0
+    assert counters(h).not_handed == 8
+    h.finish()
+
+
+def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(replace(P, blocks=200, host_blocks=200), replace(D, max_model_len=20), replace(D, blocks=5), lookahead=0)
+    for i in range(8):
+        h.add(request(f"r{i}", 7, 40, seed=i))
+    assert asked(h, monkeypatch, 1) > 0
+    assert asked(h, monkeypatch, 1) == 2 * 8
+    assert asked(h, monkeypatch, 10) == 0
+    assert counters(h).handed == counters(h).not_handed == 0
     h.finish()

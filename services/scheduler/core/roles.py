@@ -63,17 +63,20 @@ class HandOver:
         if not takers or self._shared.closed:  # closed: nobody may enter elsewhere
             return
         table, high, counters = replica.table, replica.table.high, self._shared.counters
+        host, routing = replica.host, self._shared.routing
         ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
         ready &= table.known[:high] - table.planned[:high] == 1
+        first = table.known[:high] == table.entered[:high] + 1
+        ready &= (table.held[:high] <= host.free + host.cached) | first  # many decode here where the tier is full
         slots = np.flatnonzero(ready)
         for slot in slots[np.argsort(table.arrived[slots], kind="stable")].tolist():
             sequence: Sequence = table.sequence[slot]
-            if not any(self._shared.routing.could(taker, sequence) for taker in takers):
-                continue
             if not replica.can_swap(slot):
-                counters.not_handed += int(table.known[slot] == table.entered[slot] + 1)
+                counters.not_handed += int(first[slot] and routing.goes(sequence, takers))
                 continue
             if replica.sharing is not None and replica.sharing.awaited(slot):
+                continue
+            if not routing.goes(sequence, takers):
                 continue
             counters.handed += 1
             counters.handed_blocks += int(table.held[slot])

@@ -174,6 +174,16 @@ class Routing:
             return True
         return self._holds(replica, sequence)
 
+    def goes(self, sequence: Sequence, takers: list[Replica]) -> bool:
+        """Could one of these go on with a running sequence? Asked in each step: who finds none is known by it, until
+        there are other replicas."""
+        if sequence.stays == self._generation:
+            return False
+        if any(self.could(taker, sequence) for taker in takers):
+            return True
+        sequence.stays = self._generation
+        return False
+
     def _holds(self, replica: Replica, sequence: Sequence) -> bool:
         """Is there room for all of it, or as much as on any other? It must not end early."""
         limits = replica.limits

@@ -68,6 +68,7 @@ class Sequence:
     lost: int = 0  # tokens whose KV it gave up when it left its slot
     offers: dict[int, int] = field(default_factory=dict)  # replica -> from when (ns) it may take it, while it waits
     passed: int = 0  # later ones that another replica took before it, while it might have been taken there
+    stays: int = -1  # the set of replicas (Routing) of which no other one can go on with it; -1: not asked
     offered: int = -1  # the set of replicas (Routing) for which `offers` holds; -1: not decided
 
     @property
