@@ -85,6 +85,13 @@ class Copies:
             ns=max(1, sum(pending.wait() for one in done for pending in one.pending)),
         )
 
+    def let_go(self) -> None:
+        """Of the peers, when nothing is read from them any more."""
+        self.peers.forget()
+        self.drain()
+        for begun in list(self._begun):  # those that no Result will acknowledge
+            begun.reads.clear()
+
     def drain(self) -> None:
         """Returns when nothing is copied any more, acknowledged or not."""
         if self._last is not None:

@@ -199,6 +199,10 @@ class Engine:
             self._slots.clear()
             self._begin_run()
 
+    def end_run(self) -> None:
+        """No step of this Run comes any more: memory of other workers is let go. For the thread that submits."""
+        self._copies.let_go()
+
     def _begin_run(self) -> None:
         self._copies = Copies(self._cache, self._tier.peers(self._cache, self.info().block_bytes))
         self._flights = Flights(self._slots)

@@ -23,6 +23,9 @@ log = logging.getLogger("orcinus.worker")
 OWN = -1
 """In Step.swap_in_peers: no peer's block, but one of the own tier."""
 
+MOST = (1 << 31) - 1
+"""The largest number: columns are int32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tier:
@@ -43,10 +46,13 @@ class Peers:
     def tell(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
         """Maps those that are new and lets go of those that are gone; numbers of the new ones that every rank can read.
 
-        One that cannot be read is missing, with a warning in the log.
+        One that cannot be read is missing, with a warning in the log. Raises ProtocolError for a number that no
+        `swap_in_peers` can say.
         """
         new = []
         for peer in peers:
+            if peer.number > MOST:
+                raise ProtocolError(f"peers: number {peer.number} is outside 0..{MOST}")
             self._tiers.pop(peer.number, None)
             if peer.host_tier:
                 new.append(peer.number)
@@ -56,6 +62,10 @@ class Peers:
             if not everywhere:
                 self._tiers.pop(number, None)
         return [number for number in new if number in self._tiers]
+
+    def forget(self) -> None:
+        """Lets go of all. What is read just now stays mapped until then."""
+        self._tiers.clear()
 
     def tier(self, number: int) -> Tier:
         """Raises ProtocolError for one that was not acknowledged."""

@@ -32,6 +32,8 @@ QUEUED_STEPS = 64
 ENDED_S = 0.2
 """What the end of a Run gets to reach the scheduler before the process ends."""
 NEVER = 1 << 64
+OVER = worker_pb2.Step()
+"""Tells the other ranks of a replica that the Run is over: a Step with neither hello nor id."""
 Observer = Callable[[worker_pb2.Result, Chunks], None]
 
 DEVICE_LOST = (torch.AcceleratorError, CudaError)
@@ -75,11 +77,13 @@ class RunState:
 
 @dataclass(frozen=True)
 class Item:
-    """What comes from the wire: a step, or with None the end of the Run's requests."""
+    """What comes from the wire: a step, or with None the end of the Run's requests; with `over` nothing of the Run
+    comes any more, however it ended."""
 
     run: RunState
     step: worker_pb2.Step | None
     received_ns: int
+    over: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Pipeline:
         self._observe: Observer | None = None
         self._ranks: Ranks | None = None
         self._together = False
+        self._run: RunState | None = None  # whose hello was the last
         self._unproved = False  # a step failed, and the engine has not shown since that it still can run one
 
     def start(
@@ -131,6 +136,10 @@ class Pipeline:
             item.run.received += 1
         self._work.put(item)
 
+    def over(self, run: RunState) -> None:
+        """Of this Run nothing is put any more. Blocks like `put`."""
+        self._work.put(Item(run, None, 0, over=True))
+
     def stop(self) -> None:
         """Returns when the steps that run are done, which are still watched."""
         if self._threads:
@@ -142,6 +151,10 @@ class Pipeline:
     def _submit_all(self, engine: Engine) -> None:
         """The thread that gives steps to the device."""
         while (item := self._work.get()) is not None:
+            if item.over:
+                if item.run is self._run:  # else the next Run's hello came before this one
+                    self._end_run(engine, item.run)
+                continue
             if item.step is not None and item.step.HasField("hello") and not (item.run.last_id or item.step.id):
                 if not item.run.ended.is_set():  # else a newer Run may have begun: its hello can come before this one
                     self._reset(engine, item.run, item.step)
@@ -163,6 +176,7 @@ class Pipeline:
 
     def _reset(self, engine: Engine, run: RunState, hello: worker_pb2.Step) -> None:
         watched = self._watchdog.begin(f"the begin of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
+        self._run = run
         try:
             if self._ranks is not None:
                 self._ranks.forward(hello)
@@ -172,6 +186,19 @@ class Pipeline:
         except Exception as error:  # the thread must stay alive for the next Run
             self._look_at(error)
             run.fail(0, error)
+        finally:
+            self._watchdog.end(watched)
+
+    def _end_run(self, engine: Engine, run: RunState) -> None:
+        """On every rank: what other workers have in memory would stay taken for as long as no scheduler comes."""
+        watched = self._watchdog.begin(f"the end of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
+        try:
+            if self._ranks is not None:
+                self._ranks.forward(OVER)
+            engine.end_run()
+        except Exception as error:  # the thread must stay alive for the next Run
+            self._look_at(error)
+            run.fail(run.last_id, error)
         finally:
             self._watchdog.end(watched)
 

@@ -18,7 +18,7 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
-from services.worker.pipeline import Item, Pipeline, RunState
+from services.worker.pipeline import OVER, Item, Pipeline, RunState
 from services.worker.server import OPTIONS
 from services.worker.watchdog import end_process
 from shared.errors import ConfigurationError
@@ -95,6 +95,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
         run = RunState(0, results=self._results)
         try:
             for step in steps:
+                if step == OVER:
+                    self._pipeline.over(run)
+                    continue
                 if step.HasField("hello"):  # the Run before is not ended: its steps are on every rank
                     run = RunState(step.epoch, results=self._results)
                 self._pipeline.put(Item(run, step, time.monotonic_ns()))

@@ -169,3 +169,5 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             self._pipeline.put(Item(run, None, 0))
         except Exception:  # grpc raises a bare Exception when the call ended; the callback has ended the run
             log.debug("the requests of epoch %d broke off", run.epoch, exc_info=True)
+        finally:
+            self._pipeline.over(run)

@@ -162,7 +162,8 @@ class SlotTable:
 
     def _swap(self, step: worker_pb2.Step, copies: Copies) -> None:
         """Begins the step's copies between the tiers."""
-        if not (step.swap_out_gpu or step.swap_out_host or step.swap_in_gpu or step.swap_in_host):
+        columns = (step.swap_out_gpu, step.swap_out_host, step.swap_in_gpu, step.swap_in_host, step.swap_in_peers)
+        if not any(columns):
             return
         if not self.total_host_blocks and not (step.swap_in_peers and not step.swap_out_gpu):
             raise ProtocolError("the step swaps, but this worker has no host blocks (see Describe)")

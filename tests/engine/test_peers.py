@@ -203,13 +203,13 @@ def test_a_peer_that_is_gone_is_let_go_when_nothing_is_read_from_it_any_more(
             swap_in_peers=pack([0] * len(host)),
         )
     )
-    mapped = _mapped(folder)
+    before = mapped(folder)
     gone = late.submit(worker_pb2.Step(epoch=1, id=driver.next_id + 1, peers=[worker_pb2.Peer(number=0)]))
-    assert _mapped(folder) == mapped
+    assert mapped(folder) == before
     assert unpack(late.finish(begun).swap_in_acks).tolist() == host.tolist()
     late.finish(gone)
     del begun, gone
-    assert _mapped(folder) == mapped - 1
+    assert mapped(folder) == before - 1
     driver.next_id += 2
     driver.enter(5, prompt + first, prompt=len(prompt), computed=len(prompt))
     assert driver.run(5, OUTPUTS) == outputs[:OUTPUTS]
@@ -219,14 +219,14 @@ def test_a_new_run_knows_no_peer_of_the_one_before(reference: Reference, folder:
     ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
     driver = Driver(theirs)
     driver.step({}, peers=[peer_of(ours.info())])
-    mapped = _mapped(folder)
+    before = mapped(folder)
     theirs.reset()
-    assert _mapped(folder) == mapped - 1
+    assert mapped(folder) == before - 1
     with pytest.raises(ProtocolError, match="peer 0 was not acknowledged"):
         driver.step({}, swap_in_host=pack([0]), swap_in_gpu=pack([0]), swap_in_peers=pack([0]))
 
 
-def _mapped(folder: Path) -> int:
+def mapped(folder: Path) -> int:
     """How many files of the folder this process has mapped, each as often as it has."""
     return sum(f"{folder}/" in line for line in Path("/proc/self/maps").read_text().splitlines())
 

@@ -42,8 +42,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 class Replica:
     """A leader and two ranks that follow it; `lost` is what they had to say before they would have ended."""
 
-    def __init__(self, reference: Reference) -> None:
-        self.engines = [make_engine(reference.path, kv_blocks=64) for _ in range(3)]
+    def __init__(self, reference: Reference, **settings: Any) -> None:
+        self.engines = [make_engine(reference.path, kv_blocks=64, **settings) for _ in range(3)]
         self.lost: list[str] = []
         self.busy: dict[int, float] = {}
         self.followers = [RankServer("127.0.0.1:0", on_lost=self.lost.append) for _ in range(2)]
