@@ -157,3 +157,53 @@ def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyP
     assert asked(h, monkeypatch, 10) == 0
     assert counters(h).handed == counters(h).not_handed == 0
     h.finish()
+
+
+def handed_at_switch(lookahead: int, lag: int = 0) -> House:
+    """Three run on the decode replica for long, "x" and "y" have just been handed over when another policy is asked
+    for, and "new" waits."""
+    h = house(P, replace(D, blocks=150), lookahead=lookahead, lag=lag)
+    for i in range(3):
+        h.add(request(f"long{i}", 8, 70, seed=i))
+    until(h, lambda: h.core.replicas[1].table.count == 3, h.step_once)
+    for name in "xy":
+        h.add(request(name, 8, 10, seed=9))
+    until(h, lambda: counters(h).handed == 5, lambda: (h.plan(0), counters(h).handed == 5 or h.answer(0)))
+    h.core.switch("vllm")
+    h.add(request("new", 8, 5, seed=10))
+    return h
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_who_was_handed_over_goes_on_while_another_policy_waits_for_the_end_of_what_runs(
+    lookahead: int, lag: int
+) -> None:
+    h = handed_at_switch(lookahead, lag)
+    until(h, lambda: {"x", "y"} <= set(h.ended), h.step_once)
+    assert set(h.ended) == {"x", "y"} and h.core.policy.name == "orcinus"
+    assert "new" not in h.started, "nobody else enters"
+    until(h, lambda: h.core.policy.name == "vllm", h.step_once)
+    assert {"long0", "long1", "long2"} <= set(h.ended) and "new" not in h.ended
+    h.finish()
+
+
+def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
+    h = house(P, replace(D, slots=1), lookahead=0)
+    for i in range(4):
+        h.add(request(f"r{i}", 8, 20, seed=i))
+    until(h, lambda: counters(h).handed == 4, h.step_once)
+    h.core.switch("vllm")
+    h.add(request("new", 8, 5, seed=10))
+    h.finish()
+    assert h.core.policy.name == "vllm"
+
+
+def test_a_policy_that_is_asked_for_no_more_lets_all_enter_again() -> None:
+    h = handed_at_switch(1)
+    for _ in range(5):
+        h.step_once()
+    h.core.switch("orcinus")
+    until(h, lambda: "new" in h.ended, h.step_once)
+    assert "long0" not in h.ended
+    h.finish()

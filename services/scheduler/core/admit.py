@@ -128,7 +128,9 @@ class Admission:
             beneficiary.state is not State.WAITING or not shared.routing.may_enter(replica, beneficiary)
         ):
             beneficiary = replica.beneficiary = None
-        if not len(placer) or shared.closed or (draft.preempted and beneficiary is None):
+        if shared.closed and not shared.routing.hands:
+            return
+        if not len(placer) or (draft.preempted and beneficiary is None):
             return
         most = shared.most(replica)
         if replica.table.count >= most and not (placer.urgent and shared.policy.relief.takes):

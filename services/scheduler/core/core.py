@@ -242,8 +242,7 @@ class Core:
         out = self.collector()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
-        if self._next_policy is not None:
-            self._change_policy(now_ns)
+        self._change_policy(now_ns)
         here = replica < len(self.replicas) and self.replicas[replica].alive
         step = self._passes.iterate(self.replicas[replica], now_ns, out) if here else None
         return step, out.build() if out else None
@@ -263,7 +262,7 @@ class Core:
         The name of that in force undoes what was asked for before. Prefix caching stays. Raises ValueError: no policy.
         """
         self._next_policy = None if (asked := parse(policy)).name == self.policy.name else asked
-        self._shared.closed = self._next_policy is not None
+        self._routing.close(self._next_policy is not None)
 
     # -- what the core knows
 
@@ -379,8 +378,9 @@ class Core:
         if policy is None or any(r.table.count or r.inflight for r in self.replicas if r.alive):
             return
         self.policy = self._shared.policy = policy
-        self._next_policy, self._shared.closed = None, False
+        self._next_policy = None
         self._placer.rebuild(policy.order, now_ns)
+        self._routing.close(False)
         for replica in self.replicas:
             replica.refusal = replica.beneficiary = None
             replica.memory, replica.tokens = policy.parts_of(replica.number)

@@ -72,7 +72,7 @@ class Shared:
     lookahead: int
     step_tokens: int
     counters: Counters = field(default_factory=Counters)
-    closed: bool = False  # nobody enters: the policy is about to change
+    closed: bool = False  # the policy is about to change: nobody enters but who was handed over (Routing.close)
     affinity: float = 1.0
     routing: Routing = field(init=False)
 

@@ -29,6 +29,14 @@ def reads(replica: Replica, sequence: Sequence) -> bool:
     return sequence.swapped and (sequence.replica == replica.number or replica.peers.source(sequence) is not None)
 
 
+def handed(replica: Replica, sequence: Sequence) -> bool:
+    """Has a prefill replica swapped it out for one such as this, which can read it?"""
+    source = replica.peers.source(sequence)
+    if source is None or source.limits.role != PREFILL or replica.limits.role == PREFILL:
+        return False
+    return sequence.computed >= sequence.known - 1
+
+
 def feeds(prefill: Replica, replica: Replica) -> bool:
     """Is it a prefill replica whose KV this one can read? A decode replica that none feeds does both."""
     return prefill.limits.role == PREFILL and replica.peers.hopes(prefill)

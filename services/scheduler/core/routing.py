@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.scheduler.core.peers import can_read
-from services.scheduler.core.roles import feeds, reads, suits
+from services.scheduler.core.roles import feeds, handed, reads, suits
 from services.scheduler.core.sequence import Record, Sequence, State, UInt64
 from services.scheduler.core.types import DECODE, PREFILL, Finish
 
@@ -123,6 +123,11 @@ class Routing:
         """It is known of a replica now whether it can read the host tier of another one."""
         self._changed(self.alive)
 
+    def close(self, closed: bool) -> None:
+        """From now on nobody enters but who was handed over, as his stream goes on; or, all may."""
+        self._shared.closed = closed
+        self._changed(self.alive)
+
     def _changed(self, alive: list[Replica]) -> None:
         self.alive = alive
         self.roles = len(alive) > 1 and any(replica.limits.role for replica in alive)
@@ -157,6 +162,8 @@ class Routing:
         """Could this replica ever run the waiting `sequence`, does it owe no step, and can its KV be read if it lies
         with another?"""
         if sequence.unanswered or not self.could(replica, sequence):
+            return False
+        if self._shared.closed and not handed(replica, sequence):
             return False
         if sequence.swapped and sequence.replica != replica.number:
             source = replica.peers.source(sequence)
