@@ -146,6 +146,7 @@ class CudaDevice(Device):
         """
         from cupy.cuda import runtime  # which, unlike torch's, leaves no error behind for the next call to find
 
+        self.enter()  # else the driver makes a context on the device that this thread last used
         pages = memory.numpy()
         try:
             runtime.hostRegister(pages.ctypes.data, pages.nbytes, _HOST_MAPPED | _HOST_READ_ONLY * read_only)
@@ -160,6 +161,7 @@ class CudaDevice(Device):
 
     def _release(self, address: int, unregister: Callable[[int], object]) -> None:
         """Of registered memory, which torch does not keep for copies that are under way."""
+        self.enter()
         cuda.synchronize(self.torch_device)
         unregister(address)
 

@@ -225,7 +225,9 @@ def test_memory_of_others_is_registered_as_it_may_be_used_and_given_back(
     runtime = MagicMock(CUDARuntimeError=type("CUDARuntimeError", (Exception,), {}))
     monkeypatch.setitem(__import__("sys").modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     device, memory = CudaDevice(), torch.arange(100, dtype=torch.uint8)
+    fake.cuda.set_device.reset_mock()
     own, read = device.registered(memory), device.registered(memory, read_only=True)
+    fake.cuda.set_device.assert_called_with(torch.device("cuda", 0))
     assert own.data_ptr() == read.data_ptr() == memory.data_ptr()
     assert runtime.hostRegister.mock_calls == [call(memory.data_ptr(), 100, 2), call(memory.data_ptr(), 100, 10)]
     del own
