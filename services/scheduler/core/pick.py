@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from services.scheduler.core.apart import Takers
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.routing import MOST_PASSED
 from services.scheduler.core.sequence import Sequence
 
-LOOK_PAST = 16  # waiting sequences at most that are for other replicas
+Head = tuple[Sequence, Takers | None]  # of a queue, and which
+LAST = (1 << 62, True, 0, 0)  # behind every rank
+LOOK_PAST = 16  # waiting sequences of a queue at most that are for other replicas
 
 
 class Picker:
@@ -17,17 +20,24 @@ class Picker:
         self._shared = shared
 
     def first(self, replica: Replica, now_ns: int) -> Sequence | None:
-        """The head of the queue that the replica looks at first, whoever is to take it."""
-        return self._shared.placer.head(now_ns, self._shared.routing.turns(replica)[0])
+        """The head, whoever is to take it; with roles the first of those heads that may enter here."""
+        placer, routing = self._shared.placer, self._shared.routing
+        if not routing.roles:
+            return placer.head(now_ns)
+        heads = [placer.head(now_ns, turn) for turn in placer.turns(replica.number)]
+        able = [head for head in heads if head is not None and routing.may_enter(replica, head)]
+        return min(able, key=lambda head: placer.rank(head, now_ns), default=None)
 
     def next(self, replica: Replica, draft: Draft, now_ns: int) -> Sequence | None:
         """The first of the waiting that is for this replica: his own among the first LOOK_PAST, else one that has
-        waited long enough for another. With roles of either queue, first of the one that is its role's."""
+        waited long enough for another. With roles of several queues, by rank."""
         placer, routing = self._shared.placer, self._shared.routing
         if not routing.chooses:
             return placer.head(now_ns)
-        turns = [swapped for swapped in routing.turns(replica) if placer.head(now_ns, swapped) is not None]
-        if not turns:
+        heads = [
+            (head, turn) for turn in placer.turns(replica.number) if (head := placer.head(now_ns, turn)) is not None
+        ]
+        if not heads:
             return None
         if draft.chosen is not None:
             return draft.chosen
@@ -39,13 +49,9 @@ class Picker:
             return None
         most = len(placer) if on_dock else LOOK_PAST
         late = next((sequence for sequence in draft.free if sequence.passed >= MOST_PASSED), None)
-        head = None
-        for swapped in turns if late is None else ():
-            head = self._walk(replica, draft, swapped, most, now_ns)
-            if head is not None:
-                if head.unanswered:
-                    return head
-                break
+        head = self._best(replica, draft, heads, most, now_ns) if late is None else None
+        if head is not None and head.unanswered:
+            return head
         if late is not None or (head is None and draft.free):
             head = late or draft.free[0]
             draft.free.remove(head)
@@ -58,12 +64,25 @@ class Picker:
         draft.chosen = head
         return head
 
-    def _walk(self, replica: Replica, draft: Draft, swapped: bool, most: int, now_ns: int) -> Sequence | None:
+    def _best(self, replica: Replica, draft: Draft, heads: list[Head], most: int, now_ns: int) -> Sequence | None:
+        """Of what _walk() finds in the queues with these heads."""
+        if len(heads) == 1:
+            return self._walk(replica, draft, heads[0][1], most, now_ns)
+        best, best_rank = None, LAST
+        for rank, turn in sorted((self._shared.placer.rank(head, now_ns), turn) for head, turn in heads):
+            if rank >= best_rank:
+                break
+            found = self._walk(replica, draft, turn, most, now_ns)
+            if found is not None and (its := self._shared.placer.rank(found, now_ns)) < best_rank:
+                best, best_rank = found, its
+        return best
+
+    def _walk(self, replica: Replica, draft: Draft, turn: Takers | None, most: int, now_ns: int) -> Sequence | None:
         """The first of one queue that it should take before those behind it, or that owes it a step; at most so many
         are passed over."""
         placer, routing = self._shared.placer, self._shared.routing
-        passed = sum(not routing.roles or other.swapped == swapped for other in draft.passed)
-        head = placer.head(now_ns, swapped)
+        passed = sum(placer.turn(other) == turn for other in draft.passed)
+        head = placer.head(now_ns, turn)
         while head is not None and not routing.own(replica, head, now_ns):
             if head.unanswered and head.replica == replica.number:
                 return head
@@ -74,5 +93,5 @@ class Picker:
             placer.pass_over(head)
             draft.passed.append(head)
             passed += 1
-            head = placer.head(now_ns, swapped)
+            head = placer.head(now_ns, turn)
         return head

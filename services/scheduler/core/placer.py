@@ -1,22 +1,23 @@
 """Owner of every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
 
-The policy's queue holds them in order; here they are counted. While replicas have roles there is a second queue:
-those whose KV lies in a host tier, which one role loads, do not stand in the way of those who have to be computed.
-They had a slot before, so they stand in it by class and arrival alone; fairness between tenants is for those who come.
+The policy's queue holds them in order; here they are counted. While replicas have roles there are others:
+those whose KV lies in a host tier (apart.py), which one role loads, do not stand in the way of those who have to be
+computed. Fairness between tenants is for these.
 The passes look at the head and take it or leave it, so a sequence that does not fit holds back those behind it and
 nobody starves by being overtaken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from services.scheduler.core.apart import Apart, Takers
 from services.scheduler.core.policy import Order, Queue
-from services.scheduler.core.queues import ByClass, by_arrival
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.types import EMPTY
 
 CLASSES = ("realtime", "high", "normal", "low")
+ONE_QUEUE = (None,)
 
 
 class Placer:
@@ -26,7 +27,7 @@ class Placer:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._queue = order.queue()  # once: the order remembers in it who was served, and who was taken out just now
-        self._swapped: Queue | None = None  # apart from the others, while there are roles
+        self._apart: Apart | None = None  # of the swapped, while there are roles
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * len(CLASSES)
         self.swapped_counts = [0] * len(CLASSES)
@@ -50,8 +51,8 @@ class Placer:
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._queue
-        if self._swapped is not None:
-            yield from self._swapped
+        if self._apart is not None:
+            yield from self._apart
         yield from self._aside.values()
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
@@ -61,13 +62,28 @@ class Placer:
         self._of(sequence).push(sequence, now_ns)
         self._count(sequence, 1)
 
-    def head(self, now_ns: int, swapped: bool = False) -> Sequence | None:
-        """Who is next, of all classes; with roles of those who have to be computed, or of the swapped."""
-        queue = self._swapped if swapped else self._queue
-        return queue.head(now_ns) if queue is not None else None
+    def turns(self, replica: int) -> tuple[Takers | None, ...]:
+        """The queues that a replica looks at: of the swapped those that are for it, and of all others."""
+        return ONE_QUEUE if self._apart is None else (*self._apart.turns(replica), None)
 
-    def _of(self, sequence: Sequence) -> Queue:
-        return self._swapped if self._swapped is not None and sequence.swapped else self._queue
+    def turn(self, sequence: Sequence) -> Takers | None:
+        """The queue in which it stands or stood."""
+        return self._apart.takers(sequence) if self._apart is not None and sequence.swapped else None
+
+    def head(self, now_ns: int, turn: Takers | None = None) -> Sequence | None:
+        """Who is next, of all classes; with roles of one queue."""
+        return self._queue.head(now_ns) if self._apart is None or turn is None else self._apart.head(turn, now_ns)
+
+    def rank(self, sequence: Sequence, now_ns: int) -> tuple[int, bool, int, int]:
+        """The heads of several queues go by class, those before who had a slot once, then by arrival."""
+        arrived_ns, lifted = sequence.record.arrived_ns, 0
+        if self._order.by_class:
+            waited = max(now_ns - arrived_ns, 0) // self._order.age_ns if self._order.age_ns else 0
+            lifted = max(sequence.priority - waited, 0)
+        return lifted, not sequence.swapped, arrived_ns, sequence.number
+
+    def _of(self, sequence: Sequence) -> Apart | Queue:
+        return self._apart if self._apart is not None and sequence.swapped else self._queue
 
     def pop(self, sequence: Sequence) -> None:
         """Takes the head out: it enters a slot, or comes back by push() or aside()."""
@@ -77,7 +93,10 @@ class Placer:
 
     def pass_over(self, sequence: Sequence) -> None:
         """The head is for another replica: while one looks on, until put_back()."""
-        self._of(sequence).drop(sequence)  # not popped: what is taken counts, for fairness
+        if self._apart is not None and sequence.swapped:
+            self._apart.pass_over(sequence)
+        else:
+            self._queue.drop(sequence)  # not popped: what is taken counts, for fairness
 
     def put_back(self, passed: list[Sequence], now_ns: int) -> None:
         """They stand where they stood."""
@@ -108,7 +127,7 @@ class Placer:
 
     def unswapped(self, sequence: Sequence, now_ns: int) -> None:
         """A waiting sequence loses its KV in the host tier."""
-        apart = self._swapped is not None and sequence.number not in self._aside
+        apart = self._apart is not None and sequence.swapped and sequence.number not in self._aside
         if apart:
             self._of(sequence).drop(sequence)
         self._count(sequence, -1)
@@ -117,25 +136,24 @@ class Placer:
         if apart:
             self._queue.push(sequence, now_ns)
 
-    def split(self, apart: bool) -> None:
-        """From now on the swapped stand in a queue of their own, or not."""
-        if apart == (self._swapped is not None):
+    def split(self, takers: Callable[[Sequence], Takers] | None) -> None:
+        """From now on the swapped stand in queues of their own by who may take them, or not. To be called whenever that
+        may have changed."""
+        if takers is None and self._apart is None:
             return
-        moved = [s for s in self._queue if s.swapped] if self._swapped is None else list(self._swapped)
+        moved = [s for s in self._queue if s.swapped] if self._apart is None else list(self._apart)
         for sequence in moved:
             self._of(sequence).drop(sequence)
-        self._swapped = self._begun() if apart else None
+        self._apart = Apart(self._order, takers) if takers is not None else None
         for sequence in sorted(moved, key=lambda s: s.number):
             self._of(sequence).push(sequence, 0)  # who is late is found when the head is asked for
-
-    def _begun(self) -> Queue:
-        """An empty queue for those who had a slot before."""
-        return ByClass([by_arrival() for _ in CLASSES], self._order.age_ns) if self._order.by_class else by_arrival()
 
     def rebuild(self, order: Order, now_ns: int) -> None:
         """The waiting stand in another policy's order from now on."""
         waiting, self._order = list(self), order
-        self._queue, self._swapped = order.queue(), self._begun() if self._swapped is not None else None
+        self._queue = order.queue()
+        if self._apart is not None:
+            self._apart = self._apart.another(order)
         self._aside.clear()
         for sequence in sorted(waiting, key=lambda s: s.number):
             self._of(sequence).push(sequence, now_ns)
@@ -143,6 +161,10 @@ class Placer:
     def check(self) -> None:
         """Raises RuntimeError when the counts are not those of the queue."""
         waiting = list(self)
+        if self._apart is not None:
+            self._apart.check()
+        if any(s.swapped for s in self._queue) and self._apart is not None:
+            raise RuntimeError("a swapped sequence stands among those to compute")
         counts = [sum(s.priority == c for s in waiting) for c in range(len(CLASSES))]
         tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(len(CLASSES))]
         if counts != self.counts or tokens != self.class_tokens:

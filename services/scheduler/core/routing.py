@@ -83,6 +83,7 @@ class Routing:
         self._changed(alive)
         if self.dock < 0 and self._fits(replica) == max(map(self._fits, alive)) > 0:
             self.dock = replica.number
+            self._changed(alive)
 
     def lost(self, alive: list[Replica]) -> None:
         """One went; these are there now."""
@@ -142,7 +143,7 @@ class Routing:
         self._starting.clear()
         self._sent = {replica.number: {} for replica in alive}
         self._shared.placer.changes += 1
-        self._shared.placer.split(self.roles)
+        self._shared.placer.split(self._takers if self.roles else None)
 
     def examine(self, sequence: Sequence) -> tuple[Finish, str]:
         """RUNNING if it can go on with the replicas that are there (or none is yet), else how it ends, and why."""
@@ -173,6 +174,11 @@ class Routing:
                 return False
         return not self.roles or suits(replica, sequence, self.alive, self.could)
 
+    def _takers(self, sequence: Sequence) -> frozenset[int]:
+        """Who may take the swapped `sequence`, now or when its copies are there."""
+        able = [r for r in self.alive if self.could(r, sequence) and suits(r, sequence, self.alive, self.could)]
+        return frozenset(replica.number for replica in able)
+
     def could(self, replica: Replica, sequence: Sequence) -> bool:
         """May this replica run `sequence`, whatever its role, and to its end?"""
         if self.confined and (sequence.record.request.id in self.confined) != (replica.number == self.dock):
@@ -197,12 +203,6 @@ class Routing:
         if sequence.misfit(limits):
             return False
         return len(self.alive) == 1 or sequence.longest(limits) >= self._reach(sequence)
-
-    def turns(self, replica: Replica) -> tuple[bool, ...]:
-        """In which order it looks at the waiting: those to be computed (False) and, with roles, the swapped (True)."""
-        if not self.roles:
-            return (False,)
-        return (False, True) if replica.limits.role == PREFILL else (True, False)
 
     @property
     def for_prompts(self) -> list[Replica]:
