@@ -1,8 +1,9 @@
 """A rank that is not the leader: it follows the leader's steps, in order, through the same pipeline.
 
 Nothing is dropped here: what the leader forwarded it executes, and so must every rank, or the others would wait for it
-in a collective. A stream that ends in any way but the leader's own half-close ends this process at once, also while its
-threads are inside a collective.
+in a collective. A stream that ends before the leader has said so ends this process at once, also while its threads are
+inside a collective. The leader says it in a message: a half-close cannot be told from a call that broke off, as grpcio
+may end the iterator of requests in the same way for both.
 """
 
 from __future__ import annotations
@@ -95,14 +96,17 @@ class RankServer(worker_pb2_grpc.RankServicer):
         run = RunState(0, results=self._results)
         try:
             for step in steps:
+                if step.end:
+                    self._clean = True
+                    self._pipeline.put(Item(run, None, 0))
+                    return
                 if step == OVER:
                     self._pipeline.over(run)
                     continue
                 if step.HasField("hello"):  # the Run before is not ended: its steps are on every rank
                     run = RunState(step.epoch, results=self._results)
                 self._pipeline.put(Item(run, step, time.monotonic_ns()))
-            self._clean = True
-            self._pipeline.put(Item(run, None, 0))
+            self._results.put(None)  # without a word: the call ends, and its callback says so
         except Exception:  # grpc raises a bare Exception when the call ended; the callback says so
             log.debug("the leader's steps broke off", exc_info=True)
 

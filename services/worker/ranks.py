@@ -25,6 +25,7 @@ log = logging.getLogger("orcinus.worker")
 FOLLOW = "/orcinus.worker.v1.Rank/Follow"
 QUEUED_STEPS = 64
 STOP_S = 5.0
+END = worker_pb2.Step(end=True).SerializeToString()
 OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
@@ -104,6 +105,7 @@ class Ranks:
         self._stopping = True
         for rank in self._ranks:
             with contextlib.suppress(queue.Full):
+                rank.steps.put(END, timeout=STOP_S)
                 rank.steps.put(None, timeout=STOP_S)
         for rank in self._ranks:
             if rank.thread is not None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from protos import worker_pb2
+from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.flight import Flight
 from services.worker.rank_server import RankServer
@@ -67,6 +67,7 @@ class Replica:
         self.ranks.stop()
         for thread in self.threads:
             thread.join(CONNECT_S)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -149,6 +150,22 @@ def test_a_leader_that_is_lost_ends_a_rank_in_the_middle_of_a_step(
     finally:
         held.release()
         run.call.cancel()
+
+
+def test_a_leader_whose_steps_end_without_a_word_is_lost(reference: Reference) -> None:
+    """So a call that broke off may look to the rank."""
+    lost: list[str] = []
+    follower = RankServer("127.0.0.1:0", on_lost=lost.append)
+    thread = threading.Thread(target=follower.serve, args=(make_engine(reference.path, kv_blocks=64),), daemon=True)
+    thread.start()
+    with grpc.insecure_channel(follower.address) as channel:
+        hello = worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0"))
+        told = worker_pb2_grpc.RankStub(channel).Follow(iter([hello]), timeout=CONNECT_S)
+        assert [followed.HasField("ready") for followed in told] == [True]
+        until("the rank notices", lambda: lost)
+    assert lost == ["rank 0 is lost: this rank ends itself"]
+    thread.join(CONNECT_S)
+    assert not thread.is_alive()
 
 
 def test_a_rank_that_is_lost_ends_the_leader_also_when_nothing_runs(replica: Replica) -> None:
