@@ -70,7 +70,7 @@ class Admission:
     def make_room(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """Before anything is planned: running sequences yield to an urgent head that was refused."""
         refusal, shared, sharing = replica.refusal, self._shared, replica.sharing
-        if refusal is None or shared.closed or not shared.policy.relief.takes:
+        if refusal is None or not shared.placer.urgent or shared.closed or not shared.policy.relief.takes:
             return
         head = self._picker.first(replica, now_ns)
         if head is None or head.number != refusal.number or head.priority > HIGH:
