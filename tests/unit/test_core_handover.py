@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.core.core import Core
+from services.scheduler.core.draft import Draft
 from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.policy import How
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import Limits
@@ -207,3 +209,35 @@ def test_a_policy_that_is_asked_for_no_more_lets_all_enter_again() -> None:
     until(h, lambda: "new" in h.ended, h.step_once)
     assert "long0" not in h.ended
     h.finish()
+
+
+def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
+    """The prefill replica has preempted "a" by swap after 16 of its 60 tokens of prompt; it runs to its end. Also the
+    prompt tokens that each replica computed after that."""
+    h = house(replace(P, max_step_tokens=16), *others, lookahead=0)
+    h.add(request("a", 60, 6, seed=1))
+    h.plan(0)
+    h.answer(0)
+    out = h.core.collector()
+    h.core._shared.preempt(h.core.replicas[0], Draft(0, 0, 0), 0, h.now, out, How.SWAP)
+    h.take(out.build())
+    assert h.core.stats()["swapped"] == 1
+    h.plan(0)
+    h.answer(0)
+    computed = [0] * len(h.workers)
+    while not h.core.idle:
+        for replica in h.workers:
+            while (step := h.plan(replica)) is not None:
+                computed[replica] += int(step.chunk_lengths[step.chunk_lengths > 1].sum())
+        for replica in h.workers:
+            h.answer(replica)
+            h.core.check()
+        h.now += 10_000_000
+    return h, computed
+
+
+def test_what_was_swapped_out_in_the_middle_of_its_prompt_goes_on_where_prompts_are_computed() -> None:
+    h, computed = swapped_in_its_prompt(D)
+    assert computed == [44, 0] and counters(h).handed == 1
+    h, computed = swapped_in_its_prompt(D, replace(P, max_step_tokens=16))
+    assert sum(computed) == 44 and computed[1] == 0, "either prefill replica may load it"

@@ -34,6 +34,12 @@ def handed(replica: Replica, sequence: Sequence) -> bool:
     source = replica.peers.source(sequence)
     if source is None or source.limits.role != PREFILL or replica.limits.role == PREFILL:
         return False
+    return prefilled(sequence)
+
+
+def prefilled(sequence: Sequence) -> bool:
+    """Is the KV of all that a waiting sequence knows there, but for its last token? Else it was swapped out in the
+    middle of its prompt, which prefill replicas go on with."""
     return sequence.computed >= sequence.known - 1
 
 
@@ -46,10 +52,12 @@ def suits(replica: Replica, sequence: Sequence, alive: Iterable[Replica], could:
     """May this replica take the waiting `sequence` by its role? could: might a replica run it at all?"""
     role = replica.limits.role
     if role == PREFILL:
-        return not sequence.swapped or not any(
+        return not (sequence.swapped and prefilled(sequence)) or not any(
             other.limits.role != PREFILL and reads(other, sequence) and could(other, sequence) for other in alive
         )
-    if role != DECODE or reads(replica, sequence):
+    if role != DECODE:
+        return True
+    if reads(replica, sequence) and (prefilled(sequence) or sequence.replica == replica.number):
         return True
     return not any(
         (feeds(other, replica) or (sequence.swapped and other.number == sequence.replica)) and could(other, sequence)
