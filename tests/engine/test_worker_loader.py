@@ -266,3 +266,18 @@ def test_a_file_that_is_no_safetensors_at_all_is_refused(tmp_path: Path) -> None
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
             Checkpoint(tmp_path)
+
+
+def test_the_fingerprint_changes_with_the_config_and_with_numbers_of_any_tensor(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "m", seed=1, requests=1, output_tokens=2).path
+    before = Checkpoint(path).fingerprint()
+    assert before == Checkpoint(shutil.copytree(path, tmp_path / "same")).fingerprint()
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
+    found = [before, Checkpoint(path).fingerprint()]
+    tensors = load_file(path / "model.safetensors")
+    for name, at in (("model.norm.weight", 63), ("model.embed_tokens.weight", 0), ("model.embed_tokens.weight", -1)):
+        tensors[name].view(-1)[at] += 1
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        found.append(Checkpoint(path).fingerprint())
+    assert len(set(found)) == len(found)
