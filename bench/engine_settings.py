@@ -31,6 +31,8 @@ class EngineSettings:
     kv_memory_fraction: float | None = None
     kv_blocks: int = 0
     host_blocks: int | None = None
+    worker_role: str = "both"
+    kv_share_dir: Path | None = None
     threads: int = 0
     step_timeout_s: float = 0.0
     step_log: Path | None = None
