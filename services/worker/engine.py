@@ -204,7 +204,7 @@ class Engine:
         self._copies.let_go()
 
     def _begin_run(self) -> None:
-        self._copies = Copies(self._cache, self._tier.peers(self._cache, self.info().block_bytes))
+        self._copies = Copies(self._cache, self._tier.peers(self._cache, self._ops.block_bytes(self._cache.shape)))
         self._flights = Flights(self._slots)
         self._grammars.clear()
         self._previous: Flight | None = None  # the last that was submitted
