@@ -99,7 +99,7 @@ def test_heads_that_the_cpu_kernels_pad_count_as_large_as_they_are_held(
     engine = make_engine(
         tmp_path, block_size=16, kernels="cpu", load_format="dummy", kv_blocks=0, kv_memory_fraction=0.5
     )
-    info, held = engine.info(), engine._cache.blocks.nbytes  # type: ignore[attr-defined]
+    info, held = engine.info(), engine._cache.blocks.nbytes
     assert info.block_bytes == 2 * 2 * 2 * 16 * 80 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
     assert info.gpu_blocks * info.block_bytes == held
     assert 2 * MIB - info.block_bytes < held <= 2 * MIB
@@ -231,7 +231,7 @@ def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer
 
 def test_workers_are_listed_by_when_they_were_seen_and_the_lost_ones_go(redis: RedisServer) -> None:
     def now_ms() -> int:
-        seconds, micros = redis.client.time()  # type: ignore[misc]
+        seconds, micros = redis.client.time()
         return int(seconds) * 1000 + int(micros) // 1000
 
     one, other = make_registration(redis.url), make_registration(redis.url, name="worker-8")
@@ -274,7 +274,7 @@ def test_a_password_that_redis_refuses_is_said_once_with_what_to_do_and_nothing_
         registration = make_registration(server.url.replace("redis://", "redis://worker:wrong@"))
         tries: list[float] = []
         refresh = registration.refresh
-        registration.refresh = lambda: (tries.append(0.0), refresh())[1]  # type: ignore[method-assign]
+        registration.refresh = lambda: (tries.append(0.0), refresh())[1]
         registration.start()
         until("it has tried again", lambda: len(tries) >= 3)
         server.client.acl_setuser("worker", enabled=True, passwords=["+wrong"])

@@ -202,7 +202,7 @@ def test_ranks_of_torchrun_on_one_host_see_one_gpu_each(
     told = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_PORT": store.port, "CUDA_VISIBLE_DEVICES": "4,7"}
     for name, value in {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, str(value))
-    with joined(WorkerSettings(tp=2, pp=2, device=device)) as place:  # type: ignore[arg-type]
+    with joined(WorkerSettings(tp=2, pp=2, device=device)) as place:
         assert place is not None and place.rank == 3
         assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 

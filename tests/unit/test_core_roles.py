@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from protos import worker_pb2
 from services.scheduler.core.core import Core
+from services.scheduler.core.draft import Counters
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
 from shared.columns import pack, unpack
@@ -22,15 +24,15 @@ BOTH.host_tier = "folder/"
 P, D = replace(BOTH, role=PREFILL), replace(BOTH, role=DECODE)
 
 
-def house(*limits: Limits, policy: str = "orcinus", lookahead: int = 1, lag: int = 0, **more: object) -> House:
-    h = House(Core(policy, lookahead=lookahead, checkpoint_tokens=4, **more), limits[0], lag)  # type: ignore[arg-type]
+def house(*limits: Limits, policy: str = "orcinus", lookahead: int = 1, lag: int = 0, **more: Any) -> House:
+    h = House(Core(policy, lookahead=lookahead, checkpoint_tokens=4, **more), limits[0], lag)
     for each in limits[1:]:
         h.join(each)
     h.step_once()  # in which they are told of each other
     return h
 
 
-def counters(h: House):  # type: ignore[no-untyped-def]
+def counters(h: House) -> Counters:
     return h.core._shared.counters
 
 

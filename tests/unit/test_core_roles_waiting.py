@@ -41,7 +41,7 @@ def test_what_tenants_had_is_remembered_when_the_last_role_goes_and_one_comes(po
     h = house(BOTH, BOTH, policy=policy)
     order, made = h.core.policy.order, list[Queue]()
     new = order.queue
-    order.queue = lambda: made.append(queue := new()) or queue  # type: ignore[method-assign, func-returns-value]
+    order.queue = lambda: made.append(queue := new()) or queue
     two_tenants(h, 10)
     for role in (D, P):
         h.lose(1)
