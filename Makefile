@@ -71,7 +71,7 @@ test-faults: install-dev ## 200 faults at random under load, every answer checke
 		$(if $(ARGS),$(ARGS),--output bench/results/chaos.json)
 
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")
-	$(PY) -m bench.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
+	$(PY) -m tests.chaos.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
 
 schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation, or SECONDS=600)
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS)) $(ARGS)
@@ -113,11 +113,11 @@ bench: install-dev ## time the scheduler; `orcinus bench serve` loads a running 
 	$(PY) -m services.cli bench scheduler $(ARGS)
 
 policies: install-dev ## make the tables of docs/policies.md again (a quarter of an hour)
-	$(PY) -m bench.policies
-	$(PY) -m bench.policies --literature
+	$(PY) -m bench.studies.policies
+	$(PY) -m bench.studies.policies --literature
 
 policies-quick: install-dev ## the same runs in small, written nowhere
-	$(PY) -m bench.policies --quick
+	$(PY) -m bench.studies.policies --quick
 
 peers: install-dev ## compare with other servers, docs/peers.md (installs them under .peers/; then half an hour on a quiet machine)
 	$(PY) -m bench.peers $(ARGS)

@@ -15,9 +15,9 @@ import numpy as np
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, NewRequest, Outcome
-from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
+from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from services.worker.engine import Engine
-from services.worker.flight import Flight
+from services.worker.in_flight import Flight
 from shared.columns import pack, unpack
 
 MOST_STEPS = 200_000

@@ -1,6 +1,6 @@
 """The load, the same for every server: closed loops at 1, 8 and 32, and decoding streams between long prompts.
 
-Requests are sent and timed by `bench/load_client.py`, as in `orcinus bench serve`. No prompt comes twice in a run and
+Requests are sent and timed by `bench/serve/client.py`, as in `orcinus bench serve`. No prompt comes twice in a run and
 every server gets the same ones. Called by `bench/peers/run.py`.
 """
 
@@ -18,12 +18,12 @@ import orjson
 import psutil
 import uvloop
 
-from bench import load_client
-from bench.load_client import Target
 from bench.peers import model
 from bench.peers.process import Running
 from bench.peers.servers import Server, request
-from bench.stats import Record, percentiles_ms, summarise
+from bench.serve import client as load_client
+from bench.serve.client import Target
+from bench.serve.stats import Record, percentiles_ms, summarise
 
 PROMPT, OUTPUT = 128, 64
 REQUESTS = {1: 12, 8: 64, 32: 128}

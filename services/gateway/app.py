@@ -10,12 +10,16 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from services.gateway import routes_dashboard, routes_generate, routes_info, routes_responses, schema
-from services.gateway.errors import ApiError
+from services.gateway.dashboard import routes as routes_dashboard
+from services.gateway.dashboard.guard import HostNames, PageHeaders
 from services.gateway.gateway import Gateway
-from services.gateway.middleware import BodyLimit, RequestContext, RequireKey
-from services.gateway.page_guard import HostNames, PageHeaders
-from services.gateway.slow_clients import CutSlow
+from services.gateway.http.middleware import BodyLimit, RequestContext, RequireKey
+from services.gateway.http.write_timeout import CutSlow
+from services.gateway.openai import completions as routes_generate
+from services.gateway.openai import document as schema
+from services.gateway.openai import info as routes_info
+from services.gateway.openai import responses as routes_responses
+from services.gateway.openai.errors import ApiError
 from shared.settings import is_loopback
 
 

@@ -10,22 +10,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.gateway.admission import refuse_late
-from services.gateway.background import Keeper
+from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import MEMORY_MOST, Cluster
-from services.gateway.dispatcher import Dispatcher
-from services.gateway.errors import ApiError, handed_over, invalid, memory_low, taken_over, unavailable
-from services.gateway.generation import Generation
-from services.gateway.keys import Caller, Keyring
+from services.gateway.delivery.background import Keeper
+from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.dispatcher import Dispatcher
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.orphans import Reaper
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Sink
 from services.gateway.metrics import Metrics
-from services.gateway.position import Position
-from services.gateway.reaper import Reaper
-from services.gateway.siblings import Siblings
-from services.gateway.sink import Sink
+from services.gateway.openai.errors import ApiError, handed_over, invalid, memory_low, taken_over, unavailable
+from services.gateway.openai.validate import GenerationSpec, Limits
+from services.gateway.processes.siblings import Siblings
 from services.gateway.tasks import end
-from services.gateway.tokenizer import ModelText
+from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
-from services.gateway.validate import GenerationSpec, Limits
-from services.gateway.wire import from_delivery, to_delivery
 from shared import ids
 from shared.settings import GatewaySettings
 

@@ -17,14 +17,14 @@ import socket
 import uvloop
 
 from services.gateway.app import ops_app, public_app
-from services.gateway.front import GRACE_S, Server, renew_certificates, scheme, server, warn_of_clear_text
 from services.gateway.gateway import Gateway
-from services.gateway.grpc_front import GrpcFront
-from services.gateway.listeners import listen
-from services.gateway.processes import Place
-from services.gateway.siblings import Siblings
+from services.gateway.http.listeners import listen
+from services.gateway.http.server import GRACE_S, Server, renew_certificates, scheme, server, warn_of_clear_text
+from services.gateway.kserve.front import GrpcFront
+from services.gateway.processes.parent import Place
+from services.gateway.processes.siblings import Siblings
 from services.gateway.tasks import end
-from services.gateway.tokenizer import ModelText
+from services.gateway.text.tokenizer import ModelText
 from shared import logs
 from shared.settings import GatewaySettings
 

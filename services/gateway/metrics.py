@@ -20,7 +20,7 @@ from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, Col
 
 if TYPE_CHECKING:
     from services.gateway.cluster import Cluster
-    from services.gateway.validate import GenerationSpec
+    from services.gateway.openai.validate import GenerationSpec
 
 C = TypeVar("C", bound=Collector)
 P = "orcinus_gateway_"

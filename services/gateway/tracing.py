@@ -14,8 +14,8 @@ from shared.traces import Tracer, Value, traceparent
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span
 
-    from services.gateway.generation import Generation
-    from services.gateway.validate import GenerationSpec
+    from services.gateway.delivery.generation import Generation
+    from services.gateway.openai.validate import GenerationSpec
 
 OPERATIONS = {"chat": "chat", "completions": "text_completion"}
 

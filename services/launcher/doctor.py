@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from kernels.cpu.build import VARIANTS, cpu_flags, prebuilt_path
-from services.cli_options import Values, build, without_password
+from services.cli.options import Values, build, without_password
 from services.launcher import redis_server
 from services.launcher.check import Check
 from services.launcher.gpu_checks import judge

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import psutil
 
-from services.cli_options import without_password
+from services.cli.options import without_password
 from shared.errors import ConfigurationError
 
 OLDEST = (6, 2)

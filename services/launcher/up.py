@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_settings import BaseSettings
 
-from services.cli_options import Values, build, env_name, fields_of, flag, without_password
+from services.cli.options import Values, build, env_name, fields_of, flag, without_password
 from services.launcher import redis_server
 from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe

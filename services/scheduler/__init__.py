@@ -1,0 +1,1 @@
+"""The process around the core: requests in, steps out to workers, tokens into Redis."""

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.scheduler.core.types import FinishedRequest
-from services.scheduler.lives import Life
+from services.scheduler.requests.request_times import Life
 from shared.keys import CLASSES
 from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 

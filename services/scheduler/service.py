@@ -13,24 +13,24 @@ import signal
 import time
 
 from protos import queue_pb2
-from services.scheduler.claims import Claims, Holdings
-from services.scheduler.commands import Commands
 from services.scheduler.core.types import Finish, Outcome
-from services.scheduler.drive import Desk
-from services.scheduler.fleet import Fleet
-from services.scheduler.handover import Handover
-from services.scheduler.intake import Claimed, Clock, Intake
-from services.scheduler.lease import Lease
-from services.scheduler.leaving import Leaving
 from services.scheduler.metrics import Metrics
-from services.scheduler.parking import Parking
-from services.scheduler.policies import PolicySwitch, make_core
-from services.scheduler.publisher import Publisher
-from services.scheduler.reports import Reports
-from services.scheduler.shards import Shards
-from services.scheduler.stats import Stats
+from services.scheduler.policy_switch import PolicySwitch, make_core
+from services.scheduler.quarantine.parking import Parking
+from services.scheduler.requests.claims import Claims, Holdings
+from services.scheduler.requests.commands import Commands
+from services.scheduler.requests.intake import Claimed, Clock, Intake
+from services.scheduler.requests.publisher import Publisher
+from services.scheduler.shard.handover import Handover
+from services.scheduler.shard.lease import Lease
+from services.scheduler.shard.shards import Shards
+from services.scheduler.shutdown import Leaving
 from services.scheduler.tasks import end, first_of, within
-from services.scheduler.workers import Workers
+from services.scheduler.telemetry.reports import Reports
+from services.scheduler.telemetry.stats import Stats
+from services.scheduler.workers.fleet import Fleet
+from services.scheduler.workers.loop import Desk
+from services.scheduler.workers.registry import Workers
 from shared.errors import LeaseLostError
 from shared.ids import process_id
 from shared.keys import CLASSES

@@ -21,18 +21,18 @@ from kernels.cpu.backend import Compiled, CpuOps
 from kernels.ops import Batch, Cache, CacheShape, Int32
 from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
-from services.worker.cache import plan_pool, room_for, wanted_lengths
-from services.worker.copies import Copies
-from services.worker.draws import Draws
-from services.worker.flight import GRAMMAR, Flight, Flights, Marks
 from services.worker.grammar import SlotGrammars
-from services.worker.host_tier import HostTier
-from services.worker.mesh import Mesh
+from services.worker.in_flight import GRAMMAR, Flight, Flights, Marks
+from services.worker.kv.cache import plan_pool, room_for, wanted_lengths
+from services.worker.kv.host_tier import HostTier
+from services.worker.kv.transfers import Copies
+from services.worker.models.checkpoint import Progress, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import Progress, open_weights
 from services.worker.models.shard import shard_of
 from services.worker.models.weights import check_matrices
+from services.worker.parallel.broadcast import Draws
+from services.worker.parallel.state import Mesh
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp

@@ -18,7 +18,7 @@ import numpy as np
 
 from kernels.ops import STATUS_FINE, Int32
 from protos import worker_pb2
-from services.worker.flight import Flight
+from services.worker.in_flight import Flight
 from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError

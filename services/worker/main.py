@@ -12,11 +12,11 @@ from collections.abc import Callable
 import psutil
 
 from services.worker.engine import Engine
-from services.worker.mesh import Mesh
 from services.worker.metrics import Metrics
-from services.worker.rank_server import RankServer
-from services.worker.rank_start import MEET_S, Place, joined
-from services.worker.ranks import Ranks
+from services.worker.parallel.follower import RankServer
+from services.worker.parallel.launch import MEET_S, Place, joined
+from services.worker.parallel.leader import Ranks
+from services.worker.parallel.state import Mesh
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from services.worker.stopping import Stopping

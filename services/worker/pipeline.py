@@ -19,8 +19,8 @@ import torch
 from kernels.cuda.loader import CudaError
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.flight import Flight
-from services.worker.ranks import Ranks
+from services.worker.in_flight import Flight
+from services.worker.parallel.leader import Ranks
 from services.worker.slots import Chunks
 from services.worker.watchdog import StepWatchdog, Watched, end_process, limit_s
 from shared.columns import unpack

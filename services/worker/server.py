@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
+from services.worker.parallel.leader import Ranks
 from services.worker.pipeline import Item, Observer, Pipeline, RunState
-from services.worker.ranks import Ranks
 from shared.errors import ConfigurationError
 
 log = logging.getLogger("orcinus.worker")

@@ -13,8 +13,8 @@ import numpy as np
 
 from kernels.ops import Batch, Bool, Int32
 from protos import worker_pb2
-from services.worker.copies import Copies
-from services.worker.peers import OWN
+from services.worker.kv.peers import OWN
+from services.worker.kv.transfers import Copies
 from services.worker.sampling import SamplingTable
 from shared.columns import unpack
 from shared.errors import ProtocolError

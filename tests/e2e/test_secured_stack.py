@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from deploy import certs, redis_users
 from protos import worker_pb2, worker_pb2_grpc
-from services.cli import app
+from services.cli.app import app
 from services.launcher.redis_server import find_binary
 from shared.settings import DEMO_MODEL
 from tests.stack import RedisServer, Stack

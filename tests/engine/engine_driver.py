@@ -9,7 +9,7 @@ import numpy as np
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.mesh import Mesh
+from services.worker.parallel.state import Mesh
 from shared.columns import pack, unpack
 from shared.logprobs import TokenLogprobs, split_records, unpack_records
 from shared.settings import WorkerSettings

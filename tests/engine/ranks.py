@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from protos import worker_pb2
-from services.worker.flight import Flight
-from services.worker.mesh import Mesh
+from services.worker.in_flight import Flight
+from services.worker.parallel.state import Mesh
 from tests.engine.engine_driver import make_engine
 
 TIMEOUT_S = 60.0

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bench import engine as bench
-from bench import engine_cases
-from bench.engine_cases import CASES, Case, TorchMatrices, work
+from bench.engine import cases as engine_cases
+from bench.engine import main as bench
+from bench.engine.cases import CASES, Case, TorchMatrices, work
 from kernels.cpu.library import load
 from protos import worker_pb2
 from services.worker.backend import layer_matrices

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_docs, gpu_rings
-from bench.engine_settings import EngineSettings
-from bench.gpu_context import Context
+from bench.engine.settings import EngineSettings
+from bench.gpu import __main__ as gpu
+from bench.gpu import docs as gpu_docs
+from bench.gpu import rings as gpu_rings
+from bench.gpu.context import Context
 from shared.settings import WorkerSettings
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -162,9 +164,9 @@ def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
 @needs_compiler
 def test_engine_and_kernels_run_where_few_packages_are(tmp_path: Path) -> None:
     program = f"""{FEW_PACKAGES}
-import bench.engine_cases, bench.kernels, services.worker.engine
+import bench.engine.cases, bench.kernels.main, services.worker.engine
 from bench import gpu
-from bench.gpu_context import Context
+from bench.gpu.context import Context
 engine = next(part for part in gpu.PARTS if part.name == "engine")
 gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
 """

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import kernels as bench
-from bench import kernels_table
-from bench.kernels_peaks import Peaks
+from bench.kernels import main as bench
+from bench.kernels import table as kernels_table
+from bench.kernels.peaks import Peaks
 from kernels.cpu.backend import CpuOps
 from kernels.ops import Ops
 

@@ -11,7 +11,7 @@ import torch
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.flight import Flight
+from services.worker.in_flight import Flight
 from services.worker.slots import SlotTable
 from shared.columns import pack, unpack
 from shared.logprobs import unpack_records

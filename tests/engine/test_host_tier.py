@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from services.worker import engine as engine_module
-from services.worker.host_tier import HostTier
-from services.worker.mesh import Mesh
-from services.worker.share_folder import ID
+from services.worker.kv.host_tier import HostTier
+from services.worker.kv.share_folder import ID
+from services.worker.parallel.state import Mesh
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.engine.engine_driver import make_engine

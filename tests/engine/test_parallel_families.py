@@ -10,11 +10,11 @@ import torch
 
 from kernels import ops as kernel_ops
 from protos import worker_pb2
-from services.worker.mesh import Mesh
+from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import open_weights
 from services.worker.models.shard import shard_of
+from services.worker.parallel.state import Mesh
 from shared.errors import ConfigurationError
 from tests.engine.engine_driver import Driver
 from tests.engine.ranks import Processes

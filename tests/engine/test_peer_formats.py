@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.mesh import Mesh
+from services.worker.parallel.state import Mesh
 from tests.engine.engine_driver import make_engine
 from tests.models import Reference, make_llama
 

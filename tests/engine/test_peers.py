@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
+from services.worker.kv.share_folder import ID
 from services.worker.server import OPTIONS
-from services.worker.share_folder import ID
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from tests.engine.engine_driver import Driver, make_engine

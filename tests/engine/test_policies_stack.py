@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from protos import queue_pb2
-from services.cli_policy import switch
+from services.cli.policy import switch
 from services.scheduler.core.presets import PRESETS
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings

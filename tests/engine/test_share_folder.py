@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.worker import share_folder
-from services.worker.share_folder import ID, NoRoomError, PeerError, ShareFolder
+from services.worker.kv import share_folder
+from services.worker.kv.share_folder import ID, NoRoomError, PeerError, ShareFolder
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 

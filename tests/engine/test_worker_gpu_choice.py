@@ -16,7 +16,7 @@ from kernels.cpu.build import BuildError
 from kernels.cuda import gpu
 from kernels.cuda.loader import CudaError
 from services.worker import backend
-from services.worker.cache import Lengths, plan_blocks, plan_host_blocks, room_for
+from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
 from services.worker.models.config import DecoderConfig, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings

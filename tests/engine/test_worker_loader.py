@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from kernels.cpu.memory import large
-from services.worker.cache import room_for
+from services.worker.kv.cache import room_for
+from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import Checkpoint, Dummy, open_weights
 from services.worker.models.weights import check_matrices
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
@@ -36,10 +36,10 @@ import sys, torch
 from pathlib import Path
 import kernels.cpu, kernels.reference
 from kernels import ops
-from services.worker.mesh import Mesh
+from services.worker.parallel.state import Mesh
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import Checkpoint
+from services.worker.models.checkpoint import Checkpoint
 
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field + ":"))

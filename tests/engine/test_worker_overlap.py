@@ -14,7 +14,7 @@ import torch
 from protos import worker_pb2
 from services.worker import pipeline
 from services.worker.engine import FLIGHTS, Engine
-from services.worker.flight import Flight, Flights
+from services.worker.in_flight import Flight, Flights
 from services.worker.pipeline import Item, RunState
 from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack

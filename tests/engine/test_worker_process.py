@@ -18,8 +18,8 @@ import torch
 
 from kernels.ops import CacheShape
 from protos import worker_pb2, worker_pb2_grpc
-from services.worker import cache
-from services.worker.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
+from services.worker.kv import cache
+from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.models.config import load_config
 from services.worker.registration import TTL_MS, WORKERS_MS, Registration
 from shared.columns import pack

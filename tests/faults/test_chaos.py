@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bench.chaos_checker import check_rest
-from bench.chaos_kinds import KINDS
-from bench.chaos_proxy import Proxy
-from bench.chaos_rest import SEQUENCES, observe, unfinished
-from bench.chaos_run import SEED, Result, Scenario, chaos
-from bench.chaos_stack import REDIS, SHARD, ChaosStack, free_ports, until
 from shared.keys import GROUP
 from shared.settings import DEMO_MODEL
+from tests.chaos.harness.checker import check_rest
+from tests.chaos.harness.kinds import KINDS
+from tests.chaos.harness.proxy import Proxy
+from tests.chaos.harness.rest import SEQUENCES, observe, unfinished
+from tests.chaos.harness.run import SEED, Result, Scenario, chaos
+from tests.chaos.harness.stack import REDIS, SHARD, ChaosStack, free_ports, until
 
 FAULTS = 60
 GAP_S = 1.0

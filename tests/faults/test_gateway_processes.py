@@ -22,7 +22,7 @@ import pytest
 
 from deploy import certs
 from protos import kserve_pb2, kserve_pb2_grpc
-from services.gateway.listeners import reserve
+from services.gateway.http.listeners import reserve
 from tests.faults.streams import load
 from tests.models import Reference, make_llama
 from tests.services.gateway_process import GatewayProcess

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from services.gateway.folder import own_folder
+from services.gateway.processes.folder import own_folder
 from tests.models import Reference, make_llama
 from tests.services.gateway_process import GatewayProcess
 from tests.stack import ROOT
@@ -25,7 +25,7 @@ from tests.waiting import free_port, until
 
 IMPATIENT = """
 import sys
-from services.cli import main
+from services.cli.app import main
 from services.gateway import processes
 
 processes.HUNG_S, processes.LAST_WORDS_S = 3.0, 0.5

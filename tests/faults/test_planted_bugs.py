@@ -7,10 +7,10 @@ from pathlib import Path
 
 import uvloop
 
-from bench.chaos_checker import Violation
-from bench.chaos_planted import programs
-from bench.chaos_run import Scenario, chaos
 from shared.settings import DEMO_MODEL
+from tests.chaos.harness.checker import Violation
+from tests.chaos.harness.planted import programs
+from tests.chaos.harness.run import Scenario, chaos
 
 SEED = 20261121
 STOPS_FOR_LONG = 8

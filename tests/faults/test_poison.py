@@ -14,7 +14,7 @@ import pytest
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.flight import Flight
+from services.worker.in_flight import Flight
 from services.worker.main import record
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer

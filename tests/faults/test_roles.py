@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.launcher.up import share_folder
-from services.worker.share_folder import ID
+from services.worker.kv.share_folder import ID
 from tests.e2e.test_make_run import MakeRun
 from tests.faults.streams import clients, load
 from tests.models import Reference, make_llama

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bench.soak import Soak, soak
-from bench.soak_plot import draw
-from bench.soak_trend import FLOORS, by_minute, trend
+from tests.chaos.soak.__main__ import Soak, soak
+from tests.chaos.soak.plot import draw
+from tests.chaos.soak.trend import FLOORS, by_minute, trend
 
 MINUTES = 22
 

@@ -12,9 +12,9 @@ import jinja2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.errors import ApiError
-from services.gateway.template_environment import environment
-from services.gateway.tokenizer import ModelText
+from services.gateway.openai.errors import ApiError
+from services.gateway.text.template_environment import environment
+from services.gateway.text.tokenizer import ModelText
 from tests.tokenizers_for_tests import SPECIALS, byte_fallback, byte_level, write_model
 
 HOSTILE = [

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.gateway.generation import Generation
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.stream import Row, Sink
 from services.gateway.metrics import Metrics
-from services.gateway.sink import Row, Sink
-from services.gateway.streams import EventWriter
-from services.gateway.tokenizer import ModelText
-from services.gateway.validate import GenerationSpec
-from services.gateway.whole import whole
+from services.gateway.openai.response import whole
+from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.validate import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
 from tests.fuzz import sse
 from tests.tokenizers_for_tests import byte_fallback, byte_level, write_model
 from tests.unit.test_gateway_generation import Recorded

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.kserve_pb2 import ModelInferRequest
-from services.gateway import bodies
-from services.gateway.bodies import MAX_JSON_DEPTH, parse_body, parse_json
-from services.gateway.errors import ApiError
-from services.gateway.grpc_tensors import body_of, check_outputs, fields_of
-from services.gateway.responses_body import ResponsesBody, chat_body
-from services.gateway.tool_reader import OPENINGS, ToolReader, ToolUse, merged
+from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
+from services.gateway.openai import parse as bodies
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body, parse_json
+from services.gateway.openai.responses_body import ResponsesBody, chat_body
+from services.gateway.text.tools.reader import OPENINGS, ToolReader, ToolUse, merged
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(alphabet=st.sampled_from('ab[]{}",:\\/\n\0é🐋 '), max_size=8) | st.text(

@@ -17,9 +17,9 @@ from kernels.cuda.backend import CudaOps
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import AnyOps, Batch, CacheShape, Int32
 from kernels.reference import ReferenceOps
+from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.loader import open_weights
 from tests.models import VOCAB, make_llama
 
 BLOCK = 16

@@ -26,7 +26,7 @@ TORCH_PATH = "cpu-torch"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of the largest number expected, or of 1 if that is more."""
 BACKENDS = [*(name for name in kernel_ops.names() if name != "cuda"), TORCH_PATH]
-"""Not `cuda`: these tests read results without waiting. bench.gpu tests that backend on a GPU."""
+"""Not `cuda`: these tests read results without waiting. bench.gpu.__main__ tests that backend on a GPU."""
 
 in_its_types = pytest.mark.parametrize(
     ("ops", "dtype"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench import gateway
-from bench.gateway_streams import BrokenStreamError, Reader
+from bench.gateway import main as gateway
+from bench.gateway.streams import BrokenStreamError, Reader
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM = (

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from services import cli_batch
-from services.cli_batch import Summary, run
+from services.cli import batch as cli_batch
+from services.cli.batch import Summary, run
 from shared.errors import ConfigurationError
 from shared.settings import BatchSettings
 from tests.services.conftest import KEY, TEXT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protos import queue_pb2
-from services.cli_drain import drain
+from services.cli.drain import drain
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
 from tests.services.scripted_scheduler import ScriptedScheduler

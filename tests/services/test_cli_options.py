@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import EVERYTHING, SERVICES
-from services.cli_options import build, env_name, fields_of, flag, shown, source, without_password
+from services.cli.app import EVERYTHING, SERVICES
+from services.cli.options import build, env_name, fields_of, flag, shown, source, without_password
 from shared.errors import ConfigurationError
 from shared.settings import GatewaySettings, WorkerSettings
 from tests.services.launcher_support import ROOT, clean_env
@@ -34,7 +34,7 @@ def test_every_setting_of_a_command_is_an_option_that_names_its_variable(command
 
 def test_help_imports_no_service_no_torch_and_no_web_framework() -> None:
     program = (
-        "import sys\nsys.argv = ['orcinus', '--help']\nfrom services.cli import main\n"
+        "import sys\nsys.argv = ['orcinus', '--help']\nfrom services.cli.app import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'grpc', 'redis', 'transformers', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"

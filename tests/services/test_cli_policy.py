@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protos import queue_pb2
-from services.cli_policy import switch
+from services.cli.policy import switch
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli_top import Source
-from services.cli_top_screen import Top
-from services.cli_top_words import bars, count, milliseconds, plain
+from services.cli.top.command import Source
+from services.cli.top.screen import Top
+from services.cli.top.words import bars, count, milliseconds, plain
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
 from shared.stack_view import View

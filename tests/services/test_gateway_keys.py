@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from services.cli import app
+from services.cli.app import app
 from shared.api_keys import KeyRecord
 from tests.services.gateway_process import GatewayProcess, running_gateway
 from tests.services.scripted_scheduler import ScriptedScheduler, answering

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from services.gateway.listeners import listen, reserve
+from services.gateway.http.listeners import listen, reserve
 from shared.errors import ConfigurationError
 from tests.waiting import free_port
 

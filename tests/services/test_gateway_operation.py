@@ -151,13 +151,13 @@ def test_a_gateway_that_an_operator_asks_to_leave_drains_as_at_sigterm(
 
 DYING = """
 import asyncio, sys
-from services.gateway.dispatcher import Dispatcher
+from services.gateway.delivery.dispatcher import Dispatcher
 
 async def dies(self):
     raise RuntimeError("a task of a test")
 
 Dispatcher._watch = dies
-from services.cli import main
+from services.cli.app import main
 sys.argv = ["orcinus", "gateway"]
 main()
 """

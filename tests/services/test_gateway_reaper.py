@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.gateway.background import Keeper
-from services.gateway.errors import taken_over, unavailable
-from services.gateway.reaper import Reaper
+from services.gateway.delivery.background import Keeper
+from services.gateway.delivery.orphans import Reaper
+from services.gateway.openai.errors import taken_over, unavailable
 from shared.settings import GatewaySettings
 from tests.stack import RedisServer
 

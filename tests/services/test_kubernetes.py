@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from deploy import healthcheck, redis_users
+from services.gateway.http.middleware import OPEN_PATHS
 from services.gateway.metrics import Metrics as GatewayMetrics
-from services.gateway.middleware import OPEN_PATHS
 from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
 from shared.settings import ROOT, CommonSettings, GatewaySettings, SchedulerSettings, WorkerSettings

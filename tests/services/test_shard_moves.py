@@ -14,9 +14,9 @@ import pytest
 from redis.asyncio import Redis
 
 from protos import queue_pb2
-from services.scheduler.handover import Handover
-from services.scheduler.intake import Clock, Entry, Intake
-from services.scheduler.lease import Lease
+from services.scheduler.requests.intake import Clock, Entry, Intake
+from services.scheduler.shard.handover import Handover
+from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP
@@ -225,7 +225,7 @@ class World:
 async def test_each_request_has_one_owner_and_ends_once_whatever_shards_do(
     redis_server: RedisServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.intake.BLOCK_MS", 1)
+    monkeypatch.setattr("services.scheduler.requests.intake.BLOCK_MS", 1)
     redis = connect(SchedulerSettings(redis_url=redis_server.url))
     await redis.flushall()
     world = World(redis, random.Random(seed))

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest
-from services.scheduler.lives import Life
-from services.scheduler.spans import Spans
+from services.scheduler.requests.request_times import Life
+from services.scheduler.requests.spans import Spans
 from shared.settings import SchedulerSettings
 from tests.services.gateway_process import running_gateway
 from tests.services.scripted_scheduler import Claimed, ScriptedScheduler, answering

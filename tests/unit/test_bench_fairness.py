@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from bench.fairness import GOAL, OTHERS, PAGE, RESULT, SATURATION_RPS, arrivals, p99, run, section, served
-from bench.policies_docs import replaced
+from bench.studies.fairness import GOAL, OTHERS, PAGE, RESULT, SATURATION_RPS, arrivals, p99, run, section, served
+from bench.studies.policies.docs import replaced
 
 
 def test_the_page_shows_the_committed_figures() -> None:
     page = PAGE.read_text()
     shown = replaced(page, "fairness", section(json.loads(RESULT.read_text())))
-    assert shown == page, "run: python -m bench.fairness --docs"
+    assert shown == page, "run: python -m bench.studies.fairness --docs"
 
 
 def test_the_others_send_the_same_whatever_the_first_tenant_does() -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench import load, load_html
-from bench.load_client import SseLines
-from bench.stats import Run
+from bench.serve import html as load_html
+from bench.serve import main as load
+from bench.serve.client import SseLines
+from bench.serve.stats import Run
 from shared.settings import ROOT
 
 
@@ -374,7 +375,7 @@ def test_sse_payloads_come_out_whole_wherever_the_network_cuts_them() -> None:
 
 
 def test_without_aiohttp_the_command_says_what_to_install() -> None:
-    code = "import sys; sys.modules['aiohttp'] = None; from services.cli import main; main()"
+    code = "import sys; sys.modules['aiohttp'] = None; from services.cli.app import main; main()"
     ended = subprocess.run(
         [sys.executable, "-c", code, "bench", "serve"],
         capture_output=True,

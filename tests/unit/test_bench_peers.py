@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.peers import client, docs, install, model, servers, table
 from bench.peers.servers import EXACT, INT8, OURS, REDUCED, SERVERS, Server
-from bench.stats import Record
+from bench.serve.stats import Record
 
 bench_main = importlib.import_module("bench.peers.__main__")
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bench.stats import DEFAULT_SLO, Record, percentiles_ms, summarise
+from bench.serve.stats import DEFAULT_SLO, Record, percentiles_ms, summarise
 
 
 def finished(scheduled: float, events: list[float], tokens: list[int], end: float, prompt: int = 10) -> Record:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from services import cli_policy
+from services.cli import policy as cli_policy
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.scheduler import main
-from bench.scheduler_drive import Drive, Setup, costs, figure
+from bench.scheduler.drive import Drive, Setup, costs, figure
+from bench.scheduler.main import main
 from services.scheduler.core.types import Limits
 
 COSTS = ("plan_us", "apply_us", "total_us")

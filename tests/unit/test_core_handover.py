@@ -13,7 +13,7 @@ from services.scheduler.core.policy import How
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import Limits
-from services.scheduler.unread import Unread
+from services.scheduler.workers.unreadable import Unread
 from tests.unit.core_twin import House, request
 from tests.unit.test_core_roles import D, P, counters, house, until
 

@@ -15,7 +15,7 @@ from protos import worker_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.draft import Counters
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
-from services.scheduler.wire import limits_from_wire, result_from_wire, step_to_wire
+from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from shared.columns import pack, unpack
 from tests.unit.core_twin import House, answer, request
 

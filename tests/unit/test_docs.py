@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import typer.main
 
-from bench import engine_docs, gateway_docs, load_docs
-from services.cli import app as command
-from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from bench.engine import docs as engine_docs
+from bench.gateway import docs as gateway_docs
+from bench.serve import docs as load_docs
+from services.cli.app import app as command
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
-from services.gateway.tokenizer import ModelText
-from services.gateway.tool_reader import OPENINGS
+from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.reader import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
 from services.scheduler.core.core import Core
 from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
-from services.scheduler.stats import Stats
+from services.scheduler.telemetry.stats import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings
 from tests import docs_tables
@@ -157,19 +159,19 @@ def test_the_readme_names_the_two_commands() -> None:
 
 def test_measured_figures_of_the_readme_are_those_of_the_committed_result() -> None:
     measured = json.loads(text("bench/results/serve-demo.json"))
-    assert load_docs.table(measured) in text("README.md"), "run `python -m bench.load_docs`"
+    assert load_docs.table(measured) in text("README.md"), "run `python -m bench.serve.docs`"
 
 
 def test_measured_figures_of_one_gateway_are_those_of_the_committed_result() -> None:
     page = text("docs/benchmarks.md")
     result = json.loads(text("bench/results/gateway.json"))
-    assert gateway_docs.table(result) in page, "run `python -m bench.gateway_docs`"
+    assert gateway_docs.table(result) in page, "run `python -m bench.gateway.docs`"
 
 
 def test_measured_figures_of_the_engine_are_those_of_the_committed_result() -> None:
     page = text("docs/cpu.md")
     result = json.loads(text("bench/results/engine.json"))
-    assert engine_docs.fill(page, result) == page, "run `python -m bench.engine_docs`"
+    assert engine_docs.fill(page, result) == page, "run `python -m bench.engine.docs`"
 
 
 def names_that_exist() -> set[str]:

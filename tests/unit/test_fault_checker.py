@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.chaos_checker import MORE_FDS, check, check_epochs, check_exits, check_rest
-from bench.chaos_clock import Deadline
-from bench.chaos_history import Connection, Event, History, Injected, Outcome, Rest
-from bench.chaos_pauses import Refills, gaps, longest
+from tests.chaos.harness.checker import MORE_FDS, check, check_epochs, check_exits, check_rest
+from tests.chaos.harness.clock import Deadline
+from tests.chaos.harness.history import Connection, Event, History, Injected, Outcome, Rest
+from tests.chaos.harness.pauses import Refills, gaps, longest
 
 TOKENS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 EXPECTED = {"two": Outcome(TOKENS, ["abcde", "xyz"], ["length", "stop"], {"completion_tokens": 8})}
@@ -293,9 +293,9 @@ def test_a_deadline_waits_longer_where_more_processes_want_to_run_than_there_are
     monkeypatch: pytest.MonkeyPatch, load: float, passed: bool
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("bench.chaos_clock.time.monotonic", lambda: now)
-    monkeypatch.setattr("bench.chaos_clock.os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("bench.chaos_clock.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("tests.chaos.harness.clock.time.monotonic", lambda: now)
+    monkeypatch.setattr("tests.chaos.harness.clock.os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("tests.chaos.harness.clock.os.cpu_count", lambda: 4)
     deadline = Deadline(10.0)
     now += 9.9
     assert not deadline.passed()

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import yaml
 
-from bench import fleet as command
-from bench import fleet_docs
-from bench.fleet_calibration import Case, compare
-from bench.fleet_replica import NEVER, Replica, Requests, Size, StepCost
-from bench.fleet_routing import ROUTERS
-from bench.fleet_run import Fleet, _Run, run
-from bench.fleet_scaler import Rule, Scaler
-from bench.fleet_traffic import Spec, Traffic, build
-from bench.simulator.roofline import Roofline
+from bench.fleet import docs as fleet_docs
+from bench.fleet import main as command
+from bench.fleet.calibration import Case, compare
+from bench.fleet.replica import NEVER, Replica, Requests, Size, StepCost
+from bench.fleet.routing import ROUTERS
+from bench.fleet.run import Fleet, _Run, run
+from bench.fleet.scaler import Rule, Scaler
+from bench.fleet.traffic import Spec, Traffic, build
+from services.simulator.roofline import Roofline
 from shared.settings import ROOT
 
 MS = 1e6
@@ -215,5 +215,5 @@ def test_the_command_prints_one_object_and_refuses_what_it_cannot_do(capsys: pyt
 
 def test_the_page_has_the_tables_of_the_results() -> None:
     page = fleet_docs.PAGE.read_text()
-    assert not [name for name, text in fleet_docs.tables().items() if text not in page], "python -m bench.fleet_docs"
+    assert not [name for name, text in fleet_docs.tables().items() if text not in page], "python -m bench.fleet.docs"
     assert "<!-- fleet: plan -->\n| what" in page

@@ -9,10 +9,10 @@ import pytest
 
 from protos import queue_pb2
 from services.gateway.admission import CLASS_SHARES, Bounds
+from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast
-from services.gateway.errors import ApiError
-from services.gateway.keys import Caller
-from services.gateway.validate import GenerationSpec
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.validate import GenerationSpec
 from shared.keys import CLASSES
 from shared.settings import DEMO_MODEL, GatewaySettings
 

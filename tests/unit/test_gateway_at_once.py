@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from services.gateway import streams
-from services.gateway.generation import Generation
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Offer, Row, Sink
 from services.gateway.metrics import Metrics
-from services.gateway.position import Position
-from services.gateway.sink import Offer, Row, Sink
-from services.gateway.streams import KEEP_ALIVE, EventStream, EventWriter
+from services.gateway.openai import sse as streams
+from services.gateway.openai.sse import KEEP_ALIVE, EventStream, EventWriter
 from tests.unit.test_gateway_generation import Recorded, model, spec
 
 KEEPALIVE_S = 1000.0

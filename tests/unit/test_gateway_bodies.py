@@ -8,10 +8,10 @@ import orjson
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.bodies import MAX_CONTAINERS, MAX_MEMBERS, parse_body, parse_json
-from services.gateway.errors import ApiError
-from services.gateway.responses_body import ResponsesBody
+from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import MAX_CONTAINERS, MAX_MEMBERS, parse_body, parse_json
+from services.gateway.openai.responses_body import ResponsesBody
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}

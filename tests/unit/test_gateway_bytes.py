@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from services.gateway.api_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.bodies import MAX_JSON_DEPTH, parse_body
-from services.gateway.errors import ApiError
-from services.gateway.position import Position
-from services.gateway.responses_body import ResponsesBody
+from services.gateway.delivery.position import Position
+from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body
+from services.gateway.openai.responses_body import ResponsesBody
 from shared.grammars import GrammarError, Grammars
 from tests.tokenizers_for_tests import byte_level, write_model
 

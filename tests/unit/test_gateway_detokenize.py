@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.detokenize import _BYTE_OF, TokenText, _Window
+from services.gateway.text.detokenizer import _BYTE_OF, TokenText, _Window
 from tests import tokenizers_for_tests as made
 
 KINDS = {"byte_level": made.byte_level, "byte_fallback": made.byte_fallback, "metaspace": made.metaspace}

@@ -17,16 +17,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from services.gateway import retries
-from services.gateway.api_types import CompletionBody, DetokenizeBody
-from services.gateway.bodies import parse_body
 from services.gateway.cluster import Cluster
-from services.gateway.dispatcher import Dispatcher
-from services.gateway.errors import ApiError
+from services.gateway.delivery import retries
+from services.gateway.delivery.dispatcher import Dispatcher
+from services.gateway.delivery.retries import Command, Retries
 from services.gateway.metrics import Metrics
-from services.gateway.retries import Command, Retries
-from services.gateway.tokenizer import ModelText
-from services.gateway.validate import Limits, completion_spec
+from services.gateway.openai.bodies import CompletionBody, DetokenizeBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import parse_body
+from services.gateway.openai.validate import Limits, completion_spec
+from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
 from tests.stack import RedisServer
 from tests.tokenizers_for_tests import write_model

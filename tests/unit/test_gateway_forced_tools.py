@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import ApiError, failed
-from services.gateway.generation import ChoiceText
-from services.gateway.tokenizer import ModelText
-from services.gateway.tool_reader import ToolReader, ToolUse, merged
-from services.gateway.tools import asked_tools
-from services.gateway.wire import from_delivery, to_delivery
+from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.generation import ChoiceText
+from services.gateway.openai.errors import ApiError, failed
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import asked_tools
+from services.gateway.text.tools.reader import ToolReader, ToolUse, merged
 from shared.grammars import NOT_FOLLOWED
 from tests.tokenizers_for_tests import write_model
 from tests.unit.test_gateway_generation import spec as make_spec

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway import endings
-from services.gateway.errors import ApiError, handed_over, taken_over
-from services.gateway.generation import ChoiceText, Generation
+from services.gateway.delivery import held_finishes as endings
+from services.gateway.delivery.generation import ChoiceText, Generation
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Offer, Row, Sink
 from services.gateway.metrics import Metrics
-from services.gateway.position import Position
-from services.gateway.sink import Offer, Row, Sink
-from services.gateway.streams import EventWriter
-from services.gateway.tokenizer import ModelText
-from services.gateway.validate import GenerationSpec
+from services.gateway.openai.errors import ApiError, handed_over, taken_over
+from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.validate import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
 from tests.tokenizers_for_tests import write_model
 
 EOS = 1

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.api_types import ChatBody, CompletionBody
-from services.gateway.asked import check_records, choices_asked, logprobs_asked
-from services.gateway.errors import ApiError
-from services.gateway.generation import Generation
+from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.records import rows_of
+from services.gateway.delivery.stream import Row, Sink
 from services.gateway.metrics import Metrics
-from services.gateway.position import Position
-from services.gateway.records import rows_of
-from services.gateway.sink import Row, Sink
-from services.gateway.streams import EventWriter
-from services.gateway.validate import GenerationSpec
-from services.gateway.whole import answer
-from services.gateway.wire import from_delivery, to_delivery
+from services.gateway.openai.asked import check_records, choices_asked, logprobs_asked
+from services.gateway.openai.bodies import ChatBody, CompletionBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.response import answer
+from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.validate import GenerationSpec
 from shared.columns import pack
 from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from tests.unit.test_gateway_generation import CUTS, Recorded, model, rows, spec

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos import queue_pb2
 from services.gateway.cluster import Cluster, Snapshot
 from services.gateway.metrics import ALIASES, GAPS_KEPT, Metrics
-from services.gateway.validate import GenerationSpec, Limits
+from services.gateway.openai.validate import GenerationSpec, Limits
 from services.scheduler.metrics import ALIASES as SCHEDULER_ALIASES
 from shared.settings import DEMO_MODEL, GatewaySettings
 

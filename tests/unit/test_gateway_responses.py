@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import ApiError
-from services.gateway.generation import Delta, Usage
-from services.gateway.responses import ResponseEvents, of_chat, shell
-from services.gateway.responses_body import ResponsesBody, chat_body, in_words_of_responses
-from services.gateway.structured_types import AllowedChoice
-from services.gateway.tool_reader import CallPiece
+from services.gateway.delivery.generation import Delta, Usage
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.response_object import ResponseEvents, of_chat, shell
+from services.gateway.openai.responses_body import ResponsesBody, chat_body, in_words_of_responses
+from services.gateway.openai.structured import AllowedChoice
+from services.gateway.text.tools.reader import CallPiece
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 

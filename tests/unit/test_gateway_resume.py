@@ -12,14 +12,14 @@ import httpx
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from services.gateway.api_types import CompletionBody
 from services.gateway.app import public_app
-from services.gateway.bodies import parse_body
-from services.gateway.errors import ApiError, handed_over
+from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.gateway import Gateway
-from services.gateway.keys import ANONYMOUS, Caller
-from services.gateway.tokenizer import ModelText
-from services.gateway.validate import GenerationSpec, completion_spec
+from services.gateway.openai.bodies import CompletionBody
+from services.gateway.openai.errors import ApiError, handed_over
+from services.gateway.openai.parse import parse_body
+from services.gateway.openai.validate import GenerationSpec, completion_spec
+from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.settings import GatewaySettings
 from tests.services.scripted_scheduler import Line, ScriptedScheduler

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import Metrics
-from services.gateway.processes import Place
-from services.gateway.siblings import LENGTH_BYTES, Siblings, labelled, merged
+from services.gateway.processes.parent import Place
+from services.gateway.processes.siblings import LENGTH_BYTES, Siblings, labelled, merged
 
 
 def texts(*counts: int) -> list[bytes]:

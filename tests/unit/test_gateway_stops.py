@@ -7,7 +7,7 @@ import itertools
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.stops import StopMatcher
+from services.gateway.text.stop import StopMatcher
 
 LETTERS = st.text(alphabet="ab\n€🐋", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n€🐋", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from services.gateway.errors import ApiError
-from services.gateway.tokenizer import ModelText
+from services.gateway.openai.errors import ApiError
+from services.gateway.text.tokenizer import ModelText
 from shared.errors import ModelError
 from shared.settings import DEMO_MODEL
 from tests.tokenizers_for_tests import CHAT_TEMPLATE, CONTEXT, SPECIALS, byte_fallback, byte_level, write_model

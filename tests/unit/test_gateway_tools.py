@@ -17,20 +17,20 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.api_types import ChatBody, CompletionBody
-from services.gateway.bodies import parse_body
-from services.gateway.errors import ApiError
-from services.gateway.generation import Generation
+from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Row, Sink
 from services.gateway.metrics import Metrics
-from services.gateway.position import Position
-from services.gateway.sink import Row, Sink
-from services.gateway.streams import EventWriter
-from services.gateway.tokenizer import ModelText
-from services.gateway.tool_reader import ToolReader, ToolUse, merged
-from services.gateway.tools import asked_tools, output_grammar, plain_messages
-from services.gateway.validate import GenerationSpec
-from services.gateway.whole import answer
-from services.gateway.wire import from_delivery, to_delivery
+from services.gateway.openai.bodies import ChatBody, CompletionBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import parse_body
+from services.gateway.openai.response import answer
+from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.validate import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import asked_tools, output_grammar, plain_messages
+from services.gateway.text.tools.reader import ToolReader, ToolUse, merged
 from shared.grammars import CACHE_BYTES, Grammars
 from tests.tokenizers_for_tests import byte_fallback, byte_level, metaspace, write_model
 from tests.unit.test_gateway_generation import Recorded

@@ -9,10 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bench.simulator import literature, literature_chunks, literature_load, literature_static, reference_scheduler
-from bench.simulator.literature_priorities import classes, core_steps
-from bench.simulator.literature_table import Table, monotone
-from bench.simulator.reference_scheduler import HIGH, Counts, Request
+from services.simulator.literature import chunks as literature_chunks
+from services.simulator.literature import load as literature_load
+from services.simulator.literature import main as literature
+from services.simulator.literature import reference_scheduler
+from services.simulator.literature import static as literature_static
+from services.simulator.literature.priorities import classes, core_steps
+from services.simulator.literature.reference_scheduler import HIGH, Counts, Request
+from services.simulator.literature.table import Table, monotone
 
 
 def test_the_first_steps_of_table_six_are_those_worked_out_by_hand() -> None:

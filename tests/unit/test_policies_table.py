@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import policies, policies_static
-from bench.policies_claims import claims
-from bench.policies_docs import literature_section, measured_section, readme_table, replaced
-from bench.policies_runs import LOADS, Study, replica, run_studies, studies
-from bench.simulator import literature_chunks
-from bench.simulator.arrivals import CHAT, TRACES, Spec, build
-from bench.simulator.jobs import Finished, Job, run_job
-from bench.simulator.roofline import Roofline
-from bench.simulator.workload import all_at_once
+from bench.studies.policies import __main__ as policies
+from bench.studies.policies import static as policies_static
+from bench.studies.policies.claims import claims
+from bench.studies.policies.docs import literature_section, measured_section, readme_table, replaced
+from bench.studies.policies.runs import LOADS, Study, replica, run_studies, studies
 from services.scheduler.core.presets import PRESETS
+from services.simulator.arrivals import CHAT, TRACES, Spec, build
+from services.simulator.jobs import Finished, Job, run_job
+from services.simulator.literature import chunks as literature_chunks
+from services.simulator.roofline import Roofline
+from services.simulator.workload import all_at_once
 
 MEASURED = json.loads(policies.RESULT.read_text())
 LITERATURE = json.loads(policies.LITERATURE.read_text())
@@ -27,7 +28,7 @@ LITERATURE = json.loads(policies.LITERATURE.read_text())
 
 def test_the_page_and_the_readme_say_what_the_committed_results_say() -> None:
     page, readme = policies.PAGE.read_text(), policies.README.read_text()
-    remedy = "run `python -m bench.policies --docs`"
+    remedy = "run `python -m bench.studies.policies --docs`"
     assert replaced(page, "measured", measured_section(MEASURED)) == page, remedy
     assert replaced(page, "literature", literature_section(LITERATURE)) == page, remedy
     assert replaced(readme, "measured", readme_table(MEASURED)) == readme, remedy

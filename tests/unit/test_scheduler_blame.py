@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services.scheduler.worker_link import WorkerLostError, of_a_step
+from services.scheduler.workers.link import WorkerLostError, of_a_step
 
 
 def rpc(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from protos import queue_pb2
-from services.scheduler.claims import Claims, Holdings
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Limits, StepResult
-from services.scheduler.intake import AT_ONCE, Claimed, Clock, Intake
-from services.scheduler.lease import Lease
+from services.scheduler.requests.claims import Claims, Holdings
+from services.scheduler.requests.intake import AT_ONCE, Claimed, Clock, Intake
+from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from protos import queue_pb2
-from services.scheduler.commands import Commands
+from services.scheduler.requests.commands import Commands
 from services.scheduler.service import Service
 from shared.settings import SchedulerSettings
 from tests.waiting import free_port

@@ -12,10 +12,10 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits
-from services.scheduler.drive import Desk, Drive
-from services.scheduler.fleet import AVOID_S, Fleet
-from services.scheduler.parking import DOCK_S, Parking
-from services.scheduler.workers import Registration, Workers
+from services.scheduler.quarantine.parking import DOCK_S, Parking
+from services.scheduler.workers.fleet import AVOID_S, Fleet
+from services.scheduler.workers.loop import Desk, Drive
+from services.scheduler.workers.registry import Registration, Workers
 from shared.settings import SchedulerSettings
 from tests.unit.core_twin import House, request
 

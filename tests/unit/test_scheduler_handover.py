@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from protos import queue_pb2
-from services.scheduler.claims import Claims, Holdings
-from services.scheduler.handover import Handover
-from services.scheduler.intake import Claimed, Clock, Intake
-from services.scheduler.lease import Lease
-from services.scheduler.shards import Shards
+from services.scheduler.requests.claims import Claims, Holdings
+from services.scheduler.requests.intake import Claimed, Clock, Intake
+from services.scheduler.shard.handover import Handover
+from services.scheduler.shard.lease import Lease
+from services.scheduler.shard.shards import Shards
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP, Keys

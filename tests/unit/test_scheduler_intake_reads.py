@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.scheduler.intake import FULL_MS, Intake
+from services.scheduler.requests.intake import FULL_MS, Intake
 from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.lease import Lease
+from services.scheduler.shard.lease import Lease
 from shared.errors import LeaseLostError
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings

@@ -7,11 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
-from services.scheduler.iterations import COLUMNS, ROWS, Iterations
-from services.scheduler.lives import Life, Lives
 from services.scheduler.metrics import ALIASES, Metrics
-from services.scheduler.pace import Pace
-from services.scheduler.stats import Stats
+from services.scheduler.requests.request_times import Life, Lives
+from services.scheduler.telemetry.iterations import COLUMNS, ROWS, Iterations
+from services.scheduler.telemetry.stats import Stats
+from services.scheduler.workers.rates import Pace
 from shared.columns import unpack
 from shared.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 from tests.written_stack import REPLICA

@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
-from services.scheduler.parking import ABANDONED_S, GONE_S, NEVER_CAME_S, Parking
+from services.scheduler.quarantine.parking import ABANDONED_S, GONE_S, NEVER_CAME_S, Parking
 from tests.unit.core_twin import House, request
 
 SECOND = 1_000_000_000

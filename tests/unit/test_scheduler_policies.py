@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from services.scheduler.core.types import Limits, NewRequest, StepResult
-from services.scheduler.policies import PolicySwitch, make_core
+from services.scheduler.policy_switch import PolicySwitch, make_core
 from shared.settings import SchedulerSettings
 
 STEP_NS = 1_000_000

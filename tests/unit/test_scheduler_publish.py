@@ -7,10 +7,10 @@ import pytest
 
 from protos import queue_pb2
 from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
-from services.scheduler.in_flight import InFlight
-from services.scheduler.intake import Clock, Entry, decode, extend, room_by_class
-from services.scheduler.publisher import arguments, batches
-from services.scheduler.stats import Stats, Window
+from services.scheduler.requests.intake import Clock, Entry, decode, extend, room_by_class
+from services.scheduler.requests.publisher import arguments, batches
+from services.scheduler.telemetry.stats import Stats, Window
+from services.scheduler.workers.in_flight import InFlight
 from shared.columns import pack, unpack
 
 SECOND = 1_000_000_000

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.scheduler.suspects import Suspects, Verdict
+from services.scheduler.quarantine.suspects import Suspects, Verdict
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from protos import queue_pb2
-from services.scheduler.intake import Claimed, Clock, Intake
-from services.scheduler.lease import Lease
+from services.scheduler.requests.intake import Claimed, Clock, Intake
+from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings

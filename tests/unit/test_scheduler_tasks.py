@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler import fleet as fleet_module
 from services.scheduler.core.types import EMPTY, Enter, Limits, NewRequest, StepPlan
-from services.scheduler.in_flight import InFlight
 from services.scheduler.service import Service
 from services.scheduler.tasks import end, first_of, within
-from services.scheduler.worker_link import StepFailedError
-from services.scheduler.workers import Registration
+from services.scheduler.workers import fleet as fleet_module
+from services.scheduler.workers.in_flight import InFlight
+from services.scheduler.workers.link import StepFailedError
+from services.scheduler.workers.registry import Registration
 from shared.columns import pack, unpack
 from shared.errors import ProtocolError
 from shared.settings import SchedulerSettings

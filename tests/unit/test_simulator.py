@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.simulator.clock import Features, Linear
-from bench.simulator.device import Device
-from bench.simulator.engine import Run, Setup, Stuck, simulate
-from bench.simulator.metrics import Histogram
-from bench.simulator.workload import STOP_ID, Workload, all_at_once
 from services.scheduler.core.core import Core
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.presets import preset
 from services.scheduler.core.types import EMPTY, Outcome, StepPlan, StepResult
+from services.simulator.clock import Features, Linear
+from services.simulator.device import Device
+from services.simulator.engine import Run, Setup, Stuck, simulate
+from services.simulator.metrics import Histogram
+from services.simulator.workload import STOP_ID, Workload, all_at_once
 
 MS = 1_000_000
 TEN = Linear(10 * MS)  # every step takes 10 ms, whatever is in it
@@ -301,7 +301,7 @@ def test_a_request_that_can_never_run_is_told_and_not_counted() -> None:
 
 def test_a_core_that_plans_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Core, "plan", lambda self, now_ns, replica=0: (None, None))
-    monkeypatch.setattr("bench.simulator.engine.MOST_TICKS", 50)
+    monkeypatch.setattr("services.simulator.engine.MOST_TICKS", 50)
     with pytest.raises(Stuck, match="orca holds 1 requests"):
         simulate("orca", all_at_once([4], [2]), BARE, TEN)
 

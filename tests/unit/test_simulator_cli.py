@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.simulator.arrivals import Lengths, Spec, build
-from bench.simulator.clock import fit_step_log
-from bench.simulator.main import main
-from bench.simulator.options import parser
-from bench.simulator.speed import measure
+from services.simulator.arrivals import Lengths, Spec, build
+from services.simulator.clock import fit_step_log
+from services.simulator.main import main
+from services.simulator.options import parser
+from services.simulator.speed import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = {
@@ -228,8 +228,8 @@ def test_what_the_machine_cannot_do_ends_with_2_and_names_what_was_asked(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr("bench.simulator.jobs.simulate", fail)
-    monkeypatch.setattr("bench.simulator.main.run_all", fail)
+    monkeypatch.setattr("services.simulator.jobs.simulate", fail)
+    monkeypatch.setattr("services.simulator.main.run_all", fail)
     assert main(["--requests", "5", "--max-seqs", "7"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--requests 5 --max-seqs 7" in line

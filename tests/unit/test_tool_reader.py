@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.tool_reader import OPENINGS, PYTHON_TAG, ToolReader, ToolUse, merged
+from services.gateway.text.tools.reader import OPENINGS, PYTHON_TAG, ToolReader, ToolUse, merged
 
 NAMES = ("get_weather", "add")
 A = '{"city": "Köln", "days": [1, {"x": "}\\"]"}]}'

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from services.worker.models.families import FAMILIES, Family
 from services.worker.models.fields import Fields
+from services.worker.models.registry import FAMILIES, Family
 from services.worker.models.rope import Rope, ropes_from
 from shared.errors import ModelError
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Cache, Prepared
-from services.worker.mesh import Mesh
+from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
-from services.worker.models.loader import Source
 from services.worker.models.shard import shard_of
 from services.worker.models.weights import load_weights
+from services.worker.parallel.state import Mesh
 
 
 class Decoder:

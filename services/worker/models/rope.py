@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.models.families import Family
 from services.worker.models.fields import Fields
+from services.worker.models.registry import Family
 from shared.errors import ModelError
 
 

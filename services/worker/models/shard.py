@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from services.worker.mesh import Mesh
 from services.worker.models.config import DecoderConfig
+from services.worker.parallel.state import Mesh
 from shared.errors import ConfigurationError
 
 

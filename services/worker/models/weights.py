@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Attention, Norm
+from services.worker.models.checkpoint import Source, as_piece
 from services.worker.models.config import DecoderConfig
-from services.worker.models.loader import Source, as_piece
 from services.worker.models.shard import Shard
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")

@@ -1,0 +1,1 @@
+"""`orcinus bench engine`: what one iteration costs the engine."""

@@ -1,0 +1,250 @@
+"""The iterations that `orcinus bench engine` times, and what each must at least read and multiply."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.engine.floor import Floor
+from bench.kernels.clock import Clock
+from protos import worker_pb2
+from services.worker.backend import layer_matrices
+from services.worker.engine import Engine
+from services.worker.in_flight import Flight
+from services.worker.models.config import DecoderConfig
+from shared.columns import pack
+
+TORCH_REPEATS = 5
+TORCH_BYTES = 256 << 20  # of layers, past every cache; at least one layer
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`decodes` sequences of `context` tokens that decode, and prompts of `prefill` tokens, in each iteration."""
+
+    name: str
+    decodes: int
+    context: int
+    prefill: int = 0
+    prompts: int = 0
+
+    def fits(self, longest: int, steps: int) -> bool:
+        """Do its sequences, grown by `steps` tokens, stay within `longest`?"""
+        return max(self.context + steps + 1, self.prefill + 1) <= longest
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.prompts
+
+    @property
+    def step_tokens(self) -> int:
+        # Also the prefill with which the contexts begin.
+        return max(self.decodes + self.prefill * self.prompts, self.context)
+
+
+CASES = (
+    Case("decode-1", 1, 160),
+    Case("decode-8", 8, 160),
+    Case("decode-32", 32, 160),
+    Case("decode-32-long", 32, 1024),
+    Case("prefill-128", 0, 0, 128, 1),
+    Case("prefill-512", 0, 0, 512, 1),
+    Case("mixed-32-128", 32, 160, 128, 1),
+)
+
+
+class TorchMatrices:
+    """The model's matrices for torch alone: some layers, which stand for all, and the head. Made once for all cases."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, clock: Clock | None = None) -> None:
+        """clock: of a device, where they then are and are timed."""
+        shapes = layer_matrices(config)
+        layer_bytes = dtype.itemsize * sum(outputs * inputs for outputs, inputs in shapes)
+        layers = max(1, min(config.layers, TORCH_BYTES // layer_bytes))
+        generator = torch.Generator().manual_seed(20261120)
+
+        def make(shape: tuple[int, int]) -> Tensor:
+            if clock is not None:
+                return clock.random(*shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype).normal_(generator=generator)
+
+        self._clock = clock
+        self._share = config.layers / layers
+        self._weights = [make(shape) for _ in range(layers) for shape in shapes]
+        self._head = make((config.vocab_size, config.hidden_size))
+
+    def ms(self, rows: int, sampled: int) -> float:
+        """One iteration's matrices, one after another, nothing else; `sampled` of the rows go through the head."""
+        if self._clock is not None:
+            return self._device_ms(self._clock, rows, sampled)
+        weights, head = self._weights, self._head
+        inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(head.dtype) for weight in (*weights, head)}
+        layers_s, head_s = [], []
+        with torch.inference_mode():
+            for _ in range(TORCH_REPEATS):
+                begun = time.perf_counter()
+                for weight in weights:
+                    F.linear(inputs[weight.shape[1]], weight)
+                between = time.perf_counter()
+                F.linear(inputs[head.shape[1]][:sampled], head)
+                layers_s.append(between - begun)
+                head_s.append(time.perf_counter() - between)
+        return (min(layers_s) * self._share + min(head_s)) * 1000
+
+    def _device_ms(self, clock: Clock, rows: int, sampled: int) -> float:
+        weights, head = self._weights, self._head
+        with torch.inference_mode():
+            inputs = {
+                size: clock.random(rows, size, dtype=head.dtype) for size in {w.shape[1] for w in (*weights, head)}
+            }
+            layers = [partial(F.linear, inputs[weight.shape[1]], weight) for weight in weights]
+            layers_us = clock.eager(layers) * len(layers)
+            head_us = clock.eager([partial(F.linear, inputs[head.shape[1]][:sampled], head)])
+        return (layers_us * self._share + head_us) / 1000
+
+
+def measure(
+    engine: Engine, case: Case, steps: int, floor: Floor, torch_alone: TorchMatrices, profile: bool
+) -> dict[str, Any]:
+    """The JSON of one case: medians over `steps` iterations."""
+    driver = Driver(engine, case, steps)
+    results, walls = run(engine, driver, steps, 1 if engine.overlaps else 0)
+    forwards = [result.timings.forward_ns for result in results]
+    samples = [result.timings.sample_ns for result in results]
+    read_bytes, operations = work(engine, case, steps)
+    width = engine.dtype.itemsize
+    floor_ms = floor.step_ms(read_bytes, operations, width)
+    total_ms = float(np.median(walls)) / 1e6
+    found = {
+        "case": case.name,
+        "tokens": case.decodes + case.prefill * case.prompts,
+        "total_ms": total_ms,
+        "p99_ms": float(np.percentile(walls, 99)) / 1e6,
+        "forward_ms": float(np.median(forwards)) / 1e6,
+        "sample_ms": float(np.median(samples)) / 1e6,
+        "floor_ms": floor_ms,
+        "read_mb": read_bytes / 1e6,
+        "gflop": operations / 1e9,
+        "ratio": total_ms / floor_ms,
+        "torch_linear_ms": torch_alone.ms(case.decodes + case.prefill * case.prompts, case.sequences),
+    }
+    if profile:
+        found["profile_us"] = _profile(engine, driver, max(1, steps // 4))
+    engine.reset()
+    return found
+
+
+def run(engine: Engine, driver: Driver, steps: int, lookahead: int) -> tuple[list[worker_pb2.Result], list[int]]:
+    """Results of so many iterations, and nanoseconds from answer to answer; the first, and with lookahead 0 each, from
+    when the step was given. lookahead: steps that are given before one is answered."""
+    flights: deque[Flight] = deque()
+    results, walls = [], []
+    begun = 0
+
+    def answer() -> None:
+        nonlocal begun
+        results.append(engine.finish(flights.popleft()))
+        now = time.perf_counter_ns()
+        walls.append(now - begun)
+        begun = now
+
+    for _ in range(steps):
+        step = driver.next()
+        if not flights:
+            begun = time.perf_counter_ns()
+        flights.append(engine.submit(step))
+        driver.executed()
+        if len(flights) > lookahead:
+            answer()
+    while flights:
+        answer()
+    return results, walls
+
+
+def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:
+    """Bytes that an iteration must read (weights once, every sequence's KV once) and operations it must do."""
+    c, info = engine.config, engine.info()
+    matrices = sum(outputs * inputs for outputs, inputs in layer_matrices(c)) * c.layers
+    layers_bytes = matrices * engine.dtype.itemsize
+    if engine.settings.quantize == "int8":  # a byte each, and a float32 scale per output row
+        layers_bytes = matrices + 4 * c.layers * sum(outputs for outputs, _ in layer_matrices(c))
+    head = c.vocab_size * c.hidden_size
+    rows, sampled = case.decodes + case.prefill * case.prompts, case.sequences
+    per_token = info.block_bytes / info.block_size
+    context = case.context + (steps + 1) / 2  # on average
+    contexts = case.decodes * context + case.prompts * case.prefill
+    read = layers_bytes + head * engine.dtype.itemsize + contexts * per_token
+    pairs = case.decodes * context + case.prompts * case.prefill * (case.prefill + 1) / 2
+    attention = 4.0 * c.layers * c.heads * c.head_dim * pairs
+    return read, 2.0 * (matrices * rows + head * sampled) + attention
+
+
+def _profile(engine: Engine, driver: Driver, steps: int) -> dict[str, float]:
+    """Microseconds an iteration by operation, the median over iterations; `commands` is how many there are."""
+    runs = []
+    for _ in range(steps):
+        step = driver.next()
+        spent: Counter[str] = Counter()
+        for name, ns in engine.profile(step):
+            spent[name] += ns
+        runs.append(spent)
+    return {name: float(np.median([run[name] for run in runs])) / 1000 for name in sorted(set().union(*runs))}
+
+
+class Driver:
+    """Steps of a case; the decoding sequences grow by a token with each that was submitted or executed."""
+
+    def __init__(self, engine: Engine, case: Case, steps: int) -> None:
+        self._case = case
+        self._rng = np.random.default_rng(20261120)
+        self._vocab = engine.config.vocab_size
+        info = engine.info()
+        engine.reset()
+        blocks = np.arange(info.gpu_blocks, dtype=np.int32)
+        self._position = case.context
+        self._entered = False
+        per = -(-(max(case.context, case.prefill) + steps + 1) // info.block_size)
+        self._tables = [blocks[i * per : (i + 1) * per] for i in range(case.sequences)]
+        for slot in range(case.decodes):
+            engine.execute(self._enter([slot], case.context, case.context))
+
+    def executed(self) -> None:
+        """The last step was, or is submitted, with its sampling."""
+        self._position += 1
+
+    def next(self) -> worker_pb2.Step:
+        case = self._case
+        prompts = list(range(case.decodes, case.sequences))
+        step = self._enter(prompts, case.prefill, case.prefill) if prompts else worker_pb2.Step()
+        step.free_slots = pack(prompts) if prompts and self._entered else b""
+        self._entered = True
+        decodes = list(range(case.decodes))
+        lengths = [1] * case.decodes + [case.prefill] * case.prompts
+        step.chunk_slots = pack(decodes + prompts)
+        step.chunk_starts = pack([self._position] * case.decodes + [0] * case.prompts)
+        step.chunk_lengths = pack(lengths)
+        return step
+
+    def _enter(self, slots: list[int], count: int, chunk: int) -> worker_pb2.Step:
+        return worker_pb2.Step(
+            enters=[
+                worker_pb2.Enter(
+                    slot=slot,
+                    tokens=pack(self._rng.integers(0, self._vocab, count)),
+                    prompt_tokens=count,
+                    blocks=pack(self._tables[slot]),
+                )
+                for slot in slots
+            ],
+            chunk_slots=pack(slots),
+            chunk_starts=pack([0] * len(slots)),
+            chunk_lengths=pack([chunk] * len(slots)),
+        )

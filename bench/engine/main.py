@@ -1,0 +1,137 @@
+"""What an iteration costs the engine, beside what the machine could do: decode at several batches, prefill, a mix.
+
+`orcinus bench engine [--profile] [--json]`. In process: no Redis, no gRPC, no scheduler. Floors: weights and KV that
+an iteration must read over the measured memory bandwidth, and its multiplications over the measured peak; whichever is
+longer. Beside them, the time of torch alone for the same matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.cases import CASES, Case, TorchMatrices, measure
+from bench.engine.floor import Floor, machine_floor
+from bench.engine.report import show
+from bench.kernels.backends import opened
+from bench.kernels.clock import Clock
+from bench.machine import commit, machine, versions
+from services.worker.engine import Engine
+from shared.errors import OrcinusError
+from shared.settings import DEMO_MODEL, WorkerSettings
+
+ON_A_DEVICE = ("cuda", "emulator")
+"""Kernels that are timed by the device's own clock, one step given before the last is answered."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="orcinus bench engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face model directory")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto")
+    parser.add_argument("--quantize", choices=("none", "int8"), default="none")
+    parser.add_argument("--deterministic", action="store_true", help="our matrix kernels, whosever are faster")
+    parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="0: every core")
+    parser.add_argument("--cases", type=_cases, default=CASES, help="some of " + ",".join(c.name for c in CASES))
+    parser.add_argument("--steps", type=int, default=60, help="iterations of a case; the median is given")
+    parser.add_argument("--profile", action="store_true", help="where an iteration's time goes, operation by operation")
+    parser.add_argument("--note", default="", help="kept in the JSON: what else the machine was doing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options = parser.parse_args(given)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    if not 1 <= options.steps <= 10_000:
+        print(f"error: --steps is 1 to 10,000, not {options.steps}", file=sys.stderr)
+        return 2
+    try:
+        found = _run(options)
+    except OrcinusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found |= {
+        "command": shlex.join(["orcinus", "bench", "engine", *given]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "note": options.note,
+    }
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return 0
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    settings = WorkerSettings(
+        model=options.model,
+        device="cuda" if options.kernels == "cuda" else "cpu",
+        dtype=options.dtype,
+        kernels=options.kernels,
+        quantize=options.quantize,
+        deterministic=options.deterministic,
+        load_format=options.load_format,
+        threads=options.threads,
+        max_seqs=max(case.sequences for case in options.cases),
+        max_step_tokens=max(case.step_tokens for case in options.cases),
+    )
+    on_device = _device(options.kernels) if options.kernels in ON_A_DEVICE else None  # before memory is taken
+    _say(f"loading {settings.served_model_name}")
+    engine = Engine(settings)
+    engine.warm_up()
+    if on_device is None:
+        _say("measuring the machine")
+    floor, clock = on_device or (machine_floor(), None)
+    torch_alone = TorchMatrices(engine.config, engine.dtype, clock)
+    results = []
+    for case in options.cases:
+        if not case.fits(engine.lengths.model, options.steps):
+            _say(f"{case.name} is left out, the context of {engine.lengths.model} tokens is too short for it")
+            continue
+        _say(case.name)
+        results.append(measure(engine, case, options.steps, floor, torch_alone, options.profile))
+    info = engine.info()
+    return {
+        "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
+        | {"matrices": engine.matrices, "quantize": options.quantize, "deterministic": options.deterministic},
+        "floor": floor.as_dict(),
+        "results": results,
+    }
+
+
+def _device(kernels: str) -> tuple[Floor, Clock]:
+    _say("measuring the device")
+    backend = opened(kernels, repeats=5)
+    with torch.inference_mode():
+        peaks = backend.peaks()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    half_tflop_s = peaks.tflop_s["bfloat16"] / 2
+    return Floor(0, peaks.bandwidth_gb_s, half_tflop_s * 1000, peaks.device), backend.clock
+
+
+def _cases(text: str) -> tuple[Case, ...]:
+    known = {case.name: case for case in CASES}
+    if wrong := set(text.split(",")) - known.keys():
+        raise argparse.ArgumentTypeError(f"no case {sorted(wrong)[0][:40]!r}; there are {', '.join(known)}")
+    return tuple(known[name] for name in text.split(","))
+
+
+def _say(text: str) -> None:
+    print(f"{text} ...", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What a request and an iteration cost Redis: `python -m bench.fleet.redis`, for docs/scale.md.
+
+The services' own scripts and encodings against a server of its own with an append-only file, as deployed; the figure is
+the server's own CPU time (INFO cpu), which other programs on the machine change little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+
+from bench.gateway.publisher import LUA, Publisher
+from bench.machine import ROOT, commit, machine, versions
+from protos import queue_pb2
+from services.launcher.redis_server import find_binary, missing_binary_message
+from services.scheduler.core.types import Finish, Outcome
+from shared.columns import pack
+from shared.keys import Keys
+
+RESULT = ROOT / "bench" / "results" / "fleet-redis.json"
+RUNNING, ITERATIONS, PROMPT, CHECKPOINT = 256, 1000, 512, 32
+GATEWAY = "gateway-bench"
+
+
+@contextlib.contextmanager
+def server(directory: Path) -> Iterator[redis.Redis]:
+    """A Redis on a socket in `directory`. Raises RuntimeError where none can be started."""
+    binary = find_binary()
+    if binary is None:
+        raise RuntimeError(missing_binary_message())
+    path = directory / "redis.sock"
+    settings = ["--port", "0", "--unixsocket", str(path), "--dir", str(directory), "--save", "", "--appendonly", "yes"]
+    process = subprocess.Popen([str(binary), *settings], stdout=subprocess.DEVNULL)
+    client = redis.Redis(unix_socket_path=str(path), socket_timeout=60)
+    try:
+        by = time.monotonic() + 30
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.RedisError:
+                if time.monotonic() > by:
+                    raise
+                time.sleep(0.05)
+        yield client
+    finally:
+        client.close()
+        process.terminate()
+        process.wait(30)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="fewer than the default are written nowhere")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, server(Path(directory)) as client:
+        found = measure(client, options.iterations)
+        version = str(client.info("server")["redis_version"])
+    whole = {
+        "bench": "fleet-redis", "command": "python -m bench.fleet.redis",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),
+        "versions": {**versions("orcinus", "redis"), "redis-server": version},
+        "running": RUNNING, "iterations": options.iterations, "prompt_tokens": PROMPT, "cpu_us": found,
+    }  # fmt: skip
+    print(json.dumps(whole, indent=1))
+    if options.iterations == ITERATIONS:
+        RESULT.write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+def measure(client: redis.Redis, iterations: int) -> dict[str, float]:
+    """Microseconds of the server's CPU time: per request enqueued, claimed, ended; per iteration of RUNNING tokens
+    published, and read by a gateway; per checkpoint of a sequence."""
+    keys = Keys("bench")
+    publisher = Publisher(client, keys, [1, 2, 3])
+    enqueue = client.register_script((LUA / "enqueue.lua").read_bytes())
+    found: dict[str, float] = {}
+    waves = max(1, iterations // 100)
+    spent = dict.fromkeys(("enqueue", "claim", "publish", "read", "checkpoint", "end"), 0.0)
+    last = b"0"
+    for wave in range(waves):
+        with _spent(client, spent, "enqueue"):
+            for at in range(RUNNING):
+                _enqueue(enqueue, keys, f"cmpl-{wave:06d}{at:06d}")
+        with _spent(client, spent, "claim"):
+            publisher.claim(RUNNING, lambda: None)
+        with _spent(client, spent, "publish"):
+            for _ in range(iterations // waves):
+                publisher.step()
+        with _spent(client, spent, "read"):
+            while rows := client.xread({keys.tokens(GATEWAY): last}, count=1):
+                last = rows[0][1][-1][0]
+        with _spent(client, spent, "checkpoint"):
+            publisher._publish(Outcome(checkpoints=_checkpoints(publisher)))
+        with _spent(client, spent, "end"):
+            publisher.step(Finish.LENGTH)
+    requests = RUNNING * waves
+    done = iterations // waves * waves
+    found = {f"{name}_request": spent[name] / requests for name in ("enqueue", "claim", "end")}
+    found |= {f"{name}_iteration": spent[name] / done for name in ("publish", "read")}
+    found["checkpoint_sequence"] = spent["checkpoint"] / requests
+    found["token"] = (found["publish_iteration"] + found["read_iteration"]) / RUNNING
+    found["token"] += found["checkpoint_sequence"] / CHECKPOINT
+    found["request"] = sum(found[f"{name}_request"] for name in ("enqueue", "claim", "end"))
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def _checkpoints(publisher: Publisher) -> list[Any]:
+    tokens = np.arange(CHECKPOINT, dtype=np.int32)
+    return [(request.id, 0, 0, tokens) for request in publisher._requests]
+
+
+def _enqueue(script: Any, keys: Keys, name: str) -> None:
+    request = queue_pb2.Request(
+        id=name, tenant="alice", gateway=GATEWAY, n=1, max_tokens=256,
+        prompts=queue_pb2.Prompts(tokens=[pack(np.arange(PROMPT, dtype=np.int32))]),
+    )  # fmt: skip
+    where = [keys.req(name), keys.requests("normal"), keys.queue, keys.bucket("alice"), keys.prompt(name)]
+    values = [
+        request.SerializeToString(), b"", PROMPT, 1 << 30, PROMPT + 256, 0, 0, 0, 600_000, "alice", GATEWAY, "normal",
+        b"delivery", "", 1.0, 1 << 30, 0,
+    ]  # fmt: skip
+    script(keys=[*where, keys.background, keys.background_of(GATEWAY)], args=values)
+
+
+@contextlib.contextmanager
+def _spent(client: redis.Redis, spent: dict[str, float], name: str) -> Iterator[None]:
+    before = _cpu_us(client)
+    yield
+    spent[name] += _cpu_us(client) - before
+
+
+def _cpu_us(client: redis.Redis) -> float:
+    info = client.info("cpu")
+    return 1e6 * (float(info["used_cpu_user"]) + float(info["used_cpu_sys"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

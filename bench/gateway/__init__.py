@@ -1,0 +1,1 @@
+"""`orcinus bench gateway`: what one gateway process streams on one core."""

@@ -1,0 +1,110 @@
+"""The engine on a GPU: a model of 8B's shape with made-up weights, decoding, beside weights and KV over the bandwidth.
+
+In process, without a scheduler: steps are given as a scheduler with lookahead gives them, one or more before the last
+is answered.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.engine.cases import Case, Driver, run, work
+from bench.engine.settings import EngineSettings
+from bench.gpu.context import Context
+from bench.gpu.setup import known_peaks
+from bench.kernels.shapes import LLAMA_8B, TINY, Model
+from services.worker.engine import Engine
+
+STEPS = 100
+LOOKAHEADS = (0, 1)
+CASES = (Case("decode-64", 64, 1024), Case("decode-8", 8, 1024), Case("decode-1", 1, 1024))
+QUICK_CASES = (Case("decode-2", 2, 20),)
+
+
+def engine(context: Context) -> Iterator[tuple[str, Any]]:
+    """model, start_s, and `steps`: one row for each case and lookahead."""
+    model, cases, steps = (TINY, QUICK_CASES, 3) if context.quick else (LLAMA_8B, CASES, STEPS)
+    peaks = known_peaks(context)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
+        begun = time.monotonic()
+        made = _made(Path(folder), context, cases, steps)
+        yield "start_s", round(time.monotonic() - begun, 1)
+        yield (
+            "model",
+            {**asdict(model), "dtype": str(made.dtype).removeprefix("torch."), "backend": made.info().backend},
+        )
+        for case in cases:
+            read_bytes, operations = work(made, case, steps)
+            floor_us = peaks.floor_us(read_bytes, operations, made.dtype)
+            for lookahead in LOOKAHEADS:
+                row = timed(made, case, steps, lookahead)
+                row |= {"floor_us": floor_us, "of_floor": floor_us / row["step_us"], "read_bytes": read_bytes}
+                yield "steps", [row]
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """config.json of a Llama of that shape."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": model.context,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, Any]:
+    """Medians over `steps` iterations, `lookahead` of which are given before one is answered."""
+    results, walls = run(engine, Driver(engine, case, steps), steps, lookahead)
+    engine.reset()
+    timings = [result.timings for result in results[1:]]
+    idle, busy = (sum(getattr(one, name) for one in timings) for name in ("idle_ns", "total_ns"))
+    return {
+        "case": case.name,
+        "lookahead": lookahead,
+        "step_us": median(walls[1:]) / 1000,
+        "forward_us": median(one.forward_ns for one in timings) / 1000,
+        "sample_us": median(one.sample_ns for one in timings) / 1000,
+        "idle_share": idle / max(1, idle + busy),
+    }
+
+
+def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -> Engine:
+    tokens = max(case.context for case in cases) + steps + 1
+    settings = EngineSettings(
+        model=folder,
+        served_model_name="bench",
+        device="cuda" if context.device == "cuda" else "cpu",
+        kernels=context.device,
+        dtype="bfloat16",
+        load_format="dummy",
+        max_seqs=max(case.sequences for case in cases),
+        max_step_tokens=64 if context.quick else 8192,
+        kv_blocks=max(case.sequences for case in cases) * -(-tokens // 16) + 1,
+        host_blocks=0,
+        max_input_tokens=tokens,
+        max_output_tokens=tokens,
+    )
+    made = Engine(settings)
+    made.warm_up()
+    return made

@@ -1,0 +1,182 @@
+"""Linear layers of the CPU engine beside torch's: F.linear and oneDNN with the weight reordered beforehand.
+
+`python -m bench.kernels.gemm` multiplies, for each shape, as many different weights as fill --megabytes (more than the
+caches hold, unless asked otherwise), all three ways in turn. About CHUNK_US are timed together, each chunk's fastest of
+--repeats kept and the mean reported: the machine may be busy with other things now and then. The floor is reading the
+weights or computing at the machine's peaks, measured first (bench.engine.floor), whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.engine.floor import Floor, machine_floor
+from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, Command, LinearArgs, Step, command
+from kernels.cpu.library import Library, load
+
+CHUNK_US = 500
+SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
+ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
+TYPES = {"float32": (FLOAT32, torch.float32), "bfloat16": (BFLOAT16, torch.bfloat16), "int8": (INT8, torch.float32)}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case; times are microseconds per multiplication, ratios how often ours is faster (int8: than float32)."""
+
+    type: str
+    outputs: int
+    inputs: int
+    rows: int
+    us: float
+    gflops: float
+    gbs: float
+    of_floor: float
+    over_linear: float
+    over_prepacked: float
+
+
+def measure(
+    library: Library, peaks: Floor, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
+) -> list[Row]:
+    outputs, inputs = shape
+    weight_dtype, dtype = TYPES[name]
+    weight_bytes = outputs * inputs * WEIGHT_BYTES[name]
+    copies = max(1, options.megabytes * 1_000_000 // weight_bytes)
+    plain_copies = max(1, options.megabytes * 1_000_000 // (outputs * inputs * dtype.itemsize))
+    weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(min(copies, 4))]
+    packed = []
+    for i in range(copies):
+        memory = torch.empty(library.packed_bytes(weight_dtype, outputs, inputs) + 64, dtype=torch.uint8)
+        at = -(-memory.data_ptr() // 64) * 64
+        source = weights[i % len(weights)]
+        library.pack(
+            weight_dtype, at, shape, 0, outputs, source.data_ptr(), BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
+        )
+        packed.append((memory, at))
+    # Different memory each, as different layers are.
+    plain = [weights[i % len(weights)].clone() for i in range(plain_copies)]
+    reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain]
+    found = []
+    for m in rows:
+        x = torch.randn(m, inputs).to(dtype)
+        out = torch.empty(m, outputs, dtype=dtype)
+        flops, moved = 2 * m * outputs * inputs, weight_bytes + m * (inputs + outputs) * dtype.itemsize
+        floor = peaks.step_ms(weight_bytes, flops, dtype.itemsize) * 1000
+        chunk = max(1, min(8, int(CHUNK_US / floor)))
+        commands = [
+            (Command * len(part))(*(_command(x, at, out, weight_dtype, dtype) for _, at in part))
+            for part in (packed[i : i + chunk] for i in range(0, copies, chunk))
+        ]
+        step = Step()
+
+        def own(i: int, commands: list[ctypes.Array[Command]] = commands, step: Step = step) -> None:
+            program = commands[i]
+            library.run(ctypes.addressof(program), len(program), ctypes.addressof(step), options.threads)
+
+        def linear(i: int, x: Tensor = x, chunk: int = chunk) -> None:
+            for weight in plain[i * chunk : (i + 1) * chunk]:
+                F.linear(x, weight)
+
+        def prepacked(i: int, x: Tensor = x, chunk: int = chunk) -> None:
+            for weight in reordered[i * chunk : (i + 1) * chunk]:
+                torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+        ways: list[tuple[Callable[[int], None], int]]
+        ways = [(own, copies), (linear, plain_copies), (prepacked, plain_copies)]
+        us, linear_us, prepacked_us = _fastest(ways, chunk, options.repeats, options.seconds)
+        found.append(
+            Row(
+                name,
+                outputs,
+                inputs,
+                m,
+                round(us, 2),
+                round(flops / us / 1000, 1),
+                round(moved / us / 1000, 1),
+                round(us / floor, 2),
+                round(linear_us / us, 2),
+                round(prepacked_us / us, 2),
+            )
+        )
+    return found
+
+
+def _command(x: Tensor, packed: int, out: Tensor, weight_dtype: int, dtype: torch.dtype) -> Command:
+    kind = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
+    args = LinearArgs(
+        x=x.data_ptr(),
+        weight=packed,
+        out=out.data_ptr(),
+        inputs=x.shape[1],
+        outputs=out.shape[1],
+        dtype=kind,
+        weight_dtype=weight_dtype,
+        out_dtype=kind,
+    )
+    return command(x.shape[0], args)
+
+
+def _fastest(
+    ways: Sequence[tuple[Callable[[int], None], int]], chunk: int, repeats: int, seconds: float
+) -> list[float]:
+    """Mean microseconds of each way's so many multiplications. The ways take turns: a busy moment hits all."""
+    best = [[float("inf")] * -(-count // chunk) for _, count in ways]
+    begun = time.perf_counter()
+    done = 0
+    while done < 3 or (done < repeats and time.perf_counter() - begun < seconds):
+        for (way, _), times in zip(ways, best, strict=True):
+            for i, before in enumerate(times):
+                at = time.perf_counter()
+                way(i)
+                times[i] = min(before, (time.perf_counter() - at) * 1e6)
+        done += 1
+    return [sum(times) / count for times, (_, count) in zip(best, ways, strict=True)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.gemm", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTPUTSxINPUTS")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=[*TYPES])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--megabytes", type=int, default=96, help="of different weights per shape")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=2.0, help="at most, per case")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    library, peaks = load(), machine_floor()
+    rows: list[Row] = []
+    if not options.json:
+        print(f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32")
+        print("type      out x in      rows        us  GFLOP/s    GB/s  of floor  F.linear  prepacked")
+    with torch.inference_mode():
+        for name in options.types:
+            for shape in options.shapes:
+                outputs, inputs = map(int, shape.split("x"))
+                for row in measure(library, peaks, name, (outputs, inputs), options.rows, options):
+                    rows.append(row)
+                    if not options.json:
+                        print(
+                            f"{row.type:8}  {shape:12}  {row.rows:4}  {row.us:8.1f}  {row.gflops:7.0f}  {row.gbs:6.1f}"
+                            f"  {row.of_floor:7.2f}x  {row.over_linear:7.2f}x  {row.over_prepacked:8.2f}x",
+                            flush=True,
+                        )
+    if options.json:
+        print(json.dumps({"floor": peaks.as_dict(), "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

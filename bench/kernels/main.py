@@ -1,0 +1,102 @@
+"""Every operation of the forward pass beside what the machine could do, and beside torch's own.
+
+`orcinus bench kernels [--device cpu|cuda|emulator] [--json]`. Bandwidth and the rate of matrix products are measured
+first; each row is checked against float64 in the same run. The emulator's times mean nothing: it shows that this works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from bench.kernels import attention as kernels_attention
+from bench.kernels import blocks as kernels_blocks
+from bench.kernels import rows as kernels_rows
+from bench.kernels import sampling as kernels_sampling
+from bench.kernels import table as kernels_table
+from bench.kernels.backends import DEVICES, TYPES, Backend, opened
+from bench.kernels.case import Bench, Maker, run
+from bench.kernels.peaks import Peaks
+from bench.kernels.shapes import CPU, GPU, QUICK, Plan
+from bench.machine import commit, machine, versions
+from shared.errors import OrcinusError
+
+PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: measured; 1: a kernel was wrong or failed; 2: wrong use."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options = _parser().parse_args(given)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    about = machine()
+    try:
+        backend = opened(options.device, options.repeats, about["cpu"])
+        peaks = backend.peaks()
+    except OrcinusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = _measure(options, backend, peaks) | {
+        "command": shlex.join(["orcinus", "bench", "kernels", *given]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": about,
+        "versions": versions(*PACKAGES),
+        "note": options.note,
+    }
+    print(json.dumps(found) if options.json else kernels_table.table(found))
+    return 1 if any(row["us"] is None for row in found["rows"]) else 0
+
+
+def makers(plan: Plan, backend: Backend) -> list[Maker]:
+    """All cases of a plan."""
+    return [
+        *kernels_attention.decodes(plan),
+        *kernels_attention.prompts(plan),
+        *kernels_rows.rows(plan),
+        *kernels_sampling.samplers(plan),
+        *kernels_blocks.copies(plan, backend.plain_copy),
+    ]
+
+
+def _measure(options: argparse.Namespace, backend: Backend, peaks: Peaks) -> dict[str, Any]:
+    plan = QUICK if options.quick or options.device == "emulator" else {"cpu": CPU, "cuda": GPU}[options.device]
+    wanted = [maker for maker in makers(plan, backend) if not options.ops or maker[0].split()[0] in options.ops]
+    rows = []
+    with torch.inference_mode():
+        for dtype in options.dtypes or TYPES[options.device][:1]:
+            bench = Bench(backend.clock, peaks, plan, getattr(torch, dtype))
+            rows += [row.as_dict() for row in run(bench, wanted, lambda name, dtype=dtype: _say(f"{name}, {dtype}"))]
+    return {"device": options.device, "model": plan.model.name, "peaks": peaks.as_dict(), "rows": rows}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="orcinus bench kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), help="default: the first")
+    parser.add_argument("--ops", nargs="+", metavar="OP", help="only these operations, as the first column names them")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: every core")
+    parser.add_argument("--repeats", type=int, default=9, help="of a case; the median is given")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work?")
+    parser.add_argument("--note", default="", help="kept in the JSON: what else the machine was doing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return parser
+
+
+def _say(text: str) -> None:
+    print(f"{text} ...", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

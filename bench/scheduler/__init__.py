@@ -1,0 +1,1 @@
+"""`orcinus bench scheduler`: what one iteration costs the scheduler."""

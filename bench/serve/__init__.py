@@ -1,0 +1,1 @@
+"""`orcinus bench serve`: load on a running server, and what its clients saw."""

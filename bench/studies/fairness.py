@@ -1,0 +1,204 @@
+"""How much a flooding tenant is felt by the others: section "Tenants" of docs/policies.md.
+
+    python -m bench.studies.fairness           some minutes; writes bench/results/fairness.json and the page
+    python -m bench.studies.fairness --quick   in small, in seconds; prints, writes nothing
+    python -m bench.studies.fairness --policy orcinus    these rows anew, the others as they were
+    python -m bench.studies.fairness --docs    renders the page from the committed result alone
+
+Simulated. Three tenants send a share of what the replica can do; a fourth floods it. Compared with the same three while
+the fourth sends just what it was served in the flood: its fair share, since the three were served in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.machine import ROOT, commit, machine, versions
+from bench.studies.policies.__main__ import compact
+from bench.studies.policies.docs import replaced
+from bench.studies.policies.runs import DEVICE, SHAPE, clock, replica
+from services.simulator.arrivals import CHAT, Spec, build
+from services.simulator.engine import simulate
+from services.simulator.metrics import Recorder
+from services.simulator.workload import Workload
+
+RESULT = ROOT / "bench" / "results" / "fairness.json"
+PAGE = ROOT / "docs" / "policies.md"
+POLICIES = ("orcinus", "orcinus:order=class", "sarathi:order=fair", "sarathi")
+FLOODS = (1.5, 5.0)  # times the saturation
+OTHERS = (0.15, 0.15, 0.15)
+SATURATION_RPS = 21.08  # of `orca` on this replica and trace: bench/results/policies.json
+SEEDS = (1, 2, 3)
+SPAN_S, QUICK_SPAN_S = 300.0, 20.0
+GOAL = 1.2
+Row = dict[str, Any]
+FIGURES = {"ttft_ms": "TTFT", "gap_ms": "gap", "latency_ms": "ms per output token"}
+
+
+def arrivals(flood: float, span_s: float, seed: int) -> Workload:
+    """Poisson, with the chat trace's lengths; the others send the same whatever the first tenant does."""
+    trace = build(Spec(trace=CHAT, requests=3_000))
+    columns: list[tuple[npt.NDArray[Any], ...]] = []
+    for tenant, load in enumerate((flood, *OTHERS)):
+        rng = np.random.default_rng([seed, tenant])
+        count = int(rng.poisson(load * SATURATION_RPS * span_s))
+        at = np.sort(rng.uniform(0, span_s, count))
+        which = rng.integers(0, len(trace), count)
+        columns.append((at, np.full(count, tenant), trace.prompt[which], trace.output[which]))
+    at, tenants, prompt, output = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(at, kind="stable")
+    return Workload(
+        arrived_ns=np.rint(at[order] * 1e9).astype(np.int64),
+        prompt=prompt[order],
+        output=output[order],
+        max_tokens=np.maximum(output[order], 1_024),
+        tenant=tenants[order].astype(np.int64),
+    )
+
+
+def run(policy: str, flood: float, span_s: float, seed: int) -> tuple[Workload, Recorder]:
+    workload = arrivals(flood, span_s, seed)
+    return workload, simulate(policy, workload, replica(), clock()).seen
+
+
+def served(workload: Workload, seen: Recorder, span_s: float) -> float:
+    """Of the first tenant, in multiples of the saturation: tokens of what ended within the span."""
+    mine = workload.tenant == 0
+    ended = mine & (seen.e2e_ns + workload.arrived_ns < span_s * 1e9)
+    tokens = workload.prompt + workload.output
+    return float(tokens[ended].sum() / tokens[mine].mean() / span_s / SATURATION_RPS)
+
+
+def p99(workload: Workload, seen: Recorder) -> dict[str, float]:
+    """Of the others, in ms: TTFT, the P99 of a request's gaps, time for each output token."""
+    others = workload.tenant > 0
+    columns = seen.ttft_ns, seen.worst_ns, seen.e2e_ns / np.maximum(seen.tokens, 1)
+    values = [float(np.percentile(column[others], 99)) / 1e6 for column in columns]
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def compare(policy: str, flood: float, span_s: float, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The share of the first tenant in the flood; the others' figures there, and while it sends just that."""
+    workload, seen = run(policy, flood, span_s, seed)
+    share = served(workload, seen, span_s)
+    return share, p99(workload, seen), p99(*run(policy, share, span_s, seed))
+
+
+def medians(policy: str, flood: float, of_seeds: Iterable[tuple[float, dict[str, float], dict[str, float]]]) -> Row:
+    """A row of the table; `of_seeds`: compare() of each."""
+    shares, in_flood, held = zip(*of_seeds, strict=True)
+
+    def median(rows: Iterable[dict[str, float]], name: str) -> float:
+        return round(float(np.median([row[name] for row in rows])), 1)
+
+    return {
+        "policy": policy,
+        "flood": flood,
+        "share": round(float(np.median(shares)), 3),
+        **{name: {"flood": median(in_flood, name), "held": median(held, name)} for name in FIGURES},
+    }
+
+
+def made(result: Row) -> str:
+    """By which command, and at which commit each row was."""
+    by_commit: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        names = by_commit.setdefault((row["commit"], row["date"][:10]), [])
+        if (name := f"`{row['policy']}`") not in names:
+            names.append(name)
+    told = [f"{', '.join(names)} at commit {commit} on {date}" for (commit, date), names in by_commit.items()]
+    return f"Made by `python -m bench.studies.fairness`: {'; '.join(told)}."
+
+
+def section(result: Row) -> str:
+    """The page's."""
+    lines = [
+        f"Simulated: {result['shape']} on {result['device']} as above, Poisson arrivals with the lengths of the chat "
+        f"trace for {result['span_s']:.0f} s. Three tenants send {OTHERS[0]:g} of the saturation each; a fourth floods "
+        "the replica. P99 of the three in the flood / while the fourth sends only what it was served in the flood (its "
+        f"fair share); medians of {len(result['seeds'])} seeds. {made(result)}",
+        "",
+        "| policy | flood, of saturation | its share | TTFT, ms | ratio | gap, ms | ratio | ms per output | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        cells = [f"`{row['policy']}`", f"{row['flood']:g}", f"{row['share']:.2f}"]
+        for name in FIGURES:
+            flood, held = row[name]["flood"], row[name]["held"]
+            cells += [f"{flood:,.1f} / {held:,.1f}", f"{flood / held:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    ours = [row for row in result["rows"] if row["policy"] == "orcinus"]
+    worst = {name: max(row[name]["flood"] / row[name]["held"] for row in ours) for name in FIGURES}
+    told = [f"{FIGURES[name]} {ratio:.2f} ({'holds' if ratio <= GOAL else 'missed'})" for name, ratio in worst.items()]
+    lines += ["", f"Goal: no ratio of `orcinus` above {GOAL:g}. Worst: {', '.join(told)}."]
+    lines += [
+        "A ratio below 1 is no mistake: beside a flood the last slots are kept for the three, beside the same tenant "
+        "within its share whoever comes takes them. What is left of the time to a first token is steps, those under "
+        "way and those that prompts fill up to the TBT limit. A small fixed budget (`sarathi`) has shorter ones, and "
+        "is slower for everybody when nobody floods."
+    ]
+    return "\n".join(lines)
+
+
+def render(page: Path = PAGE) -> None:
+    page.write_text(replaced(page.read_text(), "fairness", section(json.loads(RESULT.read_text()))))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.fairness", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small, in seconds; writes nothing")
+    parser.add_argument("--docs", action="store_true", help="the page from the committed result alone")
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
+    parser.add_argument("--prediction", default="", help="what is expected, written before the run")
+    options = parser.parse_args(given)
+    if options.docs:
+        render()
+        return 0
+    span_s, seeds, floods = (QUICK_SPAN_S, SEEDS[:1], FLOODS[:1]) if options.quick else (SPAN_S, SEEDS, FLOODS)
+    at, rows = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}, []
+    kept = [] if options.quick else json.loads(RESULT.read_text())["rows"]
+    with ProcessPoolExecutor() as pool:
+        anew = {
+            (policy, flood): [pool.submit(compare, policy, flood, span_s, seed) for seed in seeds]
+            for policy in options.policy or POLICIES
+            for flood in floods
+        }
+        for policy in POLICIES:
+            rows += [row for row in kept if row["policy"] == policy and (policy, row["flood"]) not in anew]
+            for flood in floods:
+                if jobs := anew.get((policy, flood)):
+                    rows.append(medians(policy, flood, [job.result() for job in jobs]) | at)
+                    print(f"{policy}, flood of {flood:g}: {rows[-1]}", file=sys.stderr, flush=True)
+    result = {
+        "command": shlex.join(["python", "-m", "bench.studies.fairness", *given]),
+        "prediction": options.prediction,
+        **at,
+        "machine": machine(),
+        "versions": versions(),
+        "shape": SHAPE,
+        "device": DEVICE,
+        "span_s": span_s,
+        "seeds": list(seeds),
+        "rows": rows,
+    }
+    if not options.quick:
+        RESULT.write_text(compact(result))
+        render()
+    print(section(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How busy the stages of a pipeline are."""

@@ -1,0 +1,1 @@
+"""`orcinus bench replicas`: one scheduler with several replicas."""

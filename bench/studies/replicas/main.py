@@ -1,0 +1,140 @@
+"""`orcinus bench replicas`: one scheduler with 1, 2, 4 and 8 replicas.
+
+`drives`: the scheduler's loop with real gRPC streams to sleep workers in another process (worker.py: no model, a
+synthetic step time): CPU time of the scheduler for a step, tokens a second. Redis is left out. `routing`: the core on a
+virtual clock (routing.py): hits, imbalance, first tokens, with routing by prefix and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bench.machine import commit, machine, versions
+from bench.studies.replicas.routing import simulate
+from bench.studies.replicas.worker import LIMITS
+from protos import queue_pb2
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import NewRequest, Outcome
+from services.scheduler.quarantine.parking import Parking
+from services.scheduler.telemetry.stats import Stats
+from services.scheduler.workers.fleet import Fleet
+from services.scheduler.workers.loop import Desk
+from services.scheduler.workers.registry import Registration
+from shared.settings import ROOT, SchedulerSettings
+from tests.chaos.harness.stack import until
+
+COUNTS = (1, 2, 4, 8)
+PROMPT, OUTPUT = 64, 1000  # tokens; nobody ends while it is measured, and the KV of all fits
+WARM_S = 2.0
+
+
+class Counted:
+    """What stands for the publisher: counts tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def put(self, outcome: Outcome | None, step: int) -> None:
+        if outcome is not None:
+            self.tokens += int(outcome.counts.sum())
+
+
+async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
+    """All slots of `count` sleep workers decode for so long."""
+    argv = [sys.executable, "-m", "bench.studies.replicas.worker", str(count), str(step_ms)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)  # noqa: ASYNC220
+    try:
+        addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
+        core, counted = Core("orcinus"), Counted()
+        parking = Parking(core, lambda name, text: None, lambda name, finish, text: None)
+        reports = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
+        desk = Desk(
+            core, parking, Stats(time.monotonic_ns()), reports, counted.put, lambda: False, lambda: None,
+            lambda: fleet.passed_on(),
+        )  # fmt: skip
+        claims = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
+        fleet = Fleet(SchedulerSettings(), SimpleNamespace(ready=[]), desk, claims)
+        leads = [
+            asyncio.create_task(fleet._lead(Registration(f"sleep-{i}", address, f"sleep-{i}", epoch=1)))
+            for i, address in enumerate(addresses)
+        ]
+        await until("all workers are linked", lambda: _so(len(fleet.drives) == count), 30)
+        rng = np.random.default_rng(1)
+        for number in range(count * LIMITS.slots):
+            prompt = rng.integers(0, 30_000, PROMPT).astype(np.int32)
+            core.add(NewRequest(f"r{number}", [prompt], OUTPUT, gateway="g", payload=queue_pb2.Request()), 1)
+        fleet.wake()
+        await until("all run", lambda: _so(not core.waiting_count), 60)
+        await asyncio.sleep(WARM_S)
+        steps, tokens, cpu, begin = _steps(fleet), counted.tokens, time.process_time(), time.monotonic()
+        await asyncio.sleep(seconds)
+        steps, cpu, took = _steps(fleet) - steps, time.process_time() - cpu, time.monotonic() - begin
+        for task in leads:
+            task.cancel()
+        await asyncio.gather(*leads, return_exceptions=True)
+        return {
+            "replicas": count,
+            "steps": steps,
+            "cpu_us_a_step": round(1e6 * cpu / steps, 1),
+            "cores_used": round(cpu / took, 3),
+            "output_tok_s": round((counted.tokens - tokens) / took),
+            "of_what_the_sleep_allows": round(steps * step_ms / 1000 / took / count, 3),
+        }
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+async def _so(condition: bool) -> bool:
+    return condition
+
+
+def _steps(fleet: Fleet) -> int:
+    return sum(each.answered for each in fleet.drives.values())
+
+
+def main(words: list[str]) -> int:
+    """Prints JSON."""
+    parser = argparse.ArgumentParser(prog="orcinus bench replicas", description=__doc__)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="how long a sleep worker sleeps for a step")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each number of replicas")
+    parser.add_argument("--requests", type=int, default=400, help="of the workload for each replica")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    options = parser.parse_args(words)
+    drives, routing, before = [], [], machine()
+    for count in COUNTS:
+        drives.append(asyncio.run(drive(count, options.step_ms, options.seconds)))
+        print(f"drives: {drives[-1]}", file=sys.stderr)
+        for affinity in (False, True):
+            routing.append(simulate(count, affinity, options.requests * count))
+            print(f"routing: {routing[-1]}", file=sys.stderr)
+    report = {
+        "bench": "replicas",
+        "command": f"orcinus bench replicas --step-ms {options.step_ms:g} --seconds {options.seconds:g} "
+        f"--requests {options.requests}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "machine": before,
+        "versions": versions("grpcio", "numpy"),
+        "slots": LIMITS.slots,
+        "step_ms": options.step_ms,
+        "drives": drives,
+        "routing": routing,
+    }
+    if options.json:
+        print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

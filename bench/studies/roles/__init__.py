@@ -1,0 +1,1 @@
+"""Prefill and decode replicas apart against the same number together."""

@@ -1,0 +1,167 @@
+"""Real workers apart against the same number together, under `orcinus bench serve`.
+
+    python -m bench.studies.roles.real [--rounds 2] [--requests 40] [--rate 0.6] [--out FILE]
+
+`orcinus up` with two workers, once `--replicas 2` and once `--prefill 1 --decode 1`, in turn in each round, so that
+whoever else slows the machine down slows down both. The model has random weights: its shape makes a prompt cost as much
+as dozens of decode steps. All on this machine's processor, whose cores the workers share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.machine import commit, machine, versions
+from bench.studies.pipeline.__main__ import free_ports
+from shared.settings import DEMO_MODEL, ROOT
+
+MODES = {"together": ["--replicas", "2"], "apart": ["--prefill", "1", "--decode", "1"]}
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 2048, "dtype": "float32",
+}  # fmt: skip
+START_S = 180.0
+SHOWN = ("ttft_ms", "tbt_ms", "e2e_ms")
+
+
+def make_model(directory: Path) -> Path:
+    """The demo model's tokenizer, and a larger shape without weights."""
+    directory.mkdir()
+    for file in DEMO_MODEL.iterdir():
+        if file.suffix == ".json" and file.name != "config.json":
+            (directory / file.name).symlink_to(file)
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | SHAPE))
+    return directory
+
+
+@contextlib.contextmanager
+def stack(model: Path, directory: Path, mode: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Its address, and the pids of its services."""
+    port, ops_port = free_ports(2)
+    argv = [
+        *(sys.executable, "-m", "services.cli", "up", "--model", str(model), "--load-format", "dummy", *MODES[mode]),
+        *("--device", "cpu", "--kernels", "cpu", "--threads", "1", "--max-seqs", "16", "--kv-blocks", "2048"),
+        *("--run-dir", str(directory), "--port", str(port), "--ops-port", str(ops_port)),
+    ]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+    log = directory.with_suffix(".log")
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, cwd=ROOT, env=clean, stdout=out, stderr=out)
+    try:
+        until_ready(process, f"http://127.0.0.1:{port}/health/ready")
+        yield f"http://127.0.0.1:{port}", json.loads((directory / "processes.json").read_text())
+    except BaseException:
+        print(log.read_text()[-3000:], file=sys.stderr)
+        raise
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    """Raises RuntimeError when the stack ends before, or takes longer than START_S."""
+    by = time.monotonic() + START_S
+    while time.monotonic() < by and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own port
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"the stack is not ready: {url}")
+
+
+def measure(model: Path, mode: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One run of the load generator against a stack of its own."""
+    with tempfile.TemporaryDirectory() as directory, stack(model, Path(directory) / "run", mode) as (url, pids):
+        argv = [
+            *(sys.executable, "-m", "services.cli", "bench", "serve", "--url", url, "--json", "--warmup", "4"),
+            *("--rate", str(options.rate), "--requests", str(options.requests), "--seed", str(seed)),
+            *("--prompt-tokens", options.prompt_tokens, "--output-tokens", options.output_tokens),
+        ]
+        before = cpu_s(pids)
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        if done.returncode:
+            raise RuntimeError(f"the load generator ended with {done.returncode}: {done.stderr[-2000:]}")
+        used = {name: round(seconds - before[name], 2) for name, seconds in cpu_s(pids).items()}
+    found = json.loads(done.stdout)
+    kept = ("command", "finished", "failed", "wall_s", "output_tok_s", *SHOWN)
+    return {"mode": mode, "seed": seed, **{name: found[name] for name in kept}, "worker_cpu_s": used}
+
+
+def cpu_s(pids: dict[str, int]) -> dict[str, float]:
+    """Processor time of each worker so far."""
+    tick = os.sysconf("SC_CLK_TCK")
+    fields = {
+        name: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        for name, pid in pids.items()
+        if name.startswith("worker")
+    }
+    return {name: (int(words[11]) + int(words[12])) / tick for name, words in fields.items()}
+
+
+def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure the median over the rounds, by mode."""
+    return {
+        mode: {
+            name: {
+                part: statistics.median(run[name][part] for run in runs if run["mode"] == mode)
+                for part in runs[0][name]
+            }
+            for name in SHOWN
+        }
+        for mode in MODES
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.roles.real", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--rate", type=float, default=0.6)
+    parser.add_argument("--prompt-tokens", default="500:1500")
+    parser.add_argument("--output-tokens", default="64")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    runs, load = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "random")
+        for number in range(options.rounds):
+            for mode in MODES if number % 2 == 0 else reversed(MODES):
+                runs.append(measure(model, mode, options, number))
+                load.append(round(os.getloadavg()[0], 1))
+                print(f"{mode}: { ({name: runs[-1][name] for name in SHOWN}) }", file=sys.stderr, flush=True)
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name != "out"]
+    result = {
+        "bench": "roles-real",
+        "shape": SHAPE,
+        "middle": middle(runs),
+        "runs": runs,
+        "load_average": load,
+        "command": " ".join(["python -m bench.studies.roles.real", *given]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions("torch", "numpy"),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    if options.out:
+        options.out.write_text(text)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

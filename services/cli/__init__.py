@@ -1,0 +1,1 @@
+"""The command `orcinus`. It knows every service and imports each only when its command runs."""

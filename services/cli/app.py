@@ -1,0 +1,303 @@
+"""The command `orcinus`. Services, torch and the web framework are imported only by the command that needs them.
+
+Exit codes: 0 fine, 1 the thing checked is not so, 2 wrong use or wrong configuration. With --json a command prints
+one object on stdout and nothing else.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.cli import keys as cli_keys
+from services.cli.options import Values, build, env_name, settings_command, shown, source
+from shared.errors import ConfigurationError
+from shared.settings import (
+    BatchSettings,
+    CommonSettings,
+    GatewaySettings,
+    LauncherSettings,
+    SchedulerSettings,
+    WorkerSettings,
+)
+
+app = typer.Typer(
+    name="orcinus",
+    help="Serves large language models. Every option is also an environment variable, named in its help.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(
+    rich_markup_mode=None, help="Measures; the options are those of each bench (--help).", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+app.add_typer(cli_keys.app, name="keys")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+SERVICES: dict[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "worker": WorkerSettings,
+}
+EVERYTHING = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
+
+
+@settings_command(app, "up", *EVERYTHING)
+def up(
+    values: Values,
+    stop_with_parent: Annotated[bool, typer.Option(help="also stop when the starting process dies")] = False,
+) -> None:
+    """Start Redis and every service on this machine, and keep them running until Ctrl-C."""
+    from services.launcher.up import up as run_up
+
+    raise typer.Exit(run_up(values, stop_with_parent))
+
+
+@settings_command(app, "gateway", GatewaySettings)
+def gateway(values: Values) -> None:
+    """Run the HTTP gateway."""
+    settings = build(GatewaySettings, values)
+    if settings.processes > 1:
+        from services.gateway.processes.parent import run as run_several
+
+        raise typer.Exit(run_several(settings))
+    from services.gateway.main import run
+
+    raise typer.Exit(run(settings))
+
+
+@settings_command(app, "scheduler", SchedulerSettings)
+def scheduler(values: Values) -> None:
+    """Run the scheduler."""
+    settings = build(SchedulerSettings, values)
+    from services.scheduler.main import run
+
+    raise typer.Exit(run(settings))
+
+
+@settings_command(app, "worker", WorkerSettings)
+def worker(values: Values) -> None:
+    """Run a worker."""
+    settings = build(WorkerSettings, values)
+    from services.worker.main import run
+
+    raise typer.Exit(run(settings))
+
+
+@settings_command(app, "config", *EVERYTHING)
+def config(values: Values, json: Json = False) -> None:
+    """Print the effective settings of every service, and where each comes from. Secrets are hidden."""
+    settings: dict[str, Any] = {name: build(kind, values) for name, kind in SERVICES.items()}
+    settings["up"] = build(LauncherSettings, values)
+    if json:
+        effective = {
+            name: {field: shown(getattr(one, field)) for field in type(one).model_fields}
+            for name, one in settings.items()
+        }
+        print(json_module.dumps(effective, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for name, one in settings.items():
+        console.print(f"[bold]orcinus {name}[/]")
+        for field in type(one).model_fields:
+            value = str(shown(getattr(one, field)))
+            console.print(f"  {field:21} {value:36} {source(one, field, values):12} {env_name(field)}", markup=False)
+
+
+@settings_command(app, "doctor", *EVERYTHING)
+def doctor(values: Values, json: Json = False) -> None:
+    """Check what a local stack needs on this machine, and say what to do about what is missing."""
+    from services.launcher.doctor import examine, show
+
+    checks = examine(values)
+    failed = any(check.status == "fail" for check in checks)
+    if json:
+        print(json_module.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
+    else:
+        show(checks)
+    raise typer.Exit(1 if failed else 0)
+
+
+@settings_command(app, "policy", CommonSettings, LauncherSettings)
+def policy(
+    values: Values,
+    name: Annotated[str, typer.Argument(help="a preset, or one with parts replaced: sarathi:order=fair,memory=peak")],
+    timeout_s: Annotated[float, typer.Option(help="how long to wait for what runs to end")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Let a running scheduler change its policy, and wait until it has: what runs goes to its end first."""
+    settings = build(CommonSettings, values)
+    from services.cli.policy import switch
+
+    answer = switch(name, settings, build(LauncherSettings, values), timeout_s)
+    if json:
+        found = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
+        print(json_module.dumps(found))
+    else:
+        print(answer.text, file=sys.stdout if answer.changed else sys.stderr)
+    raise typer.Exit(0 if answer.changed else 1)
+
+
+@settings_command(app, "drain", CommonSettings, LauncherSettings)
+def drain(
+    values: Values,
+    name: Annotated[
+        str, typer.Argument(help="gateway, scheduler or worker: all of them; or a worker, shard or gateway")
+    ],
+    timeout_s: Annotated[float, typer.Option("--timeout-s", "--timeout", help="how long to wait for it")] = 120.0,
+    json: Json = False,
+) -> None:
+    """Let a service finish or hand over what it has and leave, and wait until it has; no client sees an error."""
+    settings = build(CommonSettings, values)
+    from services.cli.drain import drain as run
+
+    say = (lambda _: None) if json else (lambda line: print(line, flush=True))
+    ends = run(name, settings, build(LauncherSettings, values), timeout_s, say)
+    drained = all(end.drained for end in ends)
+    if json:
+        print(json_module.dumps({"ok": drained, "services": [asdict(end) for end in ends]}))
+    for end in ends:
+        if not end.drained and not json:
+            print(f"{end.role} {end.id} {end.text}", file=sys.stderr)
+    raise typer.Exit(0 if drained else 1)
+
+
+@settings_command(app, "batch", BatchSettings)
+def batch(
+    values: Values,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="requests: OpenAI's batch lines (JSONL)")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="answers, a line each; what is there is not asked again")
+    ],
+    json: Json = False,
+) -> None:
+    """Send the requests of a file to a running server; the same command goes on where a run was stopped."""
+    settings = build(BatchSettings, values)
+    from services.cli.batch import run
+
+    summary = run(source, target, settings, show=not json)
+    if json:
+        print(json_module.dumps(summary.as_dict()))
+    else:
+        print(summary.text(), file=sys.stdout if summary.well else sys.stderr)
+    raise typer.Exit(0 if summary.well else 1)
+
+
+@settings_command(app, "top", CommonSettings, LauncherSettings)
+def top(
+    values: Values,
+    once: Annotated[bool, typer.Option("--once", help="print one view and end")] = False,
+    json: Json = False,
+) -> None:
+    """Show a running stack in the terminal, from Redis: q ends it. With --json one view, for programs."""
+    settings = build(CommonSettings, values)
+    from services.cli.top.command import run
+
+    raise typer.Exit(run(settings, build(LauncherSettings, values), once or json, json))
+
+
+@app.command()
+def version(json: Json = False) -> None:
+    """Print the version."""
+    try:
+        number = package_version("orcinus")
+    except PackageNotFoundError:
+        number = "unknown"
+    print(json_module.dumps({"version": number}) if json else f"orcinus {number}")
+
+
+@bench.command("scheduler", context_settings=PASS_ON, add_help_option=False)
+def bench_scheduler(context: typer.Context) -> None:
+    """Time of plan and apply, 32 to 4096 sequences running."""
+    from bench.scheduler.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("gateway", context_settings=PASS_ON, add_help_option=False)
+def bench_gateway(context: typer.Context) -> None:
+    """Tokens a second that one gateway process streams on one core, and what they wait."""
+    from bench.gateway.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("replicas", context_settings=PASS_ON, add_help_option=False)
+def bench_replicas(context: typer.Context) -> None:
+    """Measures one scheduler with 1, 2, 4 and 8 replicas: its CPU time a step, and routing by prefix."""
+    from bench.studies.replicas.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("engine", context_settings=PASS_ON, add_help_option=False)
+def bench_engine(context: typer.Context) -> None:
+    """Time of the engine's iterations beside what the machine could do."""
+    from bench.engine.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("kernels", context_settings=PASS_ON, add_help_option=False)
+def bench_kernels(context: typer.Context) -> None:
+    """Every operation of the forward pass beside what the machine could do, and beside torch's."""
+    from bench.kernels.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("serve", context_settings=PASS_ON, add_help_option=False)
+def bench_serve(context: typer.Context) -> None:
+    """Load on a running server: latencies and throughput."""
+    from bench.serve.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command("simulate", context_settings=PASS_ON, add_help_option=False)
+def simulate(context: typer.Context) -> None:
+    """Run scheduling policies on a virtual clock, side by side, without a worker (simulate --help)."""
+    from services.simulator.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command("fleet", context_settings=PASS_ON, add_help_option=False)
+def fleet(context: typer.Context) -> None:
+    """Simulate up to 1,000 replicas and millions of requests: routing, failures, autoscaling, cost (fleet --help)."""
+    from bench.fleet.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command("chaos", context_settings=PASS_ON, add_help_option=False)
+def chaos(context: typer.Context) -> None:
+    """Start a stack, load it, hurt it at random, and check every answer (chaos --help)."""
+    from tests.chaos.harness.main import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+def main() -> None:
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

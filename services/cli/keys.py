@@ -1,0 +1,184 @@
+"""`orcinus keys add|list|revoke`: the API keys of a model, in Redis, where every gateway sees them within two seconds.
+
+A key is printed once, by `add`, alone on stdout; Redis holds its digest. Without a Redis address the stack that
+`orcinus up` runs on this machine is meant.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from services.cli.options import Values, build, settings_command
+from shared import api_keys
+from shared.api_keys import MOST_KEYS, KeyRecord
+from shared.errors import ConfigurationError
+from shared.keys import CLASSES, Keys
+from shared.settings import CommonSettings, LauncherSettings
+
+app = typer.Typer(rich_markup_mode=None, help="API keys: make, list, revoke.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+_TENANT = re.compile(r"[a-z0-9._-]{1,64}")
+_SPAN = re.compile(r"(\d{1,6})([mhd])")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+
+
+@settings_command(app, "add", CommonSettings, LauncherSettings)
+def add(
+    values: Values,
+    name: Annotated[str, typer.Argument(help="what the key is for; for people")],
+    tenant: Annotated[str, typer.Option(help="whose it is; keys of one tenant see each other's requests")] = "",
+    max_priority: Annotated[str, typer.Option(help=f"the most urgent class it may ask for: {', '.join(CLASSES)}")] = (
+        CLASSES[0]
+    ),
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: as the gateway's settings say")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="prompt and output; 0: as the settings say")] = 0,
+    concurrent_requests: Annotated[int, typer.Option(min=0, help="0: as the gateway's settings say")] = 0,
+    expires: Annotated[str, typer.Option(help="30m, 12h or 90d from now, or a day, 2027-01-31; empty: never")] = "",
+    json: Json = False,
+) -> None:
+    """Make a key and print it, this once."""
+    if max_priority not in CLASSES:
+        raise ConfigurationError(f"--max-priority={max_priority} must be one of {', '.join(CLASSES)}")
+    if tenant and not _TENANT.fullmatch(tenant):
+        raise ConfigurationError(f"--tenant={tenant!r} may hold 1 to 64 of [a-z0-9._-]")
+    if not name.isprintable() or not 1 <= len(name) <= 200:
+        raise ConfigurationError("the name must be 1 to 200 printable characters")
+    with _redis(values) as (client, keys):
+        if client.hlen(keys.api_keys) >= MOST_KEYS:
+            raise ConfigurationError(f"there are {MOST_KEYS} keys, which is the most; `orcinus keys revoke --forget`")
+        now_s = int(client.time()[0])
+        key_id, text = api_keys.new_key()
+        record = KeyRecord(
+            key_id, api_keys.digest(text).hex(), name, tenant or key_id, max_priority, requests_per_minute,
+            tokens_per_minute, concurrent_requests, now_s, _moment(expires, now_s),
+        )  # fmt: skip
+        _write(client, keys, record)
+    if json:
+        print(json_module.dumps({"key": text, **_shown(record, now_s)}))
+        return
+    print(f"key {key_id} of tenant {record.tenant}; it is shown only this once:", file=sys.stderr)
+    print(text)
+
+
+@settings_command(app, "list", CommonSettings, LauncherSettings)
+def list_keys(values: Values, json: Json = False) -> None:
+    """List the keys: whose, what they may, when they were last used."""
+    with _redis(values) as (client, keys):
+        now_s = int(client.time()[0])
+        records = sorted(_records(client, keys), key=lambda record: (record.created_s, record.id))
+        used = {key.decode(): int(at) for key, at in client.hgetall(keys.keys_used).items()}
+    rows = [{**_shown(record, now_s), "last_used_s": used.get(record.id, 0)} for record in records]
+    if json:
+        print(json_module.dumps({"keys": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    heads = ("id", "name", "tenant", "state", "max priority", "requests/min", "tokens/min", "at once", "created",
+             "expires", "last used")  # fmt: skip
+    table = Table(*heads, box=None)
+    for record, row in zip(records, rows, strict=True):
+        limits = (record.requests_per_minute, record.tokens_per_minute, record.concurrent_requests)
+        times = (record.created_s, record.expires_s, row["last_used_s"])
+        table.add_row(
+            record.id, record.name, record.tenant, row["state"], record.max_priority,
+            *(str(limit or "-") for limit in limits), *(_day(at) for at in times),
+        )  # fmt: skip
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+
+
+@settings_command(app, "revoke", CommonSettings, LauncherSettings)
+def revoke(
+    values: Values,
+    key: Annotated[str, typer.Argument(help="the key's id, or the key itself")],
+    forget: Annotated[bool, typer.Option("--forget", help="also take it off the list")] = False,
+    json: Json = False,
+) -> None:
+    """Refuse a key from now on, within two seconds everywhere; what runs under it goes to its end."""
+    with _redis(values) as (client, keys):
+        key_id = api_keys.id_of(key) or key
+        found = next((record for record in _records(client, keys) if record.id == key_id), None)
+        if found is None:
+            print(f"there is no key {key_id[:40]!r}; `orcinus keys list` shows them", file=sys.stderr)
+            raise typer.Exit(1)
+        now_s = int(client.time()[0])
+        record = replace(found, revoked_s=found.revoked_s or now_s)
+        if forget:
+            _forget(client, keys, key_id)
+        else:
+            _write(client, keys, record)
+    text = f"key {key_id} ({record.name}) is revoked" + (" and forgotten" if forget else "")
+    print(json_module.dumps({**_shown(record, now_s), "forgotten": forget}) if json else text)
+
+
+@contextmanager
+def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
+    """Raises ConfigurationError when Redis does not answer."""
+    import redis
+
+    from services.cli.policy import redis_address
+    from services.launcher import redis_server
+
+    settings = build(CommonSettings, values)
+    url, access = redis_address(settings, build(LauncherSettings, values))
+    redis_server.check_server(url, **access)
+    try:
+        with redis_server.client(url, timeout_s=5.0, **access) as client:
+            yield client, settings.keys
+    except redis.RedisError as error:
+        raise ConfigurationError(f"Redis refuses: {error}") from error
+
+
+def _records(client: Any, keys: Keys) -> list[KeyRecord]:
+    return [KeyRecord.decode(stored) for stored in client.hvals(keys.api_keys)]
+
+
+def _write(client: Any, keys: Keys, record: KeyRecord) -> None:
+    with client.pipeline(transaction=True) as pipe:
+        pipe.hset(keys.api_keys, record.id, record.encode())
+        pipe.incr(keys.keys_version)
+        pipe.execute()
+
+
+def _forget(client: Any, keys: Keys, key_id: str) -> None:
+    with client.pipeline(transaction=True) as pipe:
+        pipe.hdel(keys.api_keys, key_id)
+        pipe.hdel(keys.keys_used, key_id)
+        pipe.incr(keys.keys_version)
+        pipe.execute()
+
+
+def _moment(text: str, now_s: int) -> int:
+    """Seconds of Redis's clock; 0: never. Raises ConfigurationError."""
+    if not text:
+        return 0
+    if found := _SPAN.fullmatch(text):
+        at = now_s + int(found[1]) * _SECONDS[found[2]]
+    else:
+        try:
+            day = datetime.fromisoformat(text)
+        except ValueError:
+            raise ConfigurationError(f"--expires={text}: write 30m, 12h, 90d or a day such as 2027-01-31") from None
+        at = int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp())
+    if at <= now_s:
+        raise ConfigurationError(f"--expires={text} is not in the future")
+    return at
+
+
+def _shown(record: KeyRecord, now_s: int) -> dict[str, Any]:
+    """What may be printed of a record: all but the digest."""
+    return {name: value for name, value in asdict(record).items() if name != "digest"} | {"state": record.state(now_s)}
+
+
+def _day(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}" if seconds else "-"

@@ -1,0 +1,92 @@
+"""`orcinus policy NAME`: asks a shard's scheduler for another policy and waits for the event that answers.
+
+Talks to Redis alone: `control:{shard}` in, `events` out. Without a Redis address it looks for the stack that
+`orcinus up` runs on this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from protos import queue_pb2
+from services.cli.options import without_password
+from services.launcher import redis_server
+from services.launcher.rundir import RunDir
+from services.scheduler.core.presets import parse
+from shared.errors import ConfigurationError
+from shared.keys import Keys
+from shared.redis_client import LIVE_TTL_MS
+from shared.settings import CommonSettings, LauncherSettings
+
+BLOCK_MS = 500
+KINDS = {"policy_changed": True, "policy_refused": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of the command."""
+
+    changed: bool
+    text: str
+
+
+def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float) -> Answer:
+    """Sends the command and waits.
+
+    Raises ConfigurationError for a wait that is no time, a policy that does not exist, and a silent Redis: before
+    anything is sent.
+    """
+    import redis
+
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ConfigurationError(f"--timeout-s {timeout_s:g} must be a finite number of seconds above 0")
+    try:
+        parse(name)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    url, access = redis_address(settings, launcher)
+    redis_server.check_server(url, **access)
+    try:
+        with redis_server.client(url, timeout_s=5.0, **access) as client:
+            return _switch(client, settings.keys, settings.shard, name, timeout_s)
+    except (redis.RedisError, OSError) as error:
+        return Answer(False, f"Redis at {without_password(url)} does not answer any more: {error}")
+
+
+def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
+    """URL and options of the Redis that was named, else of that of the local stack, else of the default one."""
+    if "redis_url" not in settings.model_fields_set and RunDir(launcher.run_dir).owner():
+        found = redis_server.local(launcher.run_dir)
+        if found is not None:
+            return found[0], {"password": found[1]}
+    return settings.redis_url, settings.redis_options()
+
+
+def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) -> Answer:
+    if not client.exists(keys.lease(shard)):
+        return Answer(False, f"no scheduler leads {shard} of model {keys.model}")
+    newest = client.xrevrange(keys.events, count=1)
+    last = newest[0][0] if newest else b"0-0"
+    control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name=name))
+    key = keys.control(shard)
+    client.xadd(key, {"c": control.SerializeToString()}, maxlen=10_000, approximate=True)
+    client.pexpire(key, LIVE_TTL_MS)
+    end = time.monotonic() + timeout_s
+    while (left := end - time.monotonic()) > 0:
+        found: Any = client.xread({keys.events: last}, block=max(1, min(BLOCK_MS, int(1000 * left))))
+        for _, rows in found or []:
+            for entry, fields in rows:
+                last, kind = entry, fields.get(b"kind", b"").decode()
+                ours = (fields.get(b"shard"), fields.get(b"policy")) == (shard.encode(), name.encode())
+                if kind in KINDS and ours:
+                    return Answer(KINDS[kind], fields[b"text"].decode())
+    stats = client.hmget(keys.stats(shard), "policy", "running")
+    policy, running = (value.decode() if value else "?" for value in stats)
+    return Answer(
+        False,
+        f"{policy} is still in force after {timeout_s:g} s: {running} sequences run to their ends first. The change to "
+        f"{name} stays pending and nobody enters until then; `orcinus policy {policy}` undoes it",
+    )

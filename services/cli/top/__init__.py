@@ -1,0 +1,1 @@
+"""`orcinus top`: the state of a stack in a terminal."""

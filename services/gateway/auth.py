@@ -1,0 +1,211 @@
+"""Who calls: the keys of the settings and those of `orcinus keys`, which lie in Redis.
+
+The gateway holds all records and looks once a second whether `keys:version` has changed, so a revoked key is refused
+within two seconds, at every gateway; what runs under it goes to its end. A silent Redis leaves the records as they
+were: it takes no new work in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.gateway.openai.errors import ApiError
+from shared import api_keys
+from shared.api_keys import KeyRecord
+from shared.keys import CLASSES
+from shared.redis_client import Unreachable, connect
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+EVERY_S = 1.0
+USED_EVERY_S = 60.0
+"""How coarse `last used` is."""
+ANONYMOUS = "anonymous"
+DEFAULT_PRIORITY = "normal"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Limits of one key; 0: unlimited."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_requests: int = 0
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """As enqueue.lua takes them."""
+        return self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
+
+    def headers(self, requests: int, tokens: int) -> dict[str, str]:
+        """OpenAI's x-ratelimit-* for a request that was taken, given what is left; none for what has no limit."""
+        found = {}
+        limits = (("requests", self.requests_per_minute, requests), ("tokens", self.tokens_per_minute, tokens))
+        for what, limit, left in limits:
+            if limit and left >= 0:
+                found[f"x-ratelimit-limit-{what}"] = str(limit)
+                found[f"x-ratelimit-remaining-{what}"] = str(left)
+                found[f"x-ratelimit-reset-{what}"] = f"{60 * (limit - left) / limit:.3f}s"
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request. `salt` keeps tenants from probing each other's prefix cache."""
+
+    tenant: str
+    salt: bytes = b""
+    bucket: str = ANONYMOUS
+    rates: Rates = Rates()
+    max_priority: str = CLASSES[0]
+    has_others: bool = False  # there are keys of other tenants
+
+    def priority(self, asked: str) -> str:
+        """The class of a request; '': it named none. Raises ApiError(403) for one above the key's ceiling."""
+        chosen = asked or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
+        if CLASSES.index(chosen) < CLASSES.index(self.max_priority):
+            raise ApiError(
+                403,
+                f"this key may ask for priority {self.max_priority} at most; got {chosen}",
+                param="priority",
+                code="priority_not_allowed",
+            )
+        return chosen
+
+
+class Keyring:
+    """All keys of a gateway. `identify` is called by handlers, `run` is a task of the gateway's."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises ConfigurationError when a key is needed and there is none."""
+        self._keys = settings.keys
+        self._required = settings.require_key
+        self._configured = [api_keys.digest(key) for key in settings.api_keys()]
+        self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
+        self._redis: Redis = connect(settings, connections=1)
+        self._records: dict[str, KeyRecord] = {}
+        self._any = False  # record was ever seen
+        self._several = len(self._configured) > 1  # tenants may come
+        self._version: bytes | None = None
+        self._secret = b""
+        self._ahead_s = 0.0  # Redis's clock less ours
+        self._used: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
+        self._written_at = -USED_EVERY_S
+        self.read = False
+        """Whether Redis was asked: before that its keys are unknown, and so is the secret of the salts."""
+
+    @property
+    def needed(self) -> bool:
+        """Is a key asked for? Once one was in Redis, always: neither its revocation nor lost data open a door."""
+        return bool(self._configured or self._required or self._any)
+
+    def identify(self, authorization: str | None) -> Caller:
+        """Who a request's Authorization header stands for. Raises ApiError(401)."""
+        if not self.needed:
+            return Caller(ANONYMOUS, rates=self._rates)
+        scheme, _, text = (authorization or "").partition(" ")
+        if not authorization:
+            raise _refused("you didn't provide an API key")
+        text = text.strip()
+        caller = self._of_redis(text) or self._of_settings(text)
+        if caller is None or scheme.lower() != "bearer":
+            raise _refused("the API key is not valid")
+        return caller
+
+    def salt(self, tenant: str) -> bytes:
+        """The same at every gateway; empty until Redis was asked."""
+        return hmac.digest(self._secret, tenant.encode(), "sha256")[:16] if self._secret else b""
+
+    async def run(self) -> None:
+        """Until cancelled: what is in Redis, once a second."""
+        heard = True
+        while True:
+            try:
+                await self._look()
+                heard = True
+            except (*Unreachable, RedisError) as error:
+                if heard:
+                    log.warning("waiting for Redis to read the keys: %s", error)
+                heard = False
+            await asyncio.sleep(EVERY_S)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    def _of_redis(self, text: str) -> Caller | None:
+        """Found by the id in the key's text, so the work is the same however many keys there are."""
+        record = self._records.get(api_keys.id_of(text) or "")
+        if record is None or not hmac.compare_digest(api_keys.digest(text).hex(), record.digest):
+            return None
+        now_s = time.time() + self._ahead_s
+        if (state := record.state(now_s)) != "active":
+            raise _refused(f"the API key is {state}")
+        self._used[record.id] = now_s
+        rates = Rates(
+            record.requests_per_minute or self._rates.requests_per_minute,
+            record.tokens_per_minute or self._rates.tokens_per_minute,
+            record.concurrent_requests or self._rates.concurrent_requests,
+        )
+        return Caller(record.tenant, self.salt(record.tenant), record.id, rates, record.max_priority, self._several)
+
+    def _of_settings(self, text: str) -> Caller | None:
+        digest, known = api_keys.digest(text), False
+        for expected in self._configured:  # all of them, so that the time says nothing
+            known |= hmac.compare_digest(digest, expected)
+        tenant = digest.hex()[:16]
+        if not known:
+            return None
+        return Caller(tenant, self.salt(tenant), tenant, self._rates, has_others=self._several)
+
+    async def _look(self) -> None:
+        keys = self._keys
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.get(keys.keys_version)
+        pipe.get(keys.keys_salt)
+        pipe.time()
+        version, secret, (seconds, micros) = await pipe.execute()
+        self._ahead_s = seconds + micros / 1e6 - time.time()
+        if not self.read or version != self._version:
+            self._records, self._version = await self._all(), version
+            self._any |= bool(self._records)
+            tenants = {record.tenant for record in self._records.values() if not record.revoked_s}
+            self._several = len(tenants) + len(set(self._configured)) > 1
+        if secret is None and self.needed:
+            await self._redis.set(keys.keys_salt, secrets.token_bytes(32), nx=True)
+            secret = await self._redis.get(keys.keys_salt)
+        self._secret = secret or b""
+        self.read = True
+        if self._used and time.monotonic() - self._written_at >= USED_EVERY_S:
+            used, self._used = self._used, {}
+            self._written_at = time.monotonic()
+            await self._redis.hset(keys.keys_used, mapping={key: int(at) for key, at in used.items()})
+
+    async def _all(self) -> dict[str, KeyRecord]:
+        found = {}
+        stored: dict[bytes, bytes] = await self._redis.hgetall(self._keys.api_keys)  # type: ignore[assignment]
+        for name, text in stored.items():
+            try:
+                record = KeyRecord.decode(text)
+            except (ValueError, TypeError) as error:
+                log.error("the record of key %s cannot be read, so it opens nothing: %s", name.decode(), error)
+                record = KeyRecord(name.decode(), "", "", "", revoked_s=1)
+            found[name.decode()] = record
+        return found
+
+
+def _refused(why: str) -> ApiError:
+    return ApiError(
+        401,
+        f"{why}; send it as Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

@@ -1,0 +1,399 @@
+"""The gateway's traffic with Redis: one task writes and asks, one task reads tokens. No handler awaits Redis itself.
+
+A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is ever read by the wrong
+request and no cancel is lost. Work runs in the order in which it was handed over; commands about requests (cancel,
+stop) outlive a Redis that is away, questions and new requests fail at once with 503. A job that fails ends alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from protos import queue_pb2
+from services.gateway.admission import Bounds
+from services.gateway.auth import Caller
+from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
+from services.gateway.delivery.codec import to_request
+from services.gateway.delivery.records import ends, fill, missing, rows_of
+from services.gateway.delivery.replies import entries_of, failed, record_of
+from services.gateway.delivery.retries import Command, Retries
+from services.gateway.delivery.stream import Offer, Row, Sink
+from services.gateway.metrics import Metrics
+from services.gateway.openai.errors import ApiError, slow_client, taken_over, unavailable
+from services.gateway.openai.validate import GenerationSpec
+from services.gateway.tasks import end
+from shared.keys import Keys
+from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+MOST_JOBS = 4096
+SILENT_S = 5.0
+"""A request unheard of for so long has its record read: its tokens may have left the stream unread."""
+READ_ENTRIES = 64
+FLUSH_S = 2.0
+"""What a clean stop waits for the last commands."""
+
+T = TypeVar("T")
+
+
+class Dispatcher:
+    """Owns every Redis connection that serves requests."""
+
+    def __init__(self, settings: GatewaySettings, gateway_id: str, cluster: Cluster, metrics: Metrics) -> None:
+        self._settings = settings
+        self._keys: Keys = settings.keys
+        self._cluster = cluster
+        self._metrics = metrics
+        self._redis: Redis = connect(settings, connections=1)
+        self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
+        self._scripts = Scripts(self._redis, metrics.call)
+        self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._more = asyncio.Event()
+        self._retries = Retries()
+        self._sinks: dict[str, Sink] = {}
+        self._outlived = False  # by a request: its last tokens may be nowhere but in this gateway's stream
+        self._tasks: list[asyncio.Task[None]] = []
+        self.gateway_id = gateway_id
+
+    # Life
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(work()) for work in (self._work, self._read, self._watch)]
+
+    async def stop(self) -> None:
+        """Ends the tasks, after what is queued was done, and deletes this gateway's stream unless a request goes on."""
+        if self._tasks and not self._cluster.redis_error:
+            flushed = asyncio.Event()
+
+            async def last() -> None:
+                flushed.set()
+
+            self._put(last)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await flushed.wait()
+        tasks, self._tasks = self._tasks, []
+        await end(*tasks)
+        if not self._cluster.redis_error and not self._outlived:
+            try:
+                await self._redis.delete(self._keys.tokens(self.gateway_id))
+            except (*Unreachable, RedisError) as error:
+                log.warning("the token stream was not deleted: %s", error)
+        await self._redis.aclose()
+        await self._reader.aclose()
+
+    @property
+    def sinks(self) -> dict[str, Sink]:
+        """Requests that run now, by id."""
+        return self._sinks
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What runs between start and stop; none of them ends by itself."""
+        return list(self._tasks)
+
+    # What handlers call
+
+    async def enqueue(self, spec: GenerationSpec, sink: Sink, caller: Caller, delivery: bytes) -> bool:
+        """Puts the request into its class's stream; False if one of its id was put there before.
+
+        Raises ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
+        it: only `adopt` takes it over.
+        """
+        if spec.id not in self._sinks:
+            self._register(sink)
+        request, prompts = to_request(spec, self.gateway_id, caller.tenant, caller.salt)
+        keys = self._keys
+        bounds = Bounds.of(self._settings, spec, caller, self._cluster.forecast(spec.priority))
+        # fmt: off
+        redis_keys = [
+            keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(caller.bucket),
+            keys.prompt(spec.id), keys.background, keys.background_of(self.gateway_id),
+        ]
+        arguments: list[Value] = [
+            request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
+            *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
+            spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.late is not None),
+        ]
+        # fmt: on
+        answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
+        if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
+            self._forget(sink)
+            raise refusal
+        if is_new := bool(answer[0] == b"ok"):
+            sink.left = (answer[2], answer[3])
+        if is_new and self._sinks.get(spec.id) is not sink:  # the one before it was refused
+            self._register(sink)
+        return is_new
+
+    async def adopt(self, sink: Sink, tenant: str, former: str = "") -> bool:
+        """Delivers a request from now on that was enqueued before, here or by another gateway; False if there is none
+        of that tenant, or `former`, if named, delivers it no more. Raises ApiError(503). `close` has to follow."""
+        self._register(sink)
+        adopt = queue_pb2.Control.Adopt(id=sink.request_id, gateway=self.gateway_id)
+        control = queue_pb2.Control(adopt=adopt)
+        verdict = await self._ask(
+            lambda: self._control(sink.request_id, "adopt", control, former, tenant=tenant, gateway=self.gateway_id)
+        )
+        self._refill(sink)
+        return verdict not in ("unknown", "forbidden", "elsewhere")
+
+    def close(self, sink: Sink, cancel_reason: str = "") -> None:
+        """The handler has ended. With a reason the request is cancelled, unless somebody else delivers it by now."""
+        self._outlived |= not (cancel_reason or sink.done)
+        if self._forget(sink) and cancel_reason:
+            self.cancel(sink.request_id, cancel_reason)
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Cancels a request that this gateway delivers, without waiting."""
+        control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason=reason))
+        self._command(
+            (request_id, "cancel"), lambda: self._control(request_id, "cancel", control, gateway=self.gateway_id)
+        )
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
+        """A stop string was found: tokens 0 .. at_token - 1 stay. written: called once Redis has it."""
+        stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
+        control = queue_pb2.Control(stop=stop)
+
+        async def send() -> None:
+            if (
+                await self._control(request_id, "stop", control, choice, at_token, gateway=self.gateway_id)
+                != "elsewhere"
+            ):
+                written()
+            elif sink := self._sinks.get(request_id):
+                sink.fail(taken_over(), cut=True)
+
+        self._command((request_id, f"stop {choice}"), send)
+
+    async def cancel_for(self, request_id: str, tenant: str) -> str:
+        """Cancels for a client: sent | flagged | finished | unknown | forbidden. Raises ApiError(503)."""
+        control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason="cancelled by its owner"))
+        return str(await self._ask(lambda: self._control(request_id, "cancel", control, tenant=tenant)))
+
+    async def record(self, request_id: str) -> dict[str, str]:
+        """`req:{id}`; empty when there is none. Raises ApiError(503)."""
+        found = await self.raw_record(request_id)
+        return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
+
+    async def raw_record(self, request_id: str) -> dict[bytes, bytes]:
+        """The same as Redis has it: `delivery` is no text."""
+        return await self._ask(lambda: record_of(self._redis, self._keys.req(request_id)))
+
+    async def read(self, sink: Sink) -> None:
+        """Puts what is recorded of a request into a mailbox that gets nothing else. Raises ApiError(503)."""
+        fill(sink, *await self._ask(lambda: missing(self._redis, self._keys, sink)))
+
+    # The working task
+
+    async def _work(self) -> None:
+        while True:
+            if not self._jobs:
+                self._more.clear()
+                await self._more.wait()
+            job = self._jobs.popleft()
+            try:
+                await job()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                log.error("a job for Redis was cancelled from within")
+            except Exception:
+                log.exception("a job for Redis failed")
+
+    def _put(self, job: Callable[[], Awaitable[None]]) -> None:
+        self._jobs.append(job)
+        self._more.set()
+
+    async def _ask(self, question: Callable[[], Awaitable[T]]) -> T:
+        """Lets the task ask and waits for the answer; a cancelled caller leaves the question to it."""
+        if self._cluster.redis_error:
+            raise unavailable(f"Redis does not answer: {self._cluster.redis_error}", "redis_unavailable", 2)
+        if len(self._jobs) >= MOST_JOBS:
+            raise unavailable("too many requests wait for Redis", "redis_unavailable", 2)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def job() -> None:
+            if silent := self._cluster.redis_error:  # since it was queued: those behind must not wait as long
+                if not answer.done():
+                    answer.set_exception(unavailable(f"Redis does not answer: {silent}", "redis_unavailable", 2))
+                return
+            try:
+                result = await question()
+            except asyncio.CancelledError:
+                if not answer.done():
+                    answer.set_exception(unavailable("the question to Redis was cut short", "redis_unavailable", 2))
+                raise
+            except Exception as error:
+                if isinstance(error, Unreachable):
+                    self._cluster.note_unreachable(str(error) or type(error).__name__)
+                if not answer.done():
+                    answer.set_exception(failed(error))
+            else:
+                if not answer.done():
+                    answer.set_result(result)
+
+        self._put(job)
+        return await answer
+
+    async def _enqueue(self, spec: GenerationSpec, keys: list[str], arguments: list[Value]) -> Any:
+        """Twice at most: a connection that Redis closed shows only at the first use, and an id is queued once."""
+        try:
+            return await self._scripts.enqueue(keys, arguments)
+        except Unreachable:
+            try:
+                return await self._scripts.enqueue(keys, arguments)
+            except Unreachable:
+                # It may be in the queue all the same; its client gets a 503, and asks for it again if it named it.
+                if not spec.is_named:
+                    self.cancel(spec.id, "its enqueueing got no answer")
+                raise
+
+    def _command(self, key: tuple[str, str], send: Callable[[], Awaitable[Any]]) -> None:
+        self._put_command(Command(key, send))
+
+    def _put_command(self, command: Command) -> None:
+        async def job() -> None:
+            try:
+                await command.say()
+            except Unreachable as error:
+                self._cluster.note_unreachable(str(error) or type(error).__name__)
+                self._retries.keep(command)
+            except RedisError as error:
+                self._retries.refused(command, error)
+
+        self._put(job)
+
+    async def _control(
+        self, request_id: str, kind: str, control: queue_pb2.Control, *more: Value, tenant: str = "", gateway: str = ""
+    ) -> str:
+        arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), gateway, tenant, *more]
+        reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)
+        return reply.decode()
+
+    def _register(self, sink: Sink) -> None:
+        """Rows of its request go to `sink` from now on; one that had it before ends."""
+        if before := self._sinks.get(sink.request_id):
+            before.fail(taken_over(), cut=True)
+        self._sinks[sink.request_id] = sink
+        self._cluster.active = len(self._sinks)
+
+    def _forget(self, sink: Sink) -> bool:
+        """False if another sink has taken its place."""
+        mine = self._sinks.get(sink.request_id, sink) is sink
+        if mine:
+            self._sinks.pop(sink.request_id, None)
+            self._cluster.active = len(self._sinks)
+        return mine
+
+    # The reading task
+
+    async def _read(self) -> None:
+        key = self._keys.tokens(self.gateway_id)
+        last: bytes | str = "0-0"  # nobody else had this id before, so this is the beginning
+        attempt = 0
+        while True:
+            try:
+                reply = await self._reader.xread({key: last}, count=READ_ENTRIES, block=BLOCK_MS)
+            except (*Unreachable, RedisError) as error:
+                if attempt == 0:
+                    log.warning("waiting for Redis to read tokens: %s", error)
+                await asyncio.sleep(backoff_s(attempt))
+                attempt += 1
+                continue
+            if attempt:
+                log.info("Redis is back: reading tokens from %s on", last)
+                attempt = 0
+            for entry_id, fields in entries_of(reply):
+                last = entry_id
+                self._metrics.read(entry_id)
+                try:
+                    self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
+                except Exception as error:  # whatever is in it, the next entry has to be read
+                    log.error("entry %r of %s is broken and was skipped: %r", entry_id, key, error)
+                await asyncio.sleep(0)  # handlers take what came before the next entry is put in
+
+    def _route(self, batch: queue_pb2.TokenBatch) -> None:
+        for request_id, first, row in rows_of(batch):
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                self._settle(sink, row, first, sink.offer(row, first))
+
+    def _settle(self, sink: Sink, row: Row, first: int, outcome: Offer) -> None:
+        if outcome is Offer.DUPLICATE:
+            self._metrics.duplicates.inc()
+        elif outcome is Offer.GAP:
+            sink.put_aside(row, first)
+            self._refill(sink)
+        elif outcome is Offer.OVERFLOW:
+            self._metrics.slow_clients.inc()
+            error = slow_client(sink.bound)
+            sink.fail(error, cut=True)
+            self.close(sink, "" if sink.survives else error.message)
+
+    # Records: gaps and silence
+
+    async def _watch(self) -> None:
+        """Once a second: commands that Redis missed, gaps that are still open, requests unheard of."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self._cluster.unfinished = sum(not sink.done for sink in self._sinks.values())
+            if self._cluster.redis_error:
+                continue
+            for command in self._retries.take():
+                self._put_command(command)
+            now = time.monotonic()
+            for sink in self._sinks.values():
+                if sink.ahead or now - max(sink.heard_at, sink.asked_at) > SILENT_S:
+                    self._refill(sink)
+
+    def _refill(self, sink: Sink) -> None:
+        if sink.refilling or sink.failure is not None:
+            return
+        sink.refilling = True
+        sink.asked_at = time.monotonic()
+
+        async def job() -> None:
+            try:
+                await self._read_record(sink)
+            except (*Unreachable, RedisError) as error:
+                log.warning("the record of %s was not read: %s", sink.request_id, error)
+            finally:
+                sink.refilling = False
+
+        self._put(job)
+
+    async def _read_record(self, sink: Sink) -> None:
+        if self._sinks.get(sink.request_id) is not sink:
+            return
+        record, rows = await missing(self._redis, self._keys, sink)
+        if not record:
+            sink.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
+            return
+        # What has ended is delivered by whoever is asked, also by several at once.
+        if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:
+            sink.fail(taken_over(), cut=True)
+            return
+        for first, row in rows:
+            self._metrics.refilled.inc()
+            self._settle(sink, row, first, sink.offer(row, first))
+        for item in sink.take_ahead():
+            # Still a gap: what is missing is not checkpointed yet; the watch asks again.
+            self._settle(sink, item.row, item.first, sink.offer(item.row, item.first))
+        for row in ends(record, sink.choices):
+            # What the stream still holds of these is late now.
+            at = sink.received[row.choice]
+            self._settle(sink, row, at, sink.offer(row, at))

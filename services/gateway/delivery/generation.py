@@ -1,0 +1,353 @@
+"""One running request: from rows of tokens to pieces of text, choice by choice.
+
+The text after token i of a choice is a function of the request and tokens 0..i alone (detokenize.py, stops.py), so any
+gateway produces the same. Used by the streaming and the whole answers alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from services.gateway.delivery.held_finishes import Endings
+from services.gateway.delivery.position import NOTHING, Position
+from services.gateway.delivery.stream import Row, Sink
+from services.gateway.metrics import Metrics
+from services.gateway.openai.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, unavailable
+from services.gateway.openai.validate import GenerationSpec
+from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.stop import StopMatcher
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.reader import CallPiece, ToolReader
+from services.gateway.tracing import RequestSpan
+
+
+class Finish(IntEnum):
+    """As in protos/queue.proto."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.DEADLINE: "deadline"}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice gained."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    calls: list[CallPiece] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, int]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class ChoiceText:
+    """Tokens of one choice in, text out."""
+
+    # fmt: off
+    __slots__ = (
+        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_silent", "_stop_ids", "_tells_offsets",
+        "_tools", "calls", "count", "finish_reason", "is_plain", "offsets",
+    )
+    # fmt: on
+
+    def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int], index: int = 0) -> None:
+        self._detokenizer = model.text.start(prompt, spec.skip_special)
+        self._matcher = StopMatcher(spec.stop, spec.include_stop)
+        self._stop_ids = frozenset(spec.stop_ids)
+        self._include = spec.include_stop
+        self._min_tokens = spec.min_tokens
+        self._tells_offsets = spec.logprobs is not None and spec.endpoint == "completions"
+        self._length = 0  # of the text of all tokens so far, held back or not
+        self.offsets: list[int] = []  # where in that text each token begins; only if an answer tells it
+        self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
+        self.calls: list[CallPiece] = []  # of tools, by the last `feed`
+        self.count = 0
+        self.finish_reason: str | None = None
+        self.is_plain = not (spec.stop or self._tells_offsets or spec.tools)  # then `grow` does as `feed`
+        self._silent = frozenset() if self._include else self._stop_ids
+
+    def grow(self, tokens: list[int]) -> str:
+        """The text of tokens that end nothing, where nothing has to be looked for in it."""
+        self.count += len(tokens)
+        text = ""
+        for token in tokens:
+            if token not in self._silent:
+                text += self._detokenizer.feed(token)
+        return text
+
+    def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
+        """Text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
+        text, used, stopped = self._feed(tokens, finish_reason)
+        if self._tools is not None:
+            text = self._read_calls(self._tools, text)
+        return text, used, stopped
+
+    def _read_calls(self, tools: ToolReader, text: str) -> str:
+        """What of the text is no call of a tool."""
+        text, self.calls = tools.feed(text)
+        if self.finish_reason is None:
+            return text
+        rest, last = tools.flush()
+        self.calls += last
+        if self.finish_reason == "stop" and tools.calls and not tools.cut:
+            self.finish_reason = "tool_calls"
+        return text + rest
+
+    def _feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
+        text = ""
+        for used, token in enumerate(tokens, 1):
+            self.count += 1
+            if self._tells_offsets:
+                self.offsets.append(self._length)
+            if token in self._stop_ids and not self._include:
+                continue
+            piece = self._detokenizer.feed(token)
+            self._length += len(piece)
+            text += self._match(piece)
+            if self._matcher.matched is not None:
+                self.finish_reason = "stop"
+                return text, tokens[:used], True
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            text += self._match(self._detokenizer.flush()) + self._matcher.flush()
+            if self._matcher.matched is not None:  # it ended with what stands for half a character
+                self.finish_reason = "stop"
+                return text, tokens, True
+        return text, tokens, False
+
+    def _match(self, text: str) -> str:
+        if not text:
+            return ""
+        if self.count <= self._min_tokens:  # stop strings end nothing before min_tokens
+            return text
+        return self._matcher.feed(text)
+
+
+class Commands(Protocol):
+    """What a generation tells the dispatcher."""
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None: ...
+
+    def close(self, sink: Sink, cancel_reason: str = "") -> None: ...
+
+
+class Generation:
+    """A request in flight. `close` must be called once, however it ends."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        model: ModelText,
+        sink: Sink,
+        commands: Commands,
+        metrics: Metrics,
+        started: float,
+        position: Position | None = None,
+        left: Callable[[], None] | None = None,
+    ) -> None:
+        """`started`: time.monotonic() at the request's arrival. position: what the client has already. left: called
+        when the client has gone and the request goes on without it."""
+        self.spec = spec
+        self.sink = sink
+        sink.record_bytes = spec.record_bytes
+        self._commands = commands
+        self._metrics = metrics
+        self._started = started
+        self._last: float | None = None
+        self._closed = False
+        self.span: RequestSpan | None = None  # set where traces are sent
+        self._left = left
+        self._endings = Endings(sink.wake)
+        self._ended: ApiError | None = None  # told by the next call of `next`
+        self.failure: ApiError | None = None
+        prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
+        self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
+        self.logprobs = Logprobs(spec, model.text, self.choices)
+        self.position = position or Position([NOTHING] * spec.choices)
+        self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
+        self.is_plain = (
+            self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
+        )  # then only rows end it
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices) and not self._endings
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
+
+    async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
+        """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
+
+        deliver: as in `Sink.take`; it has to `apply` what it takes. Raises ApiError when the request failed, was
+        cancelled or its client was cut; what came before is given first.
+        """
+        try:
+            if self._ended is not None:
+                raise self._ended
+            return self.apply(await self.sink.take(timeout_s, deliver))
+        except ApiError as error:
+            self.failure = error
+            if error.code == HANDED_OVER and not self._goes_on:
+                text = "this gateway is shutting down and the request is cancelled; send it again"
+                self.failure = unavailable(text, "shutting_down")
+            raise self.failure from None
+
+    @property
+    def holds_end(self) -> bool:
+        """Was a stop string found whose end is not told yet?"""
+        return bool(self._endings)
+
+    def apply(self, rows: list[Row]) -> list[Delta]:
+        """What rows add, in order. Raises ApiError when the first of them tells a failure."""
+        if self.is_plain and len(rows) == 1 and not rows[0].finish:
+            return self._grow(rows[0])
+        deltas: dict[int, Delta] = {}
+        for row in rows:
+            choice = self.choices[row.choice]
+            if choice.finish_reason is not None:
+                continue
+            if row.finish in (Finish.ERROR, Finish.CANCELLED):
+                self._ended = _failure(row, self.spec)
+                if not deltas:
+                    raise self._ended
+                break
+            reason = REASONS.get(Finish(row.finish)) if row.finish else None
+            known = max(0, self._had[row.choice] - choice.count)
+            text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
+            calls = choice.calls
+            self._keep_logprobs(row, known, tokens)
+            ended = choice.finish_reason
+            beyond = self._had[row.choice] - choice.count  # see Position
+            if stopped:
+                self.sink.end_choice(row.choice)
+                if row.finish != Finish.STOP:  # also behind an end of its own: the record is to say what was told
+                    written = self._endings.hold(row.choice) if beyond < 2 else _nothing
+                    self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
+                    ended = None
+            if choice.finish_reason is not None:
+                if beyond >= 2:
+                    continue
+                text, calls = ("", []) if beyond == 1 else (text, calls)
+            held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
+            held.text += text
+            held.calls += calls
+            held.token_ids = held.token_ids + tokens
+            held.finish_reason = ended
+        for number in self._endings.take():
+            reason = self.choices[number].finish_reason
+            deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = reason
+        self._observe(sum(len(delta.token_ids) for delta in deltas.values()))
+        return list(deltas.values())
+
+    def _grow(self, row: Row) -> list[Delta]:
+        """What all of `apply` comes to for nearly every row: some text more. No choice can have ended before."""
+        text = self.choices[row.choice].grow(row.tokens)
+        self._observe(len(row.tokens))
+        return [Delta(row.choice, text, row.tokens, None)]
+
+    def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
+        """ChoiceText.feed without what the client has already."""
+        choice = self.choices[number]
+        known = max(0, self._had[number] - choice.count)
+        if not known:
+            return choice.feed(tokens, reason)
+        all_known = known >= len(tokens)
+        _, _, stopped = choice.feed(tokens[:known], None)
+        if stopped or (all_known and reason is None):
+            choice.calls = []
+            return "", [], stopped
+        return choice.feed(tokens[known:], reason)
+
+    def _keep_logprobs(self, row: Row, known: int, tokens: list[int]) -> None:
+        """tokens: those of the row that count and that the client has not; `known` of it were before them."""
+        if size := self.spec.record_bytes:
+            records = row.logprobs[size * known : size * (known + len(tokens))]
+            self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
+
+    def close(self) -> None:
+        """Ends the request's delivery; what still runs is cancelled, unless its client promised to come back."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.span is not None:
+            self.span.end(self)
+        if self.done:
+            reasons = [choice.finish_reason for choice in self.choices]
+            took_s = time.monotonic() - self._started
+            self._metrics.finished(self.spec, reasons, self.usage.completion_tokens, took_s)
+            self._commands.close(self.sink)
+        elif self._goes_on:
+            self._commands.close(self.sink)
+            if self._left is not None and not self._taken_from_here:
+                self._left()
+        elif self.failure is not None:
+            self._commands.close(self.sink, self.failure.message)
+        else:
+            self._metrics.cancelled.inc()
+            self._commands.close(self.sink, "the client left")
+        self._endings.close()
+
+    @property
+    def _taken_from_here(self) -> bool:
+        """Does somebody else deliver the request by now, or is to?"""
+        failure = self.failure or self.sink.failure
+        return failure is not None and failure.code in (TAKEN_OVER, HANDED_OVER)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Is somebody to get what is still to come: another connection, or the client when it comes back?"""
+        failure = self.failure or self.sink.failure
+        if failure is None or failure.code == SLOW_CLIENT:
+            return self.spec.survives_client
+        streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
+        return streams or failure.code == TAKEN_OVER
+
+    def _observe(self, tokens: int) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        self._metrics.told(tokens, None if self._last is None else now - self._last)
+        if self._last is None:
+            if self.span is not None:
+                self.span.first_token()
+            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
+        self._last = now
+
+
+def _nothing() -> None:
+    """Nobody waits to hear that a stop is written: this client was told the end before."""
+
+
+def _failure(row: Row, spec: GenerationSpec) -> ApiError:
+    """Of a row that ends its request without success."""
+    if row.finish == Finish.CANCELLED:
+        return ApiError(409, "the request was cancelled", code="cancelled")
+    return failed(row.error, spec.grammar_field)

@@ -1,0 +1,1 @@
+"""Connections of the gateway: servers, protocol limits, middleware, listening sockets."""

@@ -1,0 +1,83 @@
+"""The HTTP servers of a gateway: one uvicorn for each port, over TLS when there is a certificate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import ssl
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from services.gateway.http.listeners import BACKLOG
+from services.gateway.http.protocol import Bounds, Protocol
+from shared.settings import GatewaySettings, is_loopback
+from shared.tls import check_pair
+
+log = logging.getLogger("orcinus.gateway")
+
+GRACE_S = 5
+"""What answers get to be written when delivery has ended."""
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Of TLS 1.2, the oldest that is spoken; those of TLS 1.3 are all good."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: two servers share the process, and draining comes first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def server(app: Any, settings: GatewaySettings) -> Server:
+    """One port's. Raises ConfigurationError for a certificate that will not do."""
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        check_pair(settings.tls_cert, settings.tls_key)
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(Protocol, Bounds.of(settings)),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GRACE_S,
+        backlog=BACKLOG,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        ssl_ciphers=CIPHERS,
+    )
+    return Server(config)
+
+
+def scheme(settings: GatewaySettings) -> str:
+    """http or https."""
+    return "https" if settings.tls_cert is not None else "http"
+
+
+def warn_of_clear_text(settings: GatewaySettings) -> None:
+    """Keys and prompts that cross a network unencrypted are the operator's choice, but a known one."""
+    if settings.tls_cert is not None:
+        return
+    for host, port in ((settings.host, settings.port), (settings.ops_host, settings.ops_port)):
+        if not is_loopback(host):
+            log.warning("%s:%d is reached beyond this machine without TLS; --tls-cert and --tls-key", host, port)
+
+
+def renew_certificates(servers: Sequence[uvicorn.Server], settings: GatewaySettings) -> None:
+    """Reads the files again, for connections that come from now on; what will not do is not taken."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return
+    try:
+        check_pair(settings.tls_cert, settings.tls_key)
+        for one in servers:
+            if isinstance(context := one.config.ssl, ssl.SSLContext):
+                context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except Exception as error:  # whatever is wrong with the new files, the old certificate still serves
+        log.error("the certificate was not renewed: %s", error)
+    else:
+        log.info("the certificate was read again")

@@ -1,0 +1,187 @@
+"""The Open Inference Protocol's tensors: texts and fields of a request out of them, answers into them. Pure.
+
+A request has the tensor `text_input` and, if it likes, `sampling_parameters` (one JSON object) and `stream`; its
+parameters are fields of `/v1/completions`. An answer has `text_output` and `finish_reason`, an element a choice.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from protos import kserve_pb2 as kserve
+from services.gateway.openai.errors import ApiError, invalid, shown
+from services.gateway.openai.parse import parse_json
+from shared.keys import CLASSES
+
+INPUTS = (("text_input", "BYTES", (-1,)), ("sampling_parameters", "BYTES", (1,)), ("stream", "BOOL", (1,)))
+OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
+VERSIONS = ("", "1")
+EMPTY_FINAL = "triton_enable_empty_final_response"
+FINAL = "triton_final_response"
+MOST_DIMENSIONS = 8
+MOST_ELEMENTS = 1 << 16
+"""Of a tensor; more than any server's limit of choices. Both bound the work before the request is known to be good."""
+OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "best_of", "background")
+"""Fields of `/v1/completions` that have another form here, or none."""
+
+
+def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
+    """The body of `/v1/completions` that a request stands for. Raises ApiError(400, 404)."""
+    if request.model_version not in VERSIONS:
+        message = f"the model has version 1; got {shown(request.model_version)}"
+        raise ApiError(404, message, param="model_version", code="model_not_found")
+    tensors = _tensors(request)
+    if "text_input" not in tensors:
+        raise invalid("text_input", "you must provide the input text_input", "missing_required_parameter")
+    texts = [_text(element, "text_input") for element in tensors["text_input"]]
+    fields = {"model": request.model_name, "prompt": texts[0] if len(texts) == 1 else texts}
+    given = [_parameters(request.parameters)]
+    if "sampling_parameters" in tensors:
+        given.append(_json_object(tensors["sampling_parameters"]))
+    if "stream" in tensors:
+        given.append({"stream": _only(tensors["stream"], "stream")})
+    for more in given:
+        for name, value in more.items():
+            if name in OVER_HTTP:
+                raise invalid(name, f"{name} is not a parameter over gRPC", "unsupported_parameter")
+            if name in fields:
+                raise invalid(name, f"{name} is given twice", "invalid_value")
+            fields[name] = value
+    return fields
+
+
+def answer(
+    request: kserve.ModelInferRequest, texts: Sequence[str], reasons: Sequence[str], parameters: Mapping[str, Any]
+) -> kserve.ModelInferResponse:
+    """One response: text and finish reason (empty: it goes on) of each choice. Raises ApiError(400)."""
+    columns = {"text_output": texts, "finish_reason": reasons}
+    names = [output.name for output in request.outputs] or list(columns)
+    made = kserve.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    for name in names:
+        column = columns[name]
+        made.outputs.add(name=name, datatype="BYTES", shape=[len(column)])
+        made.raw_output_contents.append(b"".join(_packed(text.encode()) for text in column))
+    for name, value in parameters.items():
+        _set(made.parameters[name], value)
+    return made
+
+
+def check_outputs(request: kserve.ModelInferRequest) -> None:
+    """Raises ApiError(400) for an output that there is not."""
+    known = [name for name, _, _ in OUTPUTS]
+    if len(request.outputs) > len(known):
+        raise invalid("outputs", f"the model has {len(known)} outputs; got {len(request.outputs)}", "invalid_value")
+    for output in request.outputs:
+        if output.name not in known:
+            raise invalid(
+                "outputs", f"unknown output {shown(output.name)}; the model has {', '.join(known)}", "invalid_value"
+            )
+
+
+def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
+    """The elements of each input, from either of the protocol's two forms."""
+    known = {name: datatype for name, datatype, _ in INPUTS}
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise invalid("raw_input_contents", f"{len(request.inputs)} inputs, but {len(raw)} raw contents")
+    found: dict[str, list[Any]] = {}
+    for index, tensor in enumerate(request.inputs):
+        name = tensor.name
+        if name not in known or name in found:
+            what = "is given twice" if name in found else f"is unknown; the model has {', '.join(known)}"
+            raise invalid("inputs", f"the input {shown(name)} {what}", "unknown_parameter")
+        if tensor.datatype != known[name]:
+            raise invalid(name, f"{name} must have the datatype {known[name]}; got {shown(tensor.datatype)}")
+        if raw:
+            elements = _unpacked(raw[index], name) if known[name] == "BYTES" else [byte != 0 for byte in raw[index]]
+        else:
+            contents = tensor.contents
+            elements = list(contents.bytes_contents if known[name] == "BYTES" else contents.bool_contents)
+        if len(elements) > MOST_ELEMENTS:
+            raise invalid(name, f"{name} may have {MOST_ELEMENTS} elements; got {len(elements)}", "invalid_value")
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            text = f"the shape of {name} may have {MOST_DIMENSIONS} dimensions; got {len(tensor.shape)}"
+            raise invalid(name, text, "invalid_value")
+        if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
+            raise invalid(name, f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements")
+        found[name] = elements
+    return found
+
+
+def _parameters(given: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:
+    """Parameters as fields. The protocol's own `priority` (1: first) and `timeout` (in us) mean what they say there."""
+    fields: dict[str, Any] = {}
+    for name, parameter in given.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        value = getattr(parameter, kind) if kind else None
+        if name == EMPTY_FINAL:  # the last answer is marked and never empty
+            continue
+        if name == "priority" and type(value) is int:
+            if not 0 <= value <= len(CLASSES):
+                raise invalid(name, f"priority must be 1 to {len(CLASSES)}, 0 for the default; got {value}")
+            fields["priority"] = CLASSES[value - 1] if value else None
+        elif name == "timeout" and type(value) is int:
+            fields["deadline_ms"] = -(-value // 1000) or None
+        else:
+            fields[name] = value
+    return fields
+
+
+def _json_object(elements: list[Any]) -> dict[str, Any]:
+    name = "sampling_parameters"
+    value = parse_json(_only(elements, name), name, name)
+    if not isinstance(value, dict):
+        raise invalid("sampling_parameters", f"sampling_parameters must be a JSON object; got {shown(value)}")
+    return value
+
+
+def _only(elements: list[Any], name: str) -> Any:
+    if len(elements) != 1:
+        raise invalid(name, f"{name} must have one element; got {len(elements)}")
+    return elements[0]
+
+
+def _text(element: bytes, name: str) -> str:
+    try:
+        return element.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(name, f"{name} is not UTF-8: {error}") from error
+
+
+def _packed(element: bytes) -> bytes:
+    return struct.pack("<I", len(element)) + element
+
+
+def _unpacked(raw: bytes, name: str) -> list[bytes]:
+    """Elements of type BYTES, each behind its length; of too many one more than may be."""
+    elements, at = [], 0
+    while at < len(raw) and len(elements) <= MOST_ELEMENTS:
+        start = at + 4
+        (size,) = struct.unpack_from("<I", raw, at) if start <= len(raw) else (len(raw),)
+        at = start + size
+        if at > len(raw):
+            raise invalid(name, f"the raw contents of {name} end within an element")
+        elements.append(raw[start:at])
+    return elements
+
+
+def _set(parameter: kserve.InferParameter, value: Any) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        parameter.int64_param = value
+    else:
+        parameter.string_param = value
+
+
+def body_of(fields: dict[str, Any]) -> bytes:
+    """The fields as the HTTP body that says the same. Raises ApiError(400) for a number that JSON has not."""
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise invalid(name, f"{name} must be a finite number; got {value}")
+    return orjson.dumps(fields)

@@ -1,0 +1,75 @@
+"""The OpenAPI document's parts that FastAPI cannot infer, because bodies are parsed by hand (bodies.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from services.gateway.http.middleware import OPEN_PATHS
+from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, ErrorAnswer, TokenizeBody
+from services.gateway.openai.responses_body import ResponsesBody
+
+BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+_REF = "#/components/schemas/{model}"
+_MEANING = {
+    400: "a field is wrong; `param` names it",
+    401: "no key, or a wrong one",
+    403: "the key may not ask for that",
+    404: "no such model, request or path",
+    405: "the path does not know this method",
+    408: "the request was not all there in time",
+    409: "the request was cancelled",
+    413: "the body is too big",
+    415: "the body is not application/json",
+    429: "too much waits, or a rate limit; see Retry-After",
+    431: "the head is too long, or has too many fields",
+    500: "the generation or the gateway failed",
+    503: "not now; see Retry-After",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route: every error that it can answer, and those that any route can."""
+    return {
+        status: {"model": ErrorAnswer, "description": _MEANING[status]}
+        for status in sorted({400, 401, 405, 408, 413, 431, 500, *statuses})
+    }
+
+
+def body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is `kind`."""
+    schema = {"$ref": _REF.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
+    """The 200 of a route that answers JSON or, with `stream`, events."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}, "id": {"type": "string"}}}
+    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": event}}
+    return {200: {"description": description, "content": content}}
+
+
+def install(app: FastAPI) -> None:
+    """Adds the bodies' schemas and the key to the document."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            for kind in BODIES:
+                own = kind.model_json_schema(ref_template=_REF)
+                schemas.update(own.pop("$defs", {}))
+                schemas[kind.__name__] = own
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+            for path in OPEN_PATHS & schema["paths"].keys():
+                for operation in schema["paths"][path].values():
+                    operation["security"] = []
+                    operation["responses"].pop("401", None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

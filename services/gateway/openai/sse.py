@@ -1,0 +1,280 @@
+"""Server-sent events of one request, as bytes.
+
+What is constant in an event is built once per request; only text and reasons are encoded per event. Every event has an
+id, `request:` and a Position: what a client that has read so far has. It may go on from there at any gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.delivery.generation import Delta, Generation, Usage
+from services.gateway.delivery.position import NOTHING, PREAMBLE, Position
+from services.gateway.delivery.stream import Row
+from services.gateway.openai.errors import ApiError
+from services.gateway.tasks import end
+from services.gateway.text.tools.reader import merged
+
+log = logging.getLogger("orcinus.gateway")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+SLOW_FLUSH_S = 5.0
+"""What a client that was cut for slowness gets to read the error event."""
+
+
+class Writer(Protocol):
+    """Makes the events of one request."""
+
+    def echo(self) -> bytes:
+        """What comes before the first token; may be empty."""
+        ...
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Events of one delivery; empty when all its text is still held back."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """What comes behind the last token."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """An error after the first byte; the stream ends behind it."""
+        ...
+
+
+class EventWriter:
+    """Turns deltas into events in OpenAI's form."""
+
+    def __init__(self, generation: Generation, fingerprint: str) -> None:
+        spec = generation.spec
+        self._generation = generation
+        self._spec = spec
+        self._chat = spec.endpoint == "chat"
+        head = {
+            "id": spec.id,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": spec.created,
+            "model": spec.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._id = b"id: " + spec.id.encode() + b":"
+        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
+        self._position = Position(list(generation.position.last), generation.position.usage)
+        # Of nearly every event, all but its index and its text never changes.
+        own = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
+        self._is_plain = spec.choices == 1 and not own
+        self._before = self._head + b'{"index":0,' + (b'"delta":{"content":' if self._chat else b'"text":')
+        self._behind = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
+
+    def echo(self) -> bytes:
+        """The prompts, when they were asked for: before the first token of each choice."""
+        parts = []
+        for choice, last in enumerate(self._position.last):
+            if self._spec.echo and last == NOTHING:
+                self._position.last[choice] = PREAMBLE
+                parts.append(self._event(choice, self._spec.prompt_texts[choice // self._spec.n], [], None))
+        return b"".join(parts)
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Events of one delivery; empty when all its text is still held back."""
+        last = self._position.last  # moved before each event: its id says what is had with it
+        if self._is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
+            delta = deltas[0]
+            if delta.finish_reason is None and not delta.calls:
+                return self._more(delta.text)
+        parts = []
+        for delta in deltas:
+            count = self._generation.choices[delta.choice].count
+            if self._chat and last[delta.choice] == NOTHING:
+                last[delta.choice] = PREAMBLE
+                parts.append(self._raw(delta.choice, b'"delta":{"role":"assistant","content":""}', [], None))
+            ids = delta.token_ids if self._spec.return_token_ids else []
+            if delta.text or delta.calls or (ids and delta.finish_reason is None):
+                last[delta.choice] = count - 1 if delta.finish_reason is None else count
+                logprobs = self._logprobs(delta.choice)
+                if delta.calls:  # one event with the text before them: its id says what is had with it
+                    parts.append(self._raw(delta.choice, calls_delta(delta), ids, None, logprobs))
+                else:
+                    parts.append(self._event(delta.choice, delta.text, ids, None, logprobs))
+                ids = []
+            if delta.finish_reason is not None:
+                last[delta.choice] = count + 1
+                parts.append(self._event(delta.choice, "", ids, delta.finish_reason, self._logprobs(delta.choice)))
+        return b"".join(parts)
+
+    def _more(self, text: str) -> bytes:
+        """`_event` of the only choice, for text alone."""
+        if not text:
+            return b""
+        index = self._position.last[0] = self._generation.choices[0].count - 1
+        return b"%b%d\n%b%b%b" % (self._id, index, self._before, orjson.dumps(text), self._behind)
+
+    def end(self, usage: Usage) -> bytes:
+        """The usage, when asked for, and the end mark."""
+        if not self._spec.include_usage or self._position.usage:
+            return DONE
+        self._position.usage = True
+        return self._stamp() + self._head + b'],"usage":' + orjson.dumps(usage.body()) + b"}\n\n" + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + error.json() + b"\n\n"
+
+    def _logprobs(self, choice: int) -> bytes:
+        """Of all tokens since the choice's last event, also those whose text was held back then."""
+        if self._spec.logprobs is None:
+            return b"null"
+        return orjson.dumps(self._generation.logprobs.take(choice))
+
+    def _event(self, choice: int, text: str, ids: list[int], reason: str | None, logprobs: bytes = b"null") -> bytes:
+        if not self._chat:
+            return self._raw(choice, b'"text":' + orjson.dumps(text), ids, reason, logprobs)
+        content = b'{"content":' + orjson.dumps(text) + b"}" if text or reason is None else b"{}"
+        return self._raw(choice, b'"delta":' + content, ids, reason, logprobs)
+
+    def _raw(self, choice: int, content: bytes, ids: list[int], reason: str | None, logprobs: bytes = b"null") -> bytes:
+        tokens = b',"token_ids":' + orjson.dumps(ids) if self._spec.return_token_ids else b""
+        finish = b"null" if reason is None else orjson.dumps(reason)
+        return b'%b%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
+            self._stamp(), self._head, choice, content, logprobs, finish, tokens, self._end_of_event(),
+        )  # fmt: skip
+
+    def _end_of_event(self) -> bytes:
+        if self._spec.include_usage and self._spec.continuous_usage:
+            return b'],"usage":' + orjson.dumps(self._generation.usage.body()) + b"}\n\n"
+        return self._tail
+
+    def _stamp(self) -> bytes:
+        return self._id + str(self._position).encode() + b"\n"
+
+
+class EventStream(Response):
+    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut.
+
+    While the writer waits and the connection has room, rows are written as they are read from Redis, by whoever reads
+    them. Ends, and all that needs patience with the client, are the writer's own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, writer: Writer, keepalive_s: float, headers: dict[str, str] | None = None
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._writer = writer
+        self._keepalive_s = keepalive_s
+        self._deliver: Callable[[Row], bool] | None = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        own = scope.get("extensions", {})
+        if "orcinus.write" in own:
+            self._has_room, self._put = own["orcinus.has_room"]["call"], own["orcinus.write"]["call"]
+            self._deliver = self._at_once
+        writing = asyncio.create_task(self._write(send))
+        leaving = asyncio.create_task(until_disconnect(receive))
+        cutting = asyncio.create_task(generation.sink.cut.wait())
+        try:
+            await asyncio.wait({writing, leaving, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            if cutting.done() and not leaving.done() and not writing.done():
+                await end(writing)
+                await self._cut(scope, send)
+            elif writing.done():
+                writing.result()
+        finally:
+            generation.close()
+            await end(writing, leaving, cutting)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._write_events(send)
+        except ApiError as error:
+            await _body(send, self._writer.error(error), last=True)
+        except Exception:
+            log.exception("a stream failed")
+            await _body(send, self._writer.error(_failed()), last=True)
+
+    async def _write_events(self, send: Send) -> None:
+        generation, writer = self._generation, self._writer
+        if echoed := writer.echo():
+            await _body(send, echoed)
+        while not generation.done:
+            deltas = await self._next()
+            events = writer.events(deltas) if deltas or generation.done else KEEP_ALIVE
+            if generation.done:
+                await _body(send, events + writer.end(generation.usage), last=True)
+                return
+            if events:
+                await _body(send, events)
+        await _body(send, writer.end(generation.usage), last=True)
+
+    async def _next(self) -> list[Delta]:
+        """What is for the writer; empty when nothing was told for `keepalive_s`, in whatever way."""
+        generation, sink, begun = self._generation, self._generation.sink, time.monotonic()
+        while True:
+            told = max(begun, sink.heard_at)
+            deltas = await generation.next(max(0.0, told + self._keepalive_s - time.monotonic()), self._deliver)
+            if deltas or generation.done or sink.heard_at <= told:
+                return deltas
+
+    def _at_once(self, row: Row) -> bool:
+        """Writes what a row adds; False where that would have to wait."""
+        generation = self._generation
+        if not self._has_room() or generation.holds_end:
+            return False
+        try:
+            if events := self._writer.events(generation.apply([row])):
+                self._put(events)
+            if not generation.is_plain and generation.done:
+                generation.sink.wake()
+        except Exception:
+            log.exception("a stream failed")
+            generation.sink.fail(_failed())  # the writer tells it
+        return True
+
+    async def _cut(self, scope: Scope, send: Send) -> None:
+        """The client does not read: the error event may still fit, then the connection goes."""
+        failure = self._generation.sink.failure or ApiError(503, "the stream was cut", code="cut")
+        self._generation.failure = failure
+        try:
+            async with asyncio.timeout(SLOW_FLUSH_S):
+                await _body(send, self._writer.error(failure), last=True)
+        except TimeoutError:
+            abort: Callable[[], None] | None = scope.get("extensions", {}).get("orcinus.abort", {}).get("call")
+            if abort is not None:
+                abort()
+
+
+def _failed() -> ApiError:
+    return ApiError(500, "the gateway failed; its log says more", code="internal_error")
+
+
+def calls_delta(delta: Delta) -> bytes:
+    """The delta of a chunk that has tool calls."""
+    content = {"content": delta.text} if delta.text else {}
+    return b'"delta":' + orjson.dumps({**content, "tool_calls": [call.body() for call in merged(delta.calls)]})
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while True:
+        message: Any = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+async def _body(send: Send, body: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})

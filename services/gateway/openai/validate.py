@@ -1,0 +1,382 @@
+"""From the bytes of a body to a GenerationSpec that can be served: the last place where a request can be wrong.
+
+Every refusal is an ApiError(400) that names the field, what was sent and what is allowed. Bad input never passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protos import queue_pb2
+from services.gateway.openai.asked import check_records, choices_asked, logprobs_asked
+from services.gateway.openai.bodies import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
+from services.gateway.openai.errors import ApiError, invalid, shown
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import AskedTools, asked_tools, output_grammar, plain_messages
+from services.gateway.text.tools.reader import ToolUse
+from shared import ids
+from shared.columns import pack, pack_float
+from shared.logprobs import record_bytes
+
+THREAD_CHARS = 32 * 1024
+"""Longer texts, all of a request together, are tokenized beside the event loop."""
+THREAD_TOKENS = 8 * 1024
+"""More ids are checked and turned into text beside the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers can take; from their records, else from the model's own config."""
+
+    max_model_len: int
+    max_input_tokens: int = 0  # 0: as much as the context allows
+    max_output_tokens: int = 0
+    max_choices: int = 128
+
+
+@dataclass(slots=True)
+class GenerationSpec:
+    """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""
+
+    id: str
+    endpoint: str  # completions | chat
+    model: str
+    created: int
+    prompts: list[list[int]]
+    prompt_texts: list[str]  # for echo, else empty
+    n: int
+    max_tokens: int
+    min_tokens: int
+    stop: list[str]
+    stop_ids: list[int]
+    sampling: queue_pb2.Sampling
+    priority: str  # '' until the caller's own is known
+    stream: bool
+    include_usage: bool
+    echo: bool
+    return_token_ids: bool
+    include_stop: bool
+    skip_special: bool
+    ttft_slo_ms: int = 0
+    tbt_slo_ms: int = 0
+    deadline_ms: int = 0
+    traceparent: str = ""
+    background: bool = False  # nobody waits for it
+    body_sha256: bytes = b""  # of the HTTP body, where an Idempotency-Key names the request
+    logprobs: int | None = None  # most likely tokens that are told beside each sampled one; None: nothing is
+    keep: int = 0  # of each prompt's n choices the best so many are told; 0: all
+    continuous_usage: bool = False
+    tools: ToolUse | None = None
+    grammar_field: str = ""  # that brought the grammar of `sampling`
+    prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.prompt_tokens or sum(map(len, self.prompts))
+
+    @property
+    def survives_client(self) -> bool:
+        """Its client said that it would come back for the answer: it runs on when the connection is gone."""
+        return self.is_named or self.background
+
+    @property
+    def is_named(self) -> bool:
+        """An Idempotency-Key names it: sent again it is the same request."""
+        return bool(self.body_sha256)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of each token's log-probabilities; 0 where nobody needs them."""
+        return record_bytes(self.sampling.logprobs)
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the tenant's bucket pays in advance: prompts and the most that can come out."""
+        return self.prompt_tokens + self.choices * self.max_tokens
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Raises ApiError(404) naming what is served."""
+    if name is not None and name != served:
+        raise ApiError(
+            404,
+            f"The model {shown(name)} does not exist; this server has {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def completion_spec(
+    body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+) -> GenerationSpec:
+    """Raises ApiError."""
+    check_model(body.model, served)
+    prompts, texts = await _prompts(body, model, limits)
+    echo = bool(body.echo)
+    if echo and body.logprobs is not None:
+        raise invalid(
+            "echo", "echo with logprobs is not supported: the prompt's are not computed", "unsupported_parameter"
+        )
+    if echo and not texts:
+        texts = await decode(prompts, model, body.skip_special_tokens is not False)
+    max_tokens = body.max_tokens
+    if max_tokens == 0 and not echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
+    longest = max(map(len, prompts))
+    room = _room(longest, limits, "prompt", needs=0 if max_tokens == 0 else 1)
+    if max_tokens is None:
+        max_tokens = min(16, room)
+    _check_output(max_tokens, longest, room, limits, "max_tokens")
+    spec = _spec(body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id)
+    await _bind(spec, body, model, AskedTools())
+    return spec
+
+
+async def chat_spec(
+    body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+) -> GenerationSpec:
+    """Raises ApiError."""
+    check_model(body.model, served)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
+    name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens == 0:
+        raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
+    tools = asked_tools(body, model)
+    prompt = await encode_messages(body.messages, model, limits, tools=tools.shown)
+    room = _room(len(prompt), limits, "messages")
+    if max_tokens is None:
+        max_tokens = room
+    _check_output(max_tokens, len(prompt), room, limits, name)
+    spec = _spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
+    await _bind(spec, body, model, tools)
+    return spec
+
+
+async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: AskedTools) -> None:
+    """What the output has to be, and how it is read. Raises ApiError."""
+    spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
+    spec.tools = tools.use
+    if tools.has_control:
+        spec.skip_special = False  # calls are found by it
+
+
+async def encode_messages(
+    messages: Sequence[ChatMessage],
+    model: ModelText,
+    limits: Limits,
+    add_generation_prompt: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[int]:
+    """Token ids of a conversation. tools: those that the template is to show. Raises ApiError(400)."""
+    plain = plain_messages(messages)
+    size = sum(len(message["content"]) for message in plain)
+    _check_hopeless(size // model.longest, limits, "messages")
+    # Beside the event loop however short it is: another process renders it.
+    return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt, tools)
+
+
+async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a raw prompt. Raises ApiError(400)."""
+    return (await _encode([text], model, limits, add_special_tokens))[0]
+
+
+async def _encode(texts: list[str], model: ModelText, limits: Limits, add_special_tokens: bool) -> list[list[int]]:
+    for text in texts:
+        _check_hopeless(len(text) // model.longest, limits, "prompt")
+
+    def work() -> list[list[int]]:
+        return [model.encode(text, add_special_tokens) for text in texts]
+
+    return await asyncio.to_thread(work) if sum(map(len, texts)) > THREAD_CHARS else work()
+
+
+async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool) -> list[str]:
+    """The text of each sequence of ids."""
+
+    def work() -> list[str]:
+        return [model.text.decode(sequence, skip_special) for sequence in sequences]
+
+    return await asyncio.to_thread(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
+
+
+async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:
+    """Token ids of every prompt and, when prompts were texts, the texts."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+        texts = prompt
+    else:
+        size = sum(len(item) if isinstance(item, list) else 1 for item in prompt) if isinstance(prompt, list) else 0
+        if size > THREAD_TOKENS:
+            return await asyncio.to_thread(_token_prompts, prompt, model), []
+        return _token_prompts(prompt, model), []
+    _check_choices(len(texts), choices_asked(body)[0], limits)
+    special = body.add_special_tokens is not False
+    encoded = await _encode(texts, model, limits, special)
+    for index, tokens in enumerate(encoded):
+        if not tokens:
+            name = "prompt" if len(texts) == 1 else f"prompt[{index}]"
+            raise invalid("prompt", f"{name} is empty: it has no token; got {shown(texts[index])}")
+    return encoded, texts
+
+
+def _token_prompts(prompt: Any, model: ModelText) -> list[list[int]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", f"prompt must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
+    lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+    for index, tokens in enumerate(lists):
+        name = "prompt" if lists[0] is prompt else f"prompt[{index}]"
+        if not tokens:
+            raise invalid("prompt", f"{name} is empty")
+        for at, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < model.vocab_size:
+                raise invalid(
+                    "prompt",
+                    f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {shown(token)}",
+                )
+    return lists
+
+
+def _check_choices(prompts: int, n: int, limits: Limits) -> None:
+    if prompts * n > limits.max_choices:
+        raise invalid(
+            "n",
+            f"prompts x n = {prompts} x {n} = {prompts * n} is more than this server's limit of {limits.max_choices}",
+        )
+
+
+def _check_hopeless(least: int, limits: Limits, param: str) -> None:
+    """Refuses texts so long that tokenizing them would be waste; the factor leaves room for normalizers."""
+    if least > 4 * limits.max_model_len:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, "
+            f"however your {param} alone has more than {least // 4}. Please shorten it.",
+            "context_length_exceeded",
+        )
+
+
+def _room(prompt_tokens: int, limits: Limits, param: str, needs: int = 1) -> int:
+    """Tokens that can follow the prompt. Raises when the prompt leaves less than `needs`."""
+    if limits.max_input_tokens and prompt_tokens > limits.max_input_tokens:
+        raise invalid(
+            param,
+            f"{param} has {prompt_tokens} tokens; this server accepts at most {limits.max_input_tokens}",
+            "context_length_exceeded",
+        )
+    room = limits.max_model_len - prompt_tokens
+    if room < needs:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, "
+            f"however your {param} has {prompt_tokens} tokens. Please shorten it.",
+            "context_length_exceeded",
+        )
+    return min(room, limits.max_output_tokens or room)
+
+
+def _check_output(max_tokens: int, prompt_tokens: int, room: int, limits: Limits, param: str) -> None:
+    if limits.max_output_tokens and max_tokens > limits.max_output_tokens:
+        raise invalid(param, f"{param} must be at most {limits.max_output_tokens} on this server; got {max_tokens}")
+    if max_tokens > room:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, however you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt; {max_tokens} for the completion). "
+            f"Please reduce the prompt or {param}.",
+            "context_length_exceeded",
+        )
+
+
+def _spec(
+    body: GenerationBody,
+    model: ModelText,
+    limits: Limits,
+    endpoint: str,
+    prompts: list[list[int]],
+    prompt_texts: list[str],
+    max_tokens: int,
+    echo: bool,
+    request_id: str | None,
+) -> GenerationSpec:
+    n, keep = choices_asked(body)
+    logprobs = logprobs_asked(body)
+    wanted = int(keep > 0) if logprobs is None else logprobs + 1
+    _check_choices(len(prompts), n, limits)
+    check_records(len(prompts) * n, max_tokens, wanted)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    if body.background and body.stream:
+        raise invalid("background", "background answers at once; read it with GET /v1/requests/{id}/stream")
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}")
+    for index, token in enumerate(body.stop_token_ids or []):
+        if token >= model.vocab_size:
+            raise invalid(
+                "stop_token_ids",
+                f"stop_token_ids[{index}] must be a token id from 0 to {model.vocab_size - 1}; got {token}",
+            )
+    eos = [] if body.ignore_eos else model.eos_ids
+    return GenerationSpec(
+        id=request_id or ids.request_id(endpoint),
+        endpoint=endpoint,
+        model=body.model,
+        created=int(time.time()),
+        prompts=prompts,
+        prompt_texts=prompt_texts,
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=body.stop or [],
+        stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
+        sampling=_sampling(body, model, wanted),
+        priority=body.priority or "",
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        echo=echo,
+        return_token_ids=bool(body.return_token_ids),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        ttft_slo_ms=body.ttft_slo_ms or 0,
+        tbt_slo_ms=body.tbt_slo_ms or 0,
+        deadline_ms=body.deadline_ms or 0,
+        background=bool(body.background),
+        logprobs=logprobs,
+        keep=keep,
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+    )
+
+
+def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:
+    bias: dict[int, float] = {}
+    for name, value in (body.logit_bias or {}).items():
+        if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= model.vocab_size:
+            raise invalid(
+                "logit_bias", f"logit_bias keys must be token ids from 0 to {model.vocab_size - 1}; got {shown(name)}"
+            )
+        bias[int(name)] = value
+    return queue_pb2.Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        seed=ids.seed() if body.seed is None else body.seed % (2 * INT64),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logprobs=logprobs,
+        bias_ids=pack(list(bias)) if bias else b"",
+        bias_values=pack_float(list(bias.values())) if bias else b"",
+    )

@@ -1,0 +1,1 @@
+"""Several gateway processes behind one port, kept running by a parent."""

@@ -1,0 +1,123 @@
+"""From the fields that bind the output to a grammar in its wire form, compiled once at the door.
+
+llguidance bounds a compilation by counting work (shared/grammars.py), so a thread is enough: at most a fraction of a
+second, the same verdict as the worker's, and no request waits for another's but through a short queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orjson
+from llguidance import LLMatcher
+
+from services.gateway.openai.errors import invalid, shown, unavailable
+from services.gateway.openai.structured import ResponseFormat, StructuredBody
+from shared.grammars import MOST_GRAMMAR_BYTES, GrammarError, Grammars, NoGrammarsError
+
+MOST_WAITING = 64
+"""Grammars that wait to be compiled; more are told to come again."""
+OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
+"""Of JSON: with no bound a model may write blanks until its tokens run out."""
+
+
+class GrammarCheck:
+    """Compiles what requests bring. One for each model."""
+
+    def __init__(self, model: Path, vocab_size: int) -> None:
+        self._grammars = Grammars(model, vocab_size)
+        self._threads = ThreadPoolExecutor(1, "grammars")
+        self._waiting = 0
+
+    async def check(self, field: str, grammar: str) -> None:
+        """Raises ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
+        wait."""
+        if self._waiting >= MOST_WAITING:
+            raise unavailable("too many grammars wait to be compiled", "grammars_busy")
+        self._waiting += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.matcher, grammar)
+        except NoGrammarsError as error:
+            raise invalid(field, f"{field}: {error}", "structured_output_unavailable") from error
+        except GrammarError as error:
+            raise invalid(field, f"{field} cannot be used: {error}", "invalid_grammar") from error
+        finally:
+            self._waiting -= 1
+
+
+async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
+    """The field that binds the output of a request, and its grammar; empty where nothing does. Raises ApiError."""
+    asked = dict(_asked(body))
+    if not asked:
+        return "", ""
+    if len(asked) > 1:
+        raise invalid(list(asked)[1], f"only one of {', '.join(asked)} can be given")
+    ((field, grammar),) = asked.items()
+    await check.check(field, grammar)
+    return field, grammar
+
+
+def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
+    """Of the values of a JSON schema. lenient: keywords that cannot be kept are ignored. Raises ApiError."""
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise invalid(field, f"{field} is not valid JSON: {error}; got {shown(schema)}") from error
+    if not isinstance(schema, dict):
+        raise invalid(field, f"{field} must be a JSON schema, an object; got {shown(schema)}")
+    if len(orjson.dumps(schema)) > MOST_GRAMMAR_BYTES - 1024:
+        raise invalid(field, f"{field} has more than {MOST_GRAMMAR_BYTES - 1024} bytes")
+    return LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {**OPTIONS, "lenient": lenient}})
+
+
+def choice_grammar(choices: Iterable[str]) -> str:
+    """Of one of several texts."""
+    return LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
+
+
+def lark_text(text: str) -> str:
+    """A literal of a Lark grammar."""
+    return json.dumps(text)
+
+
+def _asked(body: StructuredBody) -> Iterable[tuple[str, str]]:
+    """Field and grammar of each field that binds the output."""
+    if body.response_format is not None and body.response_format.type != "text":
+        yield "response_format", _response_format(body.response_format)
+    if body.guided_json is not None:
+        yield "guided_json", json_grammar("guided_json", body.guided_json)
+    if body.guided_regex is not None:
+        yield "guided_regex", LLMatcher.grammar_from_regex(body.guided_regex)
+    if body.guided_choice is not None:
+        yield "guided_choice", choice_grammar(body.guided_choice)
+    if body.guided_grammar is not None:
+        yield "guided_grammar", LLMatcher.grammar_from_lark(body.guided_grammar)
+    if (outputs := body.structured_outputs) is not None:
+        field = "structured_outputs"
+        if outputs.json_ is not None:
+            yield f"{field}.json", json_grammar(f"{field}.json", outputs.json_)
+        if outputs.regex is not None:
+            yield f"{field}.regex", LLMatcher.grammar_from_regex(outputs.regex)
+        if outputs.choice is not None:
+            yield f"{field}.choice", choice_grammar(outputs.choice)
+        if outputs.grammar is not None:
+            yield f"{field}.grammar", LLMatcher.grammar_from_lark(outputs.grammar)
+        if outputs.json_object:
+            yield f"{field}.json_object", json_grammar(field, {"type": "object"})
+
+
+def _response_format(wanted: ResponseFormat) -> str:
+    if wanted.type == "json_object":
+        return json_grammar("response_format", {"type": "object"})
+    if wanted.json_schema is None:
+        raise invalid("response_format", "response_format of type json_schema needs json_schema")
+    schema = wanted.json_schema.schema_
+    strict = bool(wanted.json_schema.strict)
+    return json_grammar("response_format", {"type": "object"} if schema is None else schema, lenient=not strict)

@@ -1,0 +1,150 @@
+"""Everything the gateway knows about one model: its tokenizer, chat template, end-of-text ids and context length.
+
+Loaded once from a Hugging Face directory; a directory that cannot be served raises ModelError naming file and remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import orjson
+from tokenizers import Tokenizer
+
+from services.gateway.openai.errors import ApiError, invalid
+from services.gateway.text.chat_template import ChatTemplate, Message
+from services.gateway.text.detokenizer import TokenText
+from services.gateway.text.grammar import GrammarCheck
+from services.gateway.text.tools.reader import format_of
+from shared.end_of_text import end_ids
+from shared.errors import ModelError
+
+
+class ModelText:
+    """Text of one model, in and out."""
+
+    def __init__(self, directory: Path, template_timeout_s: float = 2.0, tool_parser: str = "auto") -> None:
+        """template_timeout_s: what the chat template may take for one conversation. Raises ModelError.
+
+        tool_parser: how the model writes calls of tools, as the setting says.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise ModelError(f"model directory {directory} does not exist")
+        config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
+        self.tokenizer = _read_tokenizer(directory)
+        tokenizer_config = _read_json(directory, "tokenizer_config.json")
+        config = {**config, **(config.get("text_config") or {})}
+
+        self.max_model_len = _context(directory, config)
+        self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
+        self.text = TokenText(self.tokenizer)
+        self.grammars = GrammarCheck(directory, self.vocab_size)
+        names = {
+            name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (text := _token_text(tokenizer_config.get(name))) is not None
+        }  # fmt: skip
+        self.eos_ids = end_ids(directory)
+        self.tool_format = "none" if tool_parser == "auto" else tool_parser
+        self._chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
+        self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+        """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
+        self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt; control tokens written in it count.
+
+        What is added is tokenizer.json's business alone; transformers 5 ignores add_bos_token beside it, too.
+        """
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
+    ) -> list[int]:
+        """Ids of a conversation by the model's template. Raises ApiError(400)."""
+        if self._chat is None:
+            raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
+        return self._chat.encode(messages, add_generation_prompt, tools)
+
+    def try_template(self) -> str:
+        """Why the chat template does not render a plain conversation; empty when it does, or there is none."""
+        if self._chat is None:
+            return ""
+        try:
+            self._chat.encode([{"role": "user", "content": "Hello"}])
+        except ApiError as error:
+            return error.message
+        return ""
+
+    def close(self) -> None:
+        """Ends the process that renders the chat template; another call starts it again."""
+        if self._chat is not None:
+            self._chat.close()
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's strings of some ids."""
+        return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
+
+    def _template(
+        self, directory: Path, config: dict[str, Any], names: dict[str, str], timeout_s: float, tool_parser: str
+    ) -> ChatTemplate | None:
+        path = directory / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):
+            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        if source is None:
+            return None
+        if tool_parser == "auto":
+            self.tool_format = format_of(source)
+        try:
+            return ChatTemplate(source, self.tokenizer, names, timeout_s)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
+
+
+def _context(directory: Path, config: dict[str, Any]) -> int:
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    if config.get("model_type") == "bloom":  # its positions have no end; the worker takes this many
+        return 2048
+    raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings")
+
+
+def _read_json(directory: Path, name: str, required: str | None = None) -> dict[str, Any]:
+    path = directory / name
+    if not path.is_file():
+        if required:
+            raise ModelError(f"{path} is missing; {required}")
+        return {}
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def _read_tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; save the tokenizer with transformers' save_pretrained (fast tokenizer)")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the bindings raise plain Exception
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _token_text(token: Any) -> str | None:
+    """A token of tokenizer_config.json, which may be text or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,274 @@
+"""Tool calls in the text of a model, read while it comes: hermes, llama3 and the two of mistral.
+
+    hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, one after another
+    llama3    {"name": "f", "parameters": {...}}; {...} - and nothing else
+    mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, {...}]
+    newer     [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]..., perhaps with [CALL_ID]x before [ARGS]; read as mistral, too
+
+What comes out is a function of the text so far, however it was cut into pieces. What turns out to be no call is text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from services.gateway.text.tools.call_object import CallObject
+
+PYTHON_TAG = "<|python_tag|>"
+MISTRAL_ARGS = "[ARGS]"
+OPENINGS = {"hermes": "<tool_call>", "llama3": "", "mistral": "[TOOL_CALLS]", "mistral-args": "[TOOL_CALLS]"}
+CLOSINGS = {"hermes": "</tool_call>", "llama3": "", "mistral": "]", "mistral-args": "]"}
+SEPARATORS = {"hermes": "", "llama3": ";", "mistral": ",", "mistral-args": ","}
+_NAMED = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*(\{)?", re.ASCII)
+_BEGINS_NAMED = re.compile(r"[\w.-]{1,64}(\[\w{0,7}|\[CALL_ID\]\w{0,64}(\[\w{0,4})?)?", re.ASCII)
+
+
+def format_of(template: str) -> str:
+    """How a model writes calls, by what its chat template contains; "none" where it knows no tools."""
+    if "tools" not in template:
+        return "none"
+    if OPENINGS["mistral"] in template:
+        return "mistral-args" if MISTRAL_ARGS in template else "mistral"
+    if OPENINGS["hermes"] in template:
+        return "hermes"
+    return "llama3" if '"parameters"' in template or PYTHON_TAG in template else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How the calls of a request are read. names: the tools that it may call. forced: nothing but calls can come."""
+
+    format: str
+    names: tuple[str, ...]
+    parallel: bool
+    forced: bool = False
+
+
+@dataclass(slots=True)
+class CallPiece:
+    """What a call gained. id and name come once, with its first piece."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def body(self) -> dict[str, object]:
+        """As in a delta of OpenAI's stream."""
+        if not self.name:
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+
+
+def merged(pieces: list[CallPiece]) -> list[CallPiece]:
+    """One piece a call."""
+    found: dict[int, CallPiece] = {}
+    for piece in pieces:
+        held = found.setdefault(piece.index, CallPiece(piece.index, piece.id, piece.name, ""))
+        held.arguments += piece.arguments
+    return list(found.values())
+
+
+class _At(Enum):
+    TEXT = auto()
+    BEFORE = auto()  # behind an opening: the object comes
+    OBJECT = auto()
+    BEHIND = auto()  # behind an object: another comes, or the closing
+    OVER = auto()  # one call was all that was wanted
+
+
+class ToolReader:
+    """The text of one choice in; text and calls out."""
+
+    def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
+        self._use = use
+        self._is_mistral = use.format.startswith("mistral")
+        self._owner = f"{request_id}:{choice}"
+        self._at = _At.TEXT
+        self._held = ""  # not looked at yet
+        self._raw = ""  # of what may be a call, while it may also be text
+        self._listed = False  # inside mistral's brackets
+        self._alone = False  # the last call was mistral's newer one: neither a bracket nor a comma belongs to it
+        self._blank = ""  # white space at the end of the text: dropped where a call follows
+        self._said = False  # other text than white space came out
+        self._behind_call = False  # and none since the last call
+        self._object = CallObject()
+        self._text: list[str] = []
+        self._pieces: list[CallPiece] = []
+        self.calls = 0
+        self.cut = False  # behind `flush`: the arguments of the last call are not whole
+
+    def feed(self, text: str) -> tuple[str, list[CallPiece]]:
+        """What can be told now."""
+        self._held += text
+        while self._held and self._go_on():
+            pass
+        return self._take()
+
+    def flush(self) -> tuple[str, list[CallPiece]]:
+        """The rest, at the end of the choice."""
+        if self._use.forced:  # what has no name yet is no text: it would have become a call
+            if not self.calls and len(self._use.names) == 1:
+                self._begin_call(self._use.names[0])
+                self.cut = True
+        elif self._at is _At.TEXT:
+            self._say(self._held)
+        elif self._at is not _At.BEHIND and self._at is not _At.OVER:
+            self._say(self._raw + ("" if self._at is _At.OBJECT else self._held))
+        if not self.calls:
+            self._text.append(self._blank)
+        self.cut |= self._at is _At.OBJECT and bool(self._object.name) and not self._object.has_whole_arguments
+        self._held = self._raw = self._blank = ""
+        return self._take()
+
+    def _take(self) -> tuple[str, list[CallPiece]]:
+        text, pieces = "".join(self._text), self._pieces
+        self._text, self._pieces = [], []
+        return text, pieces
+
+    def _go_on(self) -> bool:
+        """Takes from what is held; False when more has to come first."""
+        match self._at:
+            case _At.TEXT:
+                return self._open_bare() if self._use.format == "llama3" else self._find_opening()
+            case _At.BEFORE:
+                return self._begin_object()
+            case _At.OBJECT:
+                return self._read_object()
+            case _At.BEHIND:
+                return self._go_behind()
+            case _At.OVER:
+                self._held = ""
+                return False
+
+    def _find_opening(self) -> bool:
+        opening = OPENINGS[self._use.format]
+        at = self._held.find(opening)
+        if at < 0:
+            keep = _overlap(self._held, opening)
+            self._say(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        self._say(self._held[:at])
+        self._raw, self._held = opening, self._held[at + len(opening) :]
+        self._at = _At.BEFORE
+        return True
+
+    def _open_bare(self) -> bool:
+        """A call without an opening is a call only where no text was before it."""
+        rest = self._held.lstrip()
+        tagged = rest.removeprefix(PYTHON_TAG)
+        is_first = not self._said and not self.calls
+        if is_first and (PYTHON_TAG.startswith(rest) or not tagged.strip()):
+            return False
+        if not is_first or not tagged.lstrip().startswith("{"):
+            self._say(self._held)
+            self._held = ""
+            return False
+        self._raw, self._held = self._held[: len(self._held) - len(tagged)], tagged
+        self._at = _At.BEFORE
+        return True
+
+    def _begin_object(self) -> bool:
+        rest = self._skip_blanks()
+        if not rest:
+            return False
+        if self._is_mistral and rest[0] == "[" and not self._listed:
+            self._raw, self._held, self._listed = self._raw + "[", rest[1:], True
+            return True
+        if self._is_mistral and rest[0] != "{" and not self._listed:
+            return self._begin_named(rest)
+        if rest[0] != "{":
+            return self._is_text()
+        self._object = CallObject()
+        self._at = _At.OBJECT
+        return True
+
+    def _begin_named(self, rest: str) -> bool:
+        """A name before its arguments, or text."""
+        found = _NAMED.match(rest)
+        if found is None or found[2] is None:
+            may_come = _BEGINS_NAMED.fullmatch(rest) if found is None else found.end() == len(rest)
+            return False if may_come else self._is_text()
+        self._held = rest[found.start(2) :]
+        self._object = CallObject(found[1])
+        self._begin_call(found[1])
+        self._at, self._alone = _At.OBJECT, True
+        return True
+
+    def _read_object(self) -> bool:
+        call = self._object
+        known = bool(call.name)
+        used, arguments = call.feed(self._held)
+        if not known:
+            self._raw += self._held[:used]
+        self._held = self._held[used:]
+        bare = self._use.format == "llama3"
+        if call.name and not known and not (bare and call.name not in self._use.names):
+            self._begin_call(call.name)
+            known = True
+        if known and arguments:
+            self._pieces.append(CallPiece(self.calls - 1, "", "", arguments))
+        if call.failed or call.ended or (bare and call.name and not known):
+            if not known:
+                return self._is_text()
+            self._at = _At.BEHIND if self._use.parallel else _At.OVER
+            return True
+        return False
+
+    def _begin_call(self, name: str) -> None:
+        digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
+        own = digest[:9] if self._is_mistral else f"call_{digest[:24]}"  # its templates want nine
+        self._pieces.append(CallPiece(self.calls, own, name, ""))
+        self.calls += 1
+        self._raw = self._blank = ""
+        self._behind_call = True
+
+    def _go_behind(self) -> bool:
+        """Another object, the closing, or text."""
+        rest = self._skip_blanks()
+        closing, separator = ("", "") if self._alone else (CLOSINGS[self._use.format], SEPARATORS[self._use.format])
+        if not rest or (len(rest) < len(closing) and closing.startswith(rest)):
+            return False
+        if separator and rest.startswith(separator):
+            self._raw, self._held = "", rest[1:]
+            self._at = _At.BEFORE
+            return True
+        self._raw, self._held = "", rest.removeprefix(closing)
+        self._listed = self._alone = False
+        self._at = _At.TEXT
+        return True
+
+    def _skip_blanks(self) -> str:
+        rest = self._held.lstrip()
+        self._raw += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+        return rest
+
+    def _is_text(self) -> bool:
+        """What was held to be a call is none."""
+        self._say(self._raw)
+        self._raw, self._listed, self._said = "", False, True
+        self._at = _At.TEXT
+        return True
+
+    def _say(self, text: str) -> None:
+        """White space beside calls is dropped."""
+        text = text.lstrip() if self._behind_call else self._blank + text
+        kept = text.rstrip()
+        self._blank = text[len(kept) :]
+        if kept:
+            self._text.append(kept)
+            self._said = True
+            self._behind_call = False
+
+
+def _overlap(text: str, opening: str) -> int:
+    """Length of the longest end of the text that begins an opening."""
+    return next(
+        (size for size in range(min(len(text), len(opening) - 1), 0, -1) if opening.startswith(text[-size:])), 0
+    )

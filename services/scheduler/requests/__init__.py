@@ -1,0 +1,1 @@
+"""Requests between Redis and the core: claimed, decoded, commanded, published."""

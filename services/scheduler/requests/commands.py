@@ -1,0 +1,107 @@
+"""What gateways and operators tell a shard: `control:{shard}`, read in order and trimmed behind the reader.
+
+A command about a request can overtake the answer of the claim that made the request ours; such a command is kept until
+that claim is answered. Others about requests that the shard does not hold are dropped: they have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Container
+
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+
+from protos import queue_pb2
+from services.scheduler.requests.publisher import Publisher
+from services.scheduler.shard.lease import Lease
+from shared.redis_client import BLOCK_MS, Unavailable, backoff_s, temporary
+
+log = logging.getLogger("orcinus.scheduler")
+
+ABOUT_REQUESTS = ("cancel", "stop", "adopt")
+ONCE = ("drain", "policy")
+"""They leave the stream at once: a scheduler that follows must not drain because this one did."""
+
+READ_COMMANDS = 1000
+
+
+class Commands:
+    """Reads the stream on its own connection; `obey` carries one command out."""
+
+    def __init__(
+        self,
+        reader: Redis,
+        key: str,
+        held: Container[str],
+        obey: Callable[[queue_pb2.Control], None],
+        lease: Lease,
+        publisher: Publisher,
+    ) -> None:
+        self._reader = reader
+        self._lease = lease
+        self._publisher = publisher
+        self._key = key
+        self._held = held
+        self._obey = obey
+        self._claiming = False
+        self._early: list[queue_pb2.Control] = []
+        self._early_put = 0  # outcomes that must be written before those that were kept for a claim are trimmed
+
+    def claim_begins(self) -> None:
+        self._claiming = True
+
+    def claim_answered(self) -> None:
+        """What was claimed is held now."""
+        self._claiming = False
+        early, self._early = self._early, []
+        for control in early:
+            self._obey(control)
+        if early:
+            self._early_put = self._publisher.put_count
+
+    async def run(self) -> None:
+        """Until cancelled. A command stays in the stream until what came of it is written: whoever follows after a
+        crash reads it again, and those about requests may be carried out twice."""
+        last, attempt = "0", 0
+        kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
+        while True:
+            try:
+                found = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
+                if found:
+                    last = found[0][1][-1][0].decode()
+                    once = [id_ for id_, fields in found[0][1] if self._take(fields.get(b"c", b"")) in ONCE]
+                    kept.append((self._publisher.put_count, last))
+                    if once:
+                        await self._lease.write(["XDEL", self._key, *once])
+                done = ""
+                while kept and not self._early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
+                    _, done = kept.popleft()
+                if done:
+                    milliseconds, number = done.split("-")
+                    await self._lease.write(["XTRIM", self._key, "MINID", f"{milliseconds}-{int(number) + 1}"])
+                attempt = 0
+            except Unavailable as error:
+                if not temporary(error):
+                    raise
+                if attempt == 0:
+                    log.warning("waiting for Redis to read commands: %s", error)
+                await asyncio.sleep(backoff_s(attempt))
+                attempt += 1
+
+    def _take(self, payload: bytes) -> str:
+        """Carries one out, or keeps it for the claim under way; its kind."""
+        try:
+            control = queue_pb2.Control.FromString(payload)
+        except DecodeError:
+            log.error("a command of %d bytes is no Control message and was dropped", len(payload))
+            return ""
+        kind = control.WhichOneof("command") or ""
+        unknown = kind in ABOUT_REQUESTS and getattr(control, kind).id not in self._held
+        if unknown and self._claiming:
+            self._early.append(control)
+        elif not unknown:
+            self._obey(control)
+        return kind

@@ -1,0 +1,323 @@
+"""From the request streams into the core: claiming, decoding, and rebuilding after a restart.
+
+A claimed request stays pending in its stream until it ends; the consumer is named after the shard, so the next
+scheduler of the shard finds the same pending list and goes on from the records.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Container, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from protos import queue_pb2
+from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
+from services.scheduler.shard.lease import Lease
+from shared.columns import unpack
+from shared.keys import CLASSES, GROUP, Keys
+from shared.logprobs import wrong_number as wrong_logprobs
+from shared.redis_client import BLOCK_MS, Scripts, Value
+
+log = logging.getLogger("orcinus.scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a claimed request lies: what is acknowledged and deleted at its end."""
+
+    stream: str
+    id: str
+    request: queue_pb2.Request
+
+    @property
+    def class_number(self) -> int:
+        """Of the stream, which is right also where the request is not."""
+        return CLASSES.index(self.stream.rpartition(":")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """One request that this shard now owns."""
+
+    entry: Entry
+    request: NewRequest
+    cancelled: bool
+    error: str = ""
+    delivered: bool = True  # the heartbeat of its gateway is there
+    stops: dict[int, int] = field(default_factory=dict)
+    """Of choices that go on: tokens that stay, since the gateway found a stop string behind them."""
+
+    @property
+    def choices(self) -> int:
+        """Sequences of the request."""
+        return len(self.request.prompts) * self.request.n
+
+
+FULL_MS = 50
+"""A read that leaves a class out because it has no room waits no longer: room may come at any moment."""
+AT_ONCE = 16
+"""Requests that are read of a stream at a time: between two reads the running get their steps."""
+
+CANCELLED, UNKNOWN = 1, 2
+"""Verdicts of claim.lua; a higher one is an end that is written already."""
+
+_NO_PROMPT = np.zeros(1, np.int32)
+"""Stands in for the prompt of a request that ends with an error before it runs."""
+
+
+class Clock:
+    """Redis's wall clock on this process's monotonic one, so that arrivals are comparable between services."""
+
+    def __init__(self) -> None:
+        self._offset_ms = 0.0
+
+    async def sync(self, redis: Redis) -> None:
+        seconds, micros = await redis.time()
+        self._offset_ms = seconds * 1e3 + micros / 1e3 - time.monotonic_ns() / 1e6
+
+    def monotonic_ns(self, redis_ms: float) -> int:
+        return int((redis_ms - self._offset_ms) * 1e6)
+
+
+def decode(
+    wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int, gateway: str, clock: Clock
+) -> NewRequest:
+    """The core's form of a request; `enqueued_ms` is of Redis's clock, `gateway` is who delivers it by now.
+
+    Raises ValueError for one that a gateway should never have sent.
+    """
+    arrays = [unpack(tokens) for tokens in prompts.tokens]
+    stop_ids = unpack(wire.stop_token_ids)
+    if not arrays or any(array.size == 0 for array in arrays):
+        raise ValueError("a prompt has no tokens")
+    if wire.n < 1 or wire.max_tokens < 1:
+        raise ValueError(f"n is {wire.n} and max_tokens {wire.max_tokens}; both must be at least 1")
+    priority = getattr(wire, "class")
+    if not 0 <= priority < len(CLASSES):
+        raise ValueError(f"class {priority} is none of {', '.join(CLASSES)}")
+    if stop_ids.size > MAX_STOP_IDS:
+        raise ValueError(f"{stop_ids.size} stop token ids; at most {MAX_STOP_IDS}")
+    if wrong := wrong_logprobs(wire.sampling.logprobs):
+        raise ValueError(wrong)
+    return NewRequest(
+        id=wire.id,
+        prompts=arrays,
+        n=wire.n,
+        max_tokens=wire.max_tokens,
+        min_tokens=wire.min_tokens,
+        stop_ids=stop_ids,
+        priority=priority,
+        tenant=wire.tenant,
+        gateway=gateway,
+        arrived_ns=clock.monotonic_ns(enqueued_ms),
+        ttft_slo_ns=wire.ttft_slo_ms * 1_000_000,
+        tbt_slo_ns=wire.tbt_slo_ms * 1_000_000,
+        deadline_ns=clock.monotonic_ns(enqueued_ms + wire.deadline_ms) if wire.deadline_ms else 0,
+        salt=wire.cache_salt,
+        payload=wire,
+    )
+
+
+def room_by_class(window: int, held: list[int]) -> list[int]:
+    """Requests of each class that may be claimed when `held` of each are: an eighth of the window is kept for each
+    other class, so that one class's flood leaves room for the urgent."""
+    kept = [max(0, window // 8 - count) for count in held]
+    return [window - sum(held) - sum(kept) + own for own in kept]
+
+
+class Intake:
+    """Claims requests for one shard. `read` blocks on its own connection; the rest is quick."""
+
+    def __init__(
+        self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, clock: Clock
+    ) -> None:
+        self._reader = reader
+        self._redis = redis
+        self._scripts = scripts
+        self._keys = keys
+        self._shard = shard
+        self._lease = lease
+        self._clock = clock
+        self._streams = keys.request_streams()
+
+    async def prepare(self) -> None:
+        """Creates the consumer group on every class's stream, once for all shards."""
+        for stream in self._streams:
+            try:
+                await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    async def read(self, room: list[int], one: bool = False) -> list[Claimed]:
+        """New requests of the classes that have room, up to that many each. Waits up to BLOCK_MS for the first.
+
+        With `one`, one of each class at most: Redis serves those who wait for it in turn, so shards get the same share.
+        """
+        open_ = [(self._keys.requests(name), left) for name, left in zip(CLASSES, room, strict=True) if left > 0]
+        try:
+            found = await self._reader.xreadgroup(
+                GROUP,
+                self._shard,
+                {stream: ">" for stream, _ in open_},
+                count=1 if one else min(AT_ONCE, max(1, min(left for _, left in open_) // len(open_))),
+                block=BLOCK_MS if len(open_) == len(CLASSES) else FULL_MS,
+            )
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.prepare()  # Redis came back empty
+            return []
+        return await self._claim(await self._parse(found, self._lease), fresh=True)
+
+    async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
+        """Everything this shard has claimed and does not hold, oldest first, with the tokens of the records: after a
+        restart, or after a claim whose answer was lost."""
+        total = 0
+        async for found in self._pages(self._shard):
+            claimed = await self._claim(await self._parse(found, self._lease, held))
+            gateways = await self._restore(claimed)
+            await self._read_tails([item.request for item in claimed], gateways)
+            add(claimed)
+            total += len(claimed)
+        return total
+
+    async def left_by(self, shard: str, lease: Lease) -> list[Entry]:
+        """Everything in another shard's pending list. `lease`: that shard's, which the caller has taken."""
+        return [entry async for found in self._pages(shard) for entry in await self._parse(found, lease)]
+
+    async def _pages(self, consumer: str) -> AsyncIterator[Any]:
+        """A shard's pending list, oldest first, as XREADGROUP answers."""
+        for stream in self._streams:
+            last = "0"
+            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)) and found[0][1]:
+                last = found[0][1][-1][0].decode()
+                yield found
+
+    async def stranded(self, held: int) -> bool:
+        """Does the shard's pending list hold more than the `held` requests? A claim whose answer was lost does that."""
+        counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
+        return sum(len(rows) for rows in counts) > held
+
+    async def _parse(self, found: Any, lease: Lease, held: Container[str] = ()) -> list[Entry]:
+        """The requests of an XREADGROUP answer that are not held; what is none is dropped under `lease`."""
+        entries: list[Entry] = []
+        for stream, rows in found:
+            for entry_id, fields in rows:
+                if not fields:  # deleted while pending
+                    await lease.write(["XACK", stream.decode(), GROUP, entry_id])
+                    continue
+                try:
+                    wire = queue_pb2.Request.FromString(fields[b"r"])
+                except (DecodeError, KeyError):
+                    log.error("entry %s of %s is no request and was dropped", entry_id, stream)
+                    await _drop(lease, stream.decode(), entry_id.decode())
+                    continue
+                if wire.id not in held:
+                    entries.append(Entry(stream.decode(), entry_id.decode(), wire))
+        return entries
+
+    async def _claim(self, entries: list[Entry], fresh: bool = False) -> list[Claimed]:
+        if not entries:
+            return []
+        args: list[Value] = [self._lease.epoch, self._shard]
+        for entry in entries:
+            waiting = sum(len(tokens) // 4 for tokens in entry.request.prompts.tokens) if fresh else 0
+            args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number], entry.request.tenant]
+        verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
+        claimed = []
+        rows = zip(entries, *(verdicts[column::4] for column in range(4)), strict=True)
+        for entry, verdict, enqueued_ms, gateway, delivered in rows:
+            if verdict >= UNKNOWN:
+                await _drop(self._lease, entry.stream, entry.id)
+            else:
+                item = await self._open(entry, enqueued_ms, gateway.decode(), verdict == CANCELLED)
+                claimed.append(item if delivered else replace(item, delivered=False))
+        return claimed
+
+    async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
+        prompts = entry.request.prompts
+        error = ""
+        stored: bytes | None = None
+        if entry.request.prompts_apart:
+            stored = await self._redis.get(self._keys.prompt(entry.request.id))
+        try:
+            if entry.request.prompts_apart:
+                prompts = queue_pb2.Prompts.FromString(stored or b"")
+            return Claimed(entry, decode(entry.request, prompts, enqueued_ms, gateway, self._clock), cancelled)
+        except (ValueError, DecodeError) as bad:
+            error = f"the request cannot be served: {bad}"
+            placeholder = NewRequest(
+                id=entry.request.id,
+                prompts=[_NO_PROMPT],
+                max_tokens=1,
+                gateway=gateway,
+                payload=entry.request,
+            )
+            return Claimed(entry, placeholder, cancelled, error)
+
+    async def _read_tails(self, requests: list[NewRequest], gateways: set[str]) -> None:
+        for gateway in sorted(gateways):
+            rows = await self._redis.xrange(self._keys.tokens(gateway))
+            extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
+
+    async def _restore(self, claimed: list[Claimed]) -> set[str]:
+        """Outputs and ended choices of requests that ran before; the gateways that may have been sent more of them."""
+        pipe = self._redis.pipeline(transaction=False)
+        for item in claimed:
+            choices = range(item.choices)
+            pipe.mget([self._keys.out(item.request.id, choice) for choice in choices])
+            names = [f"{what}:{choice}" for what in ("finish", "stop") for choice in choices]
+            pipe.hmget(self._keys.req(item.request.id), ["started_ms", "former", *names])
+        replies = await pipe.execute()
+        gateways: set[str] = set()
+        for item, stored, (started, former, *found) in zip(claimed, replies[::2], replies[1::2], strict=True):
+            request = item.request
+            request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
+            request.recorded = [output.size for output in request.outputs]
+            request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in found[: item.choices]]
+            item.stops.update({choice: int(at) for choice, at in enumerate(found[item.choices :]) if at})
+            if started:  # written with its first tokens at the latest
+                gateways |= {request.gateway, *(former or b"").decode().split()}
+        return gateways
+
+
+async def _drop(lease: Lease, stream: str, entry_id: str) -> None:
+    await lease.write(["XACK", stream, GROUP, entry_id], ["XDEL", stream, entry_id])
+
+
+def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) -> None:
+    """Appends what was published after the last checkpoint, token by token in order: it may never change.
+
+    Rows that leave a gap, and those of a choice that has ended, are passed over.
+    """
+    by_id = {request.id: request for request in requests}
+    for batch in batches:
+        choices, first, counts = unpack(batch.choices), unpack(batch.first), unpack(batch.counts)
+        ends = np.cumsum(counts)
+        for row, request_id in enumerate(batch.requests):
+            request = by_id.get(request_id)
+            if request is None or request.outputs is None or request.finished is None:
+                continue
+            choice = int(choices[row])
+            if choice >= len(request.outputs) or request.finished[choice] is not Finish.RUNNING:
+                continue
+            held = request.outputs[choice].size
+            begin, end = int(first[row]), int(first[row] + counts[row])
+            if begin <= held < end:
+                fresh = unpack(batch.tokens)[int(ends[row]) - (end - held) : int(ends[row])]
+                request.outputs[choice] = np.concatenate([request.outputs[choice], fresh])[: request.max_tokens]
+
+
+def _tokens(stored: bytes | None) -> Int32:
+    """[n] int32 of an `out` record; a last token that was cut by a crash is dropped."""
+    if not stored:
+        return EMPTY
+    return np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")

@@ -1,0 +1,194 @@
+"""What the core made known, on its way into Redis: one fenced script per iteration.
+
+`Publisher.put` never waits; the loop asks `full` before it plans on. A call that failed is repeated: tokens carry
+their indices, checkpoints and ends are idempotent, so a repetition is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from protos import queue_pb2
+from services.scheduler.core.types import FinishedRequest, Outcome
+from services.scheduler.requests.intake import Entry
+from services.scheduler.requests.logprobs import columns, records
+from services.scheduler.shard.lease import Lease
+from shared.columns import pack
+from shared.keys import GROUP, Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, Value, persist
+
+log = logging.getLogger("orcinus.scheduler")
+
+MOST_WAITING = 64
+"""Outcomes that may wait for Redis before planning pauses."""
+
+MOST_AT_ONCE = 16
+"""Outcomes that go into one script call when Redis fell behind."""
+
+FLUSH_S = 3.0
+"""What a clean stop waits for Redis."""
+
+
+def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
+    """(gateway, TokenBatch) of one outcome; its rows are sorted by gateway."""
+    rows = len(outcome.requests)
+    if rows == 0:
+        return []
+    names = outcome.gateways
+    if names[0] == names[-1]:
+        cuts = [0, rows]
+    else:
+        cuts = [0, *(row for row in range(1, rows) if names[row] != names[row - 1]), rows]
+    ends = np.concatenate([[0], np.cumsum(outcome.counts)])
+    result = []
+    for begin, end in itertools.pairwise(cuts):
+        span = slice(int(ends[begin]), int(ends[end]))
+        asked = {} if outcome.logprobs is None else columns(outcome.logprobs[span], outcome.counts[begin:end])
+        batch = queue_pb2.TokenBatch(
+            epoch=epoch,
+            step=step,
+            requests=[request.id for request in outcome.requests[begin:end]],
+            choices=pack(outcome.choices[begin:end]),
+            first=pack(outcome.first[begin:end]),
+            counts=pack(outcome.counts[begin:end]),
+            tokens=pack(outcome.tokens[span]),
+            finish=np.ascontiguousarray(outcome.finish[begin:end], dtype=np.uint8).tobytes(),
+            errors={row - begin: text for row, text in outcome.errors.items() if begin <= row < end},
+            **asked,
+        )
+        result.append((names[begin], batch.SerializeToString()))
+    return result
+
+
+def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
+    """(request, choice) -> how it ended, and with how many tokens."""
+    ended = np.flatnonzero(outcome.finish).tolist()
+    lengths = (outcome.first + outcome.counts).tolist()
+    return {
+        (outcome.requests[row].id, int(outcome.choices[row])): (int(outcome.finish[row]), lengths[row]) for row in ended
+    }
+
+
+def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, where: Mapping[str, Entry]) -> list[Value]:
+    """ARGV of publish.lua for some outcomes, in order. `where`: the stream entries of the requests."""
+    entries: list[Value] = []
+    checkpoints: list[Value] = []
+    started: list[Value] = []
+    ended: list[Value] = []
+    logprobs: list[Value] = []
+    counts = [0, 0, 0, 0]
+    for step, outcome in outcomes:
+        for gateway, payload in batches(outcome, epoch, step):
+            entries += [gateway, payload]
+            counts[0] += 1
+        finishes = _finishes(outcome)
+        for request_id, choice, first, tokens in outcome.checkpoints:
+            checkpoints += [request_id, choice, 4 * first, pack(tokens), *finishes.pop((request_id, choice), (0, 0))]
+            counts[1] += 1
+        for (request_id, choice), end in finishes.items():
+            checkpoints += [request_id, choice, 0, b"", *end]
+            counts[1] += 1
+        if outcome.logprobs is not None:
+            logprobs += records(outcome)
+        started += outcome.started
+        counts[2] += len(outcome.started)
+        for finished in outcome.ended:
+            entry = where.get(finished.request.id)
+            if entry is not None:
+                ended += _end(finished, entry)
+                counts[3] += 1
+    head: list[Value] = [epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+    # fmt: off
+    return [
+        *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
+        len(logprobs) // 4, *logprobs,
+    ]
+    # fmt: on
+
+
+def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:
+    request = finished.request
+    return [
+        request.id,
+        entry.stream,
+        entry.id,
+        ",".join(str(int(finish)) for finish in finished.finish),
+        sum(prompt.size for prompt in request.prompts),
+        ",".join(str(output.size) for output in finished.outputs),
+        finished.error,
+    ]
+
+
+class Publisher:
+    """Writes outcomes in order. Raises LeaseLostError out of `run` when the shard is another's."""
+
+    def __init__(
+        self, scripts: Scripts, keys: Keys, lease: Lease, entries: Mapping[str, Entry], ended: Callable[[str], None]
+    ) -> None:
+        """`entries`: where unfinished requests lie; `ended` is called once a request's end is written."""
+        self._script = scripts.publish
+        self._keys = keys
+        self._lease = lease
+        self._entries = entries
+        self._ended = ended
+        self._waiting: deque[tuple[int, Outcome]] = deque()
+        self._more = asyncio.Event()
+        self._written = asyncio.Event()
+        self._stopping = False
+        self.put_count = 0  # outcomes that had something to say
+        self.written_count = 0  # and those of them that Redis has
+
+    @property
+    def full(self) -> bool:
+        return len(self._waiting) >= MOST_WAITING
+
+    def put(self, outcome: Outcome | None, step: int = 0) -> None:
+        """Queues what has something to say."""
+        if outcome is None:
+            return
+        if outcome.requests or outcome.checkpoints or outcome.started or outcome.ended:
+            self._waiting.append((step, outcome))
+            self.put_count += 1
+            self._more.set()
+
+    async def run(self, room: Callable[[], None]) -> None:
+        """Writes until cancelled. Calls `room` after each call, so that a paused loop goes on."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while self._waiting:
+                taken = [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
+                args = arguments(taken, self._lease.epoch, self._keys.prefix, self._entries)
+                await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
+                self.written_count += len(taken)
+                for _, outcome in taken:
+                    for finished in outcome.ended:
+                        self._ended(finished.request.id)
+                room()
+                self._written.set()
+
+    async def _write(self, args: list[Value]) -> None:
+        await self._lease.fenced(self._script, [self._keys.queue], args)
+
+    async def caught_up(self) -> None:
+        """Until Redis has all that was put before."""
+        put = self.put_count
+        while self.written_count < put:
+            self._written.clear()
+            await self._written.wait()
+
+    async def flush(self, running: asyncio.Task[None]) -> None:
+        """Waits until everything that was put is written, or `running` (the task of run) has given up on Redis."""
+        self._stopping = True
+        self._more.set()
+        written = asyncio.create_task(self.caught_up())
+        await asyncio.wait({written, running}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+        if not written.done():
+            written.cancel()
+            log.warning("%d outcomes were not written; the next scheduler computes them again", len(self._waiting))

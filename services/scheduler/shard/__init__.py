@@ -1,0 +1,1 @@
+"""One shard among others: its lease, the other shards, requests handed over between them."""

@@ -1,0 +1,1 @@
+"""What the scheduler reports of itself: stats, heartbeat, events, recent iterations."""

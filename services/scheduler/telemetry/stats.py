@@ -1,0 +1,255 @@
+"""What dashboards read (PROTOCOL, section 5): counters of the core, percentiles of the last minute, once a second.
+
+`Window` and `Stats` are pure; the service calls `snapshot` and writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.types import Outcome
+from services.scheduler.metrics import Metrics
+from services.scheduler.requests.request_times import Lives
+from services.scheduler.telemetry.iterations import Iterations
+from shared.keys import CLASSES
+
+VERSION = 1
+WINDOW_NS = 60_000_000_000
+WINDOW_SAMPLES = 1 << 15
+
+CROWD_S = 30.0
+"""How far back the rate of first tokens reaches while sequences wait."""
+CROWD_STARTS = 2  # and at least as many as run: all slots or all memory have changed hands once
+
+
+class Window:
+    """The samples of the last minute, at most 32,768 of them: a ring of (time, value)."""
+
+    def __init__(self, samples: int = WINDOW_SAMPLES) -> None:
+        self._at = np.zeros(samples, np.int64)
+        self._values = np.zeros(samples, np.float64)
+        self._next = 0
+        self._held = 0
+
+    def add(self, values: npt.NDArray[Any], now_ns: int) -> None:
+        """Appends values; the oldest are overwritten."""
+        values = values[-self._at.size :]
+        rows = np.arange(self._next, self._next + values.size) % self._at.size
+        self._at[rows] = now_ns
+        self._values[rows] = values
+        self._next = int((self._next + values.size) % self._at.size)
+        self._held = min(self._at.size, self._held + values.size)
+
+    def percentiles(self, now_ns: int, *points: float) -> list[float]:
+        """Percentiles of the last minute; zeros when there was nothing."""
+        recent = self._values[: self._held][self._at[: self._held] > now_ns - WINDOW_NS]
+        return [float(value) for value in np.percentile(recent, points)] if recent.size else [0.0] * len(points)
+
+
+class Crowd:
+    """How fast sequences start while others wait for slots or memory.
+
+    Starts come in bursts, as those who began together end together, so time is counted from start to start and never
+    up to the moment of a report, which may lie just before a burst or just behind it.
+    """
+
+    def __init__(self, now_ns: int) -> None:
+        self._looked_ns = self._last_ns = now_ns
+        self._since_ns = -1  # nobody waited then; -1: nobody waits
+        self._starts = self._seconds = 0.0  # both fade with CROWD_S
+        self._seen = 0
+
+    def started(self, starts: int, now_ns: int) -> None:
+        """So many got their first tokens."""
+        if not starts:
+            return
+        if self._since_ns >= 0:
+            seconds = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
+            keep = math.exp(-seconds / CROWD_S)
+            self._starts = keep * self._starts + starts
+            self._seconds = keep * self._seconds + seconds
+            self._seen += starts
+        self._last_ns = now_ns
+
+    def look(self, waiting: int, now_ns: int) -> None:
+        """So many wait now; with nobody all is forgotten."""
+        if not waiting:
+            self._since_ns, self._starts, self._seconds, self._seen = -1, 0.0, 0.0, 0
+        elif self._since_ns < 0:
+            self._since_ns = self._looked_ns
+        self._looked_ns = now_ns
+
+    def rate(self, running: int, now_ns: int) -> float:
+        """Starts a second where `running` sequences run; 0 while too few were seen to tell. When none has come for
+        long it falls, as if those who run were the next burst."""
+        if self._seen < max(running, CROWD_STARTS) or not self._seconds:
+            return 0.0
+        silent = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
+        return min(self._starts / self._seconds, (self._starts + running) / (self._seconds + silent))
+
+
+class Stats:
+    """Collects what iterations show."""
+
+    def __init__(self, started_ns: int, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
+        self._lives = Lives(self._metrics.ended)
+        self.iterations = Iterations()
+        self._ttft_ms = Window()
+        self._tbt_ms = Window()
+        self._violations = [0] * len(CLASSES)
+        self._since_ns = started_ns
+        self._tokens = self._prefill = self._prefill_ns = 0
+        self._rate = 0.0
+        self._tokens_total = 0
+        self._crowd = Crowd(started_ns)
+        self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
+        self._step_tokens = self._step_decode = self._step_prefill = 0
+
+    def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
+        """Waits and SLO violations of one outcome's rows; starts and ends of requests."""
+        if outcome is None:
+            return
+        self._lives.seen(outcome, now_ns)
+        if not outcome.waits_ns.size:
+            return
+        has = outcome.waits_ns >= 0
+        starts = has & (outcome.first == 0)
+        first_ns, between_ns = outcome.waits_ns[starts], outcome.waits_ns[has & ~starts]
+        self._ttft_ms.add(first_ns / 1e6, now_ns)
+        self._tbt_ms.add(between_ns / 1e6, now_ns)
+        self._metrics.waits(first_ns, between_ns)
+        produced = int(outcome.counts.sum())
+        self._tokens += produced
+        self._crowd.started(int(np.count_nonzero(starts)), now_ns)
+        self._tokens_total += produced
+        for row in np.flatnonzero(starts):  # once in a request's life
+            request = outcome.requests[row]
+            if request.ttft_slo_ns and outcome.waits_ns[row] > request.ttft_slo_ns:
+                self._violations[request.priority] += 1
+
+    def step(self, decode: int, prefill: int, spent_ns: int = 0) -> None:
+        """One iteration was sent; to plan it took `spent_ns` of the scheduler's time."""
+        self._step_tokens, self._step_decode, self._step_prefill = decode + prefill, decode, prefill
+        self.scheduled(spent_ns)
+
+    def result(
+        self, step_ns: int, idle_ns: int, prefill: int, decode: int = 0, replica: int = 0, spent_ns: int = 0
+    ) -> None:
+        """One iteration was answered; it ran `prefill` tokens of prompts and `decode` others. To apply it took
+        `spent_ns` of the scheduler's time."""
+        self.scheduled(spent_ns)
+        self.iterations.add(idle_ns, step_ns, decode, prefill, replica)
+        self._metrics.step(step_ns, decode, prefill)
+        if prefill:
+            self._prefill += prefill
+            self._prefill_ns += step_ns
+        self._step_ns += step_ns
+        self._idle_ns += idle_ns
+        self._steps += 1
+
+    def scheduled(self, spent_ns: int) -> None:
+        """Time of the scheduler's own in plan or apply."""
+        self._schedule_ns += spent_ns
+        self._metrics.planned(spent_ns)
+
+    def call(self, script: str, seconds: float) -> None:
+        """A script in Redis answered."""
+        self._metrics.call(script, seconds)
+
+    def replicas(self, rows: Mapping[str, Mapping[str, float | int | str]]) -> None:
+        """The figures of each replica, by worker id, for the next snapshot."""
+        self._metrics.replicas(rows)
+
+    def snapshot(
+        self,
+        core: dict[str, Any],
+        now_ns: int,
+        time_ms: int,
+        epoch: int,
+        policy: str,
+        workers: int,
+        predicted_ns: Sequence[int] = (0, 0, 0, 0),
+        unclaimed_ms: Sequence[int] = (0, 0, 0, 0),
+    ) -> dict[str, float | int | str]:
+        """Every field of `stats:{shard}`; starts the next second.
+
+        `predicted_ns`: the core's prediction of a time to first token by class; 0 while it knows no step's time.
+        `unclaimed_ms`: how long the oldest of those has waited, by class, that no shard has claimed.
+        """
+        seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
+        steps = max(1, self._steps)
+        self._learn_rate(workers)
+        ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
+        tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
+        fields: dict[str, float | int | str] = {
+            **{name: value for name, value in core.items() if not name.startswith("oldest_ns_")},
+            "v": VERSION,
+            "time_ms": time_ms,
+            "epoch": epoch,
+            "policy": policy,
+            "workers": workers,
+            "step_tokens": self._step_tokens,
+            "step_decode": self._step_decode,
+            "step_prefill": self._step_prefill,
+            "step_ms": round(self._step_ns / steps / 1e6, 3),
+            "schedule_us": round(self._schedule_ns / steps / 1e3, 1),
+            "device_idle_pct": round(100 * self._idle_ns / max(1, self._idle_ns + self._step_ns), 2),
+            "tokens_total": self._tokens_total,
+            "tok_s": round(self._tokens / seconds, 1),
+            "ttft_ms_p50": round(ttft[0], 3),
+            "ttft_ms_p99": round(ttft[1], 3),
+            "tbt_ms_p50": round(tbt[0], 3),
+            "tbt_ms_p99": round(tbt[1], 3),
+            "prefill_tok_s": round(self._rate, 1),
+            **self._predicted(core, predicted_ns, now_ns),
+            **_ages(core, unclaimed_ms, now_ns),
+            **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
+        }
+        self._since_ns = now_ns
+        self._tokens = 0
+        self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
+        self._metrics.report(fields)
+        return fields
+
+    def _predicted(self, core: dict[str, Any], predicted_ns: Sequence[int], now_ns: int) -> dict[str, float | int]:
+        """When a request that comes now gets its first token, by class. Prompts may wait for time (the core's
+        prediction; tokens at the measured rate while it has none) or for slots and memory (those who are before it, at
+        the rate of starts). The longer one counts."""
+        # Who waits to be decoded elsewhere takes no slot from prompts: all who do are behind_low.
+        self._crowd.look(int(core.get(f"behind_{CLASSES[-1]}", core.get("waiting", 0))), now_ns)
+        starts_s = self._crowd.rate(int(core.get("running", 0)), now_ns)
+        fields: dict[str, float | int] = {"starts_s": round(starts_s, 3)}
+        for name, core_ns in zip(CLASSES, predicted_ns, strict=True):
+            computing_ms = core_ns / 1e6
+            if not core_ns and self._rate:
+                computing_ms = 1e3 * int(core.get(f"queued_tokens_{name}", 0)) / self._rate
+            behind = int(core.get(f"behind_{name}", 0))
+            crowd_ms = 1e3 * behind / starts_s if starts_s else 0.0
+            fields[f"behind_{name}"] = behind if crowd_ms > computing_ms else 0
+            fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, crowd_ms), 1)
+        return fields | {"predicted_ttft_ms": fields[f"predicted_ttft_ms_{CLASSES[-1]}"]}
+
+    def _learn_rate(self, workers: int) -> None:
+        """Prompt tokens per second of steps that ran some, times the workers: what a queue of prompts is worth, also
+        when none came for a while. An average that follows with a third of each new second."""
+        if self._prefill_ns:
+            now = max(workers, 1) * self._prefill / (self._prefill_ns / 1e9)
+            self._rate = now if not self._rate else self._rate + (now - self._rate) / 3
+        self._prefill = self._prefill_ns = 0
+
+
+def _ages(core: dict[str, Any], unclaimed_ms: Sequence[int], now_ns: int) -> dict[str, int]:
+    """How long the oldest request has waited that never ran, by class, in ms: of those claimed, and of those that are
+    not; 0 where nobody waits."""
+    ages = {}
+    for name, outside_ms in zip(CLASSES, unclaimed_ms, strict=True):
+        arrived_ns = int(core.get(f"oldest_ns_{name}", 0))
+        held_ms = max(0, now_ns - arrived_ns) // 1_000_000 if arrived_ns else 0
+        ages[f"queue_age_ms_{name}"] = max(held_ms, outside_ms)
+    return ages

@@ -1,0 +1,1 @@
+"""The workers of a shard: found in Redis, dialled, kept busy, watched."""

@@ -1,0 +1,171 @@
+"""The scheduler's end of one replica: saying hello to the worker, sending steps, receiving results.
+
+One link is one Run. When it breaks for any reason it is closed for good and the service makes another; the core has
+then forgotten every step of the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.scheduler.core.types import Limits
+from services.scheduler.workers.registry import Registration
+from services.scheduler.workers.wire import limits_from_wire
+from shared.channels import aio_channel, channel_credentials
+from shared.errors import ProtocolError
+from shared.settings import SchedulerSettings
+
+log = logging.getLogger("orcinus.scheduler")
+
+MESSAGE_BYTES = 64 << 20
+OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # what grpcio acts on
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+DESCRIBE_S = 5.0
+WATCH_S = 0.05
+CLOSE_S = 1.0
+
+
+class WorkerLostError(Exception):
+    """The link to the worker is of no use any more."""
+
+
+class StepFailedError(WorkerLostError):
+    """The worker lived to say that it could not execute a step."""
+
+
+class StepTimeoutError(WorkerLostError):
+    """The watchdog tripped: the worker hangs or is slow, which is no request's doing."""
+
+
+class WorkerLink:
+    """A Run with one worker. `open` or raise; then `send` and iterate `results` until it ends."""
+
+    def __init__(self, worker: Registration, settings: SchedulerSettings) -> None:
+        self.worker = worker
+        self.epoch = worker.epoch
+        self._shard = settings.shard
+        self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
+        self._moved_ns = 0  # the last answer
+        self.info = worker_pb2.WorkerInfo()
+        self.leaving = False  # the worker drains: no further step may be sent
+
+    async def open(self) -> Limits:
+        """Describes and says hello. Raises grpc.aio.AioRpcError when the worker is not there."""
+        self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
+        self._call = self._stub.Run()
+        await self._write(worker_pb2.Step(epoch=self.epoch, hello=worker_pb2.Hello(shard=self._shard)))
+        info = self.info
+        log.info(
+            "worker %s at %s: %d slots, %d blocks of %d tokens, %d on the host",
+            self.worker.id,
+            self.worker.address,
+            info.max_seqs,
+            info.gpu_blocks,
+            info.block_size,
+            info.host_blocks,
+        )
+        return limits_from_wire(info)
+
+    async def send(self, step: worker_pb2.Step) -> None:
+        self._sent.append((step.id, time.monotonic_ns()))
+        await self._write(step)
+
+    async def _write(self, step: worker_pb2.Step) -> None:
+        if self._call is None:
+            raise ProtocolError("a step was sent before hello")
+        try:
+            await self._call.write(step)
+        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:  # the call has ended meanwhile
+            raise ProtocolError(f"the stream to worker {self.worker.id} has ended: {error}") from error
+
+    async def results(self) -> AsyncIterator[worker_pb2.Result]:
+        """Results in the order of the steps, until the stream ends, or all are there of a worker that is leaving.
+
+        Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
+        """
+        if self._call is None:
+            raise ProtocolError("results were read before hello")
+        async for result in self._call:
+            if result.draining:
+                self.leaving = True
+                if not self._sent:
+                    return
+                continue
+            if not self._sent or result.epoch != self.epoch or result.id != self._sent[0][0]:
+                raise ProtocolError(
+                    f"worker {self.worker.id} answered step {result.id} of epoch {result.epoch}; "
+                    f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self.epoch}"
+                )
+            self._sent.popleft()
+            self._moved_ns = time.monotonic_ns()
+            if result.error:
+                raise StepFailedError(f"step {result.id} failed: {result.error}")
+            yield result
+            if self.leaving and not self._sent:
+                return
+
+    def waited_s(self) -> float:
+        """How long the worker has had the oldest unanswered step in hand; 0 when it has none."""
+        return (time.monotonic_ns() - max(self._sent[0][1], self._moved_ns)) / 1e9 if self._sent else 0.0
+
+    async def watch(self, limit_s: float, idle: Callable[[], None]) -> None:
+        """Raises StepTimeoutError when a step stays unanswered; calls `idle` again and again while none is."""
+        while (waited := self.waited_s()) < limit_s:
+            if waited == 0:
+                idle()
+            await asyncio.sleep(WATCH_S)
+        raise StepTimeoutError(f"a step is unanswered for {waited:.1f} s")
+
+    async def close(self) -> None:
+        """Ends the call and lets go of the channel; what the channel says to that is of no interest."""
+        if self._call is not None:
+            self._call.cancel()
+        # In a task of its own, so that a cancellation of the caller's is no error of the channel.
+        closing = asyncio.ensure_future(self._channel.close(grace=None))
+        await asyncio.wait({closing}, timeout=CLOSE_S)
+        if closing.done() and not closing.cancelled() and (error := closing.exception()):
+            log.debug("the channel to worker %s was not closed: %s", self.worker.id, error)
+
+
+NO_REQUEST_S_DOING = (
+    grpc.StatusCode.FAILED_PRECONDITION,  # the worker knows a newer epoch
+    grpc.StatusCode.ABORTED,  # another Run took its place
+)
+
+SILENT = "ping timeout"
+"""gRPC's words for a keepalive without an answer. A process that a step kills closes its connection; one whose step
+hangs still answers."""
+
+
+def of_a_step(error: BaseException) -> bool:
+    """May a step be what the worker was lost with? A refused or replaced Run, a worker that was stopped and said so,
+    one whose whole process or machine is silent, and a tripped watchdog are nobody's doing; nor is an answer to
+    another step. Where a connection broke, the worker must have died, too (Parking.lost)."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() not in NO_REQUEST_S_DOING and SILENT not in (error.details() or "")
+    return isinstance(error, (StepFailedError, ValueError))
+
+
+def brief(error: BaseException) -> str:
+    """One line for the log and for `events`."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

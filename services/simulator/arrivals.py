@@ -1,0 +1,165 @@
+"""Builds a Workload from what the command line says: a trace or drawn lengths, times, classes, limits, prefixes.
+
+Pure given the seed; every draw has its own stream, so that changing one option leaves the other columns as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.serve.arrivals import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
+from services.scheduler.core.placer import CLASSES
+from services.simulator.workload import Int64, Workload
+
+TRACES = Path(__file__).resolve().parents[2] / "assets" / "traces"
+SLOWEST, MOST_RATE = 1e-6, 1e6  # of a rate and of a rate scale
+MOST_REQUESTS = 1_000_000
+CHAT = TRACES / "azure_conv_2023.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """`64`, `16:128` (uniform, both included) or `lognormal:MEAN:SIGMA` (SIGMA of the logarithm), in tokens.
+
+    What a lognormal draws beyond MOST_TOKENS becomes MOST_TOKENS.
+    """
+
+    kind: str
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Raises ValueError that names the value."""
+        kind, *rest = text.split(":")
+        try:
+            if kind == "lognormal":
+                mean, sigma = (float(part) for part in rest)
+                if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= 4:
+                    return cls(kind, mean, sigma)
+            elif len(rest) <= 1:
+                low, high = int(kind), int(rest[0] if rest else kind)
+                if 1 <= low <= high <= MOST_TOKENS:
+                    return cls("uniform", low, high)
+        except ValueError:
+            pass
+        raise ValueError(
+            f"{text[:40]!r} is no length: give N, LOW:HIGH with 1 <= LOW <= HIGH <= {MOST_TOKENS:,}, or "
+            "lognormal:MEAN:SIGMA with SIGMA from 0 to 4"
+        )
+
+    def draw(self, count: int, seed: int, stream: int) -> Int64:
+        rng = np.random.default_rng([seed, 10 + stream])
+        if self.kind == "uniform":
+            return rng.integers(int(self.low), int(self.high) + 1, count)
+        mu = math.log(self.low) - self.high**2 / 2  # so that the mean is `low`
+        return np.clip(np.rint(rng.lognormal(mu, self.high, count)), 1, MOST_TOKENS).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Everything that makes a workload. max_tokens 0: exactly the true length. rate_rps 0: the trace's own times."""
+
+    trace: Path | None = CHAT
+    requests: int = 0  # 0: the whole trace, or 1000
+    prompt: Lengths | None = None  # instead of the trace's
+    output: Lengths | None = None
+    rate_rps: float = 0.0
+    rate_scale: float = 1.0
+    cv: float = 1.0  # of the intervals; 1: Poisson
+    at_once: bool = False
+    max_tokens: int = 1024
+    classes: dict[str, float] = field(default_factory=dict)  # share of each; empty: all normal
+    ttft_slo_ms: dict[str, float] = field(default_factory=dict)  # by class; "" for all others
+    tbt_slo_ms: dict[str, float] = field(default_factory=dict)
+    prefix_groups: int = 0
+    prefix_tokens: int = 0
+    seed: int = 0
+
+
+def build(spec: Spec) -> Workload:
+    """Raises ValueError that says what is wrong and what to do."""
+    trace = _read(spec.trace) if spec.trace is not None else None
+    if trace is None and (spec.prompt is None or spec.output is None):
+        raise ValueError("without a trace both lengths are needed: --prompt-tokens and --output-tokens")
+    if not SLOWEST <= spec.rate_scale <= MOST_RATE or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
+        raise ValueError(
+            f"rate {spec.rate_rps:g} x {spec.rate_scale:g} is out of range: stay within {SLOWEST:g} and {MOST_RATE:g}"
+        )
+    count = spec.requests or (len(trace.prompt_tokens) if trace is not None else 1000)
+    if count > MOST_REQUESTS:
+        raise ValueError(f"{spec.trace} has {count:,} requests: give --requests N, at most {MOST_REQUESTS:,}")
+    prompt = spec.prompt.draw(count, spec.seed, 0) if spec.prompt else _cycle(trace, "prompt_tokens", count)
+    output = spec.output.draw(count, spec.seed, 1) if spec.output else _cycle(trace, "output_tokens", count)
+    priority = _classes(spec, count)
+    group = np.full(count, -1, np.int64)
+    if spec.prefix_groups:
+        group = np.random.default_rng([spec.seed, 5]).integers(0, spec.prefix_groups, count)
+        prompt = prompt + spec.prefix_tokens
+    times = _times(spec, trace, count)
+    if not times[-1] <= LATEST_S:
+        raise ValueError(
+            f"the last of {count:,} requests arrives after {times[-1]:.3g} s, over {LATEST_S:g}: raise --rate or "
+            "--rate-scale, or take fewer --requests"
+        )
+    return Workload(
+        arrived_ns=np.rint(times * 1e9).astype(np.int64),
+        prompt=prompt,
+        output=output,
+        max_tokens=np.maximum(output, spec.max_tokens),
+        priority=priority,
+        ttft_slo_ns=_limits(spec.ttft_slo_ms, priority),
+        tbt_slo_ns=_limits(spec.tbt_slo_ms, priority),
+        group=group,
+        prefix_tokens=spec.prefix_tokens if spec.prefix_groups else 0,
+    )
+
+
+def _read(path: Path) -> Trace:
+    try:
+        return read_trace(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give --trace FILE, a CSV with num_prefill_tokens") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text ({error.reason}); give --trace FILE, a CSV") from error
+
+
+def _cycle(trace: Trace | None, column: str, count: int) -> Int64:
+    """The first `count` entries; from the beginning again when the trace is shorter."""
+    values: Int64 = getattr(trace, column)
+    return np.resize(values, count)
+
+
+def _times(spec: Spec, trace: Trace | None, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """[count] seconds from the start."""
+    if spec.at_once:
+        return np.zeros(count)
+    if spec.rate_rps > 0:
+        return np.asarray(gamma_times(count, spec.rate_rps * spec.rate_scale, 1 / spec.cv**2, spec.seed))
+    if trace is None or trace.arrived_at is None:
+        what = f"{spec.trace} has no column arrived_at" if trace is not None else "drawn lengths have no times"
+        raise ValueError(f"{what}: give --rate R (requests a second) or --at-once")
+    at = trace.arrived_at - trace.arrived_at[0]
+    lap = float(at[-1]) * (1 + 1 / max(at.size - 1, 1))  # with one mean interval between the laps
+    index = np.arange(count)
+    times = at[index % at.size] + lap * (index // at.size)
+    return np.asarray(times / spec.rate_scale)
+
+
+def _classes(spec: Spec, count: int) -> Int64:
+    if not spec.classes:
+        return np.full(count, CLASSES.index("normal"), np.int64)
+    numbers = [CLASSES.index(name) for name in spec.classes]
+    shares = np.array(list(spec.classes.values()))
+    drawn = np.random.default_rng([spec.seed, 6]).choice(numbers, count, p=shares / shares.sum())
+    return drawn.astype(np.int64)
+
+
+def _limits(by_class: dict[str, float], priority: Int64) -> Int64:
+    """[requests] ns; 0 where there is none."""
+    values = [by_class.get(name, by_class.get("", 0.0)) for name in CLASSES]
+    return np.rint(np.array(values)[priority] * 1e6).astype(np.int64)

@@ -1,0 +1,115 @@
+"""Many runs beside one another: each in a process of its own, in the order in which they were asked for.
+
+main.py and search.py hand in jobs; a job is plain data, so that a fresh process can take it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.simulator.arrivals import Spec, build
+from services.simulator.clock import StepClock
+from services.simulator.engine import Run, Sample, Setup, simulate
+from services.simulator.workload import Int64
+
+_POLL_S = 0.1
+_EVERY = 64  # requests between two words about progress
+_done: Any = None  # in a worker process: finished requests of every job, shared with the parent
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One policy over one workload."""
+
+    policy: str
+    spec: Spec
+    setup: Setup
+    clock: StepClock
+
+
+@dataclass(slots=True)
+class Finished:
+    """A run's result, and what the pictures need of it."""
+
+    result: dict[str, Any]
+    ttft_ns: Int64  # of the finished
+    gaps: tuple[npt.NDArray[np.float64], Int64]  # ns and how many
+    samples: list[Sample]
+
+
+def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Finished:
+    """Raises ValueError for a workload, policy or setting that cannot be."""
+    run: Run = simulate(job.policy, build(job.spec), job.setup, job.clock, progress=progress)
+    seen, result = run.seen, run.result
+    labelled = {
+        "policy": result.pop("policy"),
+        "rate_scale": job.spec.rate_scale,
+        "step_tokens": job.setup.step_tokens,
+        **result,
+    }
+    return Finished(labelled, seen.ttft_ns[seen.e2e_ns >= 0], seen.gaps.distribution(), run.samples)
+
+
+def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
+    """Every job's outcome, in order; `processes` at a time, none but this one for 1."""
+    totals = [len(build(job.spec)) for job in jobs]  # also: bad input is told here, not from a process
+    with _bar(sum(totals)) as advance:
+        if processes == 1 or len(jobs) == 1:
+            finished, before = [], 0
+            for job, total in zip(jobs, totals, strict=True):
+                finished.append(run_job(job, _Teller(advance, before)))
+                before += total
+            return finished
+        context = multiprocessing.get_context("spawn")
+        counts = context.Array("q", len(jobs), lock=False)
+        with context.Pool(min(processes, len(jobs)), _begin, (counts,)) as pool:
+            waiting = [pool.apply_async(_run_numbered, (number, job)) for number, job in enumerate(jobs)]
+            for result in waiting:
+                while not result.ready():
+                    result.wait(_POLL_S)
+                    advance(sum(counts))
+            return [result.get() for result in waiting]
+
+
+class _Teller:
+    """Passes on every 64th count, with `before` that others had."""
+
+    def __init__(self, tell: Callable[[int], None], before: int = 0) -> None:
+        self._tell, self._before, self._next = tell, before, 0
+
+    def __call__(self, ended: int) -> None:
+        if ended >= self._next:
+            self._next = ended + _EVERY
+            self._tell(self._before + ended)
+
+
+def _begin(counts: Any) -> None:
+    global _done
+    _done = counts
+
+
+def _run_numbered(number: int, job: Job) -> Finished:
+    def tell(ended: int) -> None:
+        _done[number] = ended
+
+    return run_job(job, _Teller(tell))
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of requests on stderr where a person sees it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda done: bar.update(task, completed=done)

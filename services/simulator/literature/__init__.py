@@ -1,0 +1,1 @@
+"""`orcinus simulate --reproduce`: tables of the literature beside simulated ones."""

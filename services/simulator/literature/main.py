@@ -1,0 +1,82 @@
+"""`orcinus simulate --reproduce`: tables T1 to T6 of the literature beside ours, each in the sense its sheet gives it;
+T5 a second time over the chat trace.
+
+The figures of the sheet stand in the literature_* modules as constants and enter comparisons only.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as Shown
+
+from services.simulator.literature.chunks import chunk_sizes, chunk_sizes_chat, iteration_parts
+from services.simulator.literature.load import slo_under_load
+from services.simulator.literature.priorities import classes
+from services.simulator.literature.static import padded_batches, slots_in_use
+from services.simulator.literature.table import Cell, Table
+
+WIDTH = 140
+TABLES: tuple[Callable[[], Table], ...] = (
+    slots_in_use,
+    padded_batches,
+    slo_under_load,
+    iteration_parts,
+    chunk_sizes,
+    chunk_sizes_chat,
+    classes,
+)
+
+
+def reproduce(json: bool) -> int:
+    """Prints all tables, or one JSON object; 0 when each is reproduced in its sense, else 1. About a minute."""
+    tables: list[Table] = []
+    for make in TABLES:
+        print(f"table {len(tables) + 1} of {len(TABLES)} ...", file=sys.stderr, flush=True)
+        tables.append(make())
+    missed = [table.name for table in tables if not table.reproduced]
+    if json:
+        print(
+            json_module.dumps({"tables": [table.to_json() for table in tables], "verdict": verdict(tables)}, indent=1)
+        )
+    else:
+        console = Console(width=max(Console().width, WIDTH))
+        for table in tables:
+            show(table, console)
+    print(verdict(tables), file=sys.stderr)
+    return 1 if missed else 0
+
+
+def verdict(tables: list[Table]) -> str:
+    """One line: what is not reproduced in its sense, and what else the tables miss that have a sense."""
+    missed = [table.name for table in tables if not table.reproduced]
+    parts = [f"not in their sense: {', '.join(missed)}" if missed else "all in their sense"]
+    for table in tables:
+        beside = [holds for _, holds, required in table.claims if not required]
+        if len(beside) < len(table.claims) and not all(beside):
+            parts.append(f"{table.name}: {beside.count(False)} of {len(beside)} ratios missed")
+    return "; ".join(parts)
+
+
+def show(table: Table, console: Console) -> None:
+    """The rows, what is required, and of the rest what does not hold."""
+    shown = Shown(box=SIMPLE, title=f"{table.name}  {table.title} ({table.sense})", title_justify="left")
+    for i, name in enumerate(table.columns):
+        shown.add_column(name, justify="right" if i else "left")
+    for row in table.rows:
+        shown.add_row(*(_text(cell) for cell in row))
+    console.print(shown)
+    for claim, holds, required in table.claims:
+        if required or not holds:
+            console.print(f"  {'holds ' if holds else 'MISSED'}  {claim}", markup=False, highlight=False)
+    for note in table.notes:
+        console.print(f"  ({note})", markup=False, highlight=False)
+    console.print()
+
+
+def _text(cell: Cell) -> str:
+    return "-" if cell is None else f"{cell:,.10g}" if isinstance(cell, float) else str(cell)

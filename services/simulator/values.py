@@ -1,0 +1,129 @@
+"""What a value on the command line of `orcinus simulate` may be: each kind with its bounds.
+
+Used by options.py as argparse types; what is out of bounds is told with the value and the bounds, and argparse puts the
+option's name before it. The bounds are far beyond what is useful and near enough that a run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+from bench.serve.arrivals import MOST_TOKENS
+from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.presets import PRESETS
+from services.simulator.arrivals import MOST_RATE, SLOWEST, Lengths
+from services.simulator.engine import named
+
+LEAST_MS, MOST_MS = 0.001, 1e9  # of a limit
+MOST_SHARE = 1e6
+SHOWN = 40  # letters of a value in a message
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A whole number within bounds, both included."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)!r} is not a whole number from {low:,} to {high:,}"
+            ) from None
+        if value < low:
+            what = "must not be negative" if low == 0 else f"must be at least {low:,}"
+            raise argparse.ArgumentTypeError(f"{shown(text)} {what}; give {low:,} to {high:,}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is too large; give {low:,} to {high:,}")
+        return value
+
+    return convert
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    """A number within bounds, both included."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a number from {low:g} to {high:g}") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a finite number; give {low:g} to {high:g}")
+        if not low <= value <= high:
+            what = "must be above 0" if value <= 0 < low else f"is too {'small' if value < low else 'large'}"
+            raise argparse.ArgumentTypeError(f"{shown(text)} {what}; give {low:g} to {high:g}")
+        return value
+
+    return convert
+
+
+def shown(text: str) -> str:
+    """A value in a message: its beginning, where it is long."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def policies(text: str) -> list[str]:
+    """`A,B`, or `all`; a part with its own comma belongs to the policy before it."""
+    names = sorted(PRESETS) if text == "all" else []
+    for word in text.split(",") if not names else []:
+        if names and "=" in word and ":" not in word:  # sarathi:order=fair,memory=peak
+            names[-1] += f",{word}"
+        else:
+            names.append(word)
+    for name in names:
+        try:
+            named(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if names.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"{name} is given twice: drop one")
+    return names
+
+
+def scales(text: str) -> list[float]:
+    found = [real(SLOWEST, MOST_RATE)(part) for part in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)} gives a scale twice: drop one")
+    return found
+
+
+def asked(text: str) -> int:
+    """0 for `exact`."""
+    return 0 if text == "exact" else whole(1, MOST_TOKENS)(text)
+
+
+def lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def classes(text: str) -> dict[str, float]:
+    """Shares by class, not all of them 0."""
+    shares = _by_name(text, real(0, MOST_SHARE))
+    if not sum(shares.values()) >= 1 / MOST_SHARE:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: the shares must add up to {1 / MOST_SHARE:g} or more")
+    return shares
+
+
+def by_class(text: str) -> dict[str, float]:
+    """A limit in ms: of every class (""), or by class."""
+    limit = real(LEAST_MS, MOST_MS)
+    return _by_name(text, limit) if ":" in text else {"": limit(text)}
+
+
+def _by_name(text: str, convert: Callable[[str], float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition(":")
+        if name not in CLASSES:
+            raise argparse.ArgumentTypeError(f"no class {shown(name)!r}; there are {', '.join(CLASSES)}")
+        if not value:
+            raise argparse.ArgumentTypeError(f"{shown(part)!r} lacks its value: give {name}:NUMBER")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{shown(text)} gives {name} twice: drop one")
+        found[name] = convert(value)
+    return found

@@ -1,0 +1,180 @@
+"""Steps between the moment they are given to the device and their Results. Used by the engine alone, under its lock.
+
+A flight knows whose the slots were when it was submitted: meanwhile they may be freed and taken by others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, AnyOps, Int32, Int64, Sampled
+from kernels.pending import Pending
+from protos import worker_pb2
+from services.worker.kv.transfers import Copies
+from services.worker.slots import Chunks, SlotTable
+from shared.logprobs import pack_record
+
+NOBODY: Int32 = np.zeros(0, np.int32)
+
+WHY = {
+    STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
+    STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
+}
+GRAMMAR = "grammar"
+"""The code of a sequence whose grammar cannot be followed; the message says why."""
+
+
+@dataclass(slots=True)
+class Marks:
+    """Points in the device's time (Ops.mark). before: the end of the flight before this one, None for a Run's first."""
+
+    before: Any
+    start: Any
+    forwarded: Any = None
+    ended: Any = None
+
+    def timings(self, ops: AnyOps, queued_ns: int, swap_ns: int) -> worker_pb2.Timings:
+        """With those of the device, which has passed the end when this returns."""
+        return worker_pb2.Timings(
+            queued_ns=queued_ns,
+            idle_ns=0 if self.before is None else max(0, ops.elapsed_ns(self.before, self.start)),
+            forward_ns=ops.elapsed_ns(self.start, self.forwarded),
+            sample_ns=ops.elapsed_ns(self.forwarded, self.ended),
+            total_ns=ops.elapsed_ns(self.start, self.ended),
+            swap_ns=swap_ns,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """What `Engine.submit` hands to `Engine.finish`."""
+
+    epoch: int
+    id: int
+    chunks: Chunks
+    sampling: Int32  # [R] the slots that sample, in the order of the chunks
+    generations: Int64  # [C] of the chunks' slots: whose they were when this was submitted
+    departures: int  # of the slots by then
+    copies: Copies
+    marks: Marks
+    queued_ns: int
+    errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again
+    failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
+    places: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
+    logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [R] as in the sequences' sampling
+    has_grammars: bool = False  # whether a sequence that samples is bound by one
+    swaps: bool = False
+    peers: list[int] = field(default_factory=list)  # that it told of and whose host tier can be read
+    begun_ns: int = 0  # time.monotonic_ns() when the device was given it
+    sampled: Pending[Sampled] | None = None
+    learned: bool = False  # whether the slots know the tokens
+    # Of a mesh: when the tokens came from the rank that samples, and rows whose grammar it could not follow.
+    arrived_ns: int = 0
+    why: dict[int, str] = field(default_factory=dict)
+
+    def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
+        """Those of the Result, once the device is done. All of this rank, but for the total of a step whose tokens come
+        from another one: until they are here."""
+        found = self.marks.timings(ops, self.queued_ns, swap_ns)
+        if self.arrived_ns:
+            found.total_ns = self.arrived_ns - self.begun_ns
+        return found
+
+    def generation(self, slot: int) -> int | None:
+        """Of one of the chunks' slots; None for a slot that has no chunk here."""
+        at = np.flatnonzero(self.chunks.slots == slot)
+        return int(self.generations[at[0]]) if at.size else None
+
+    def all_errors(self) -> list[worker_pb2.SequenceError]:
+        """Those of the Result."""
+        if not self.failed:
+            return self.errors
+        return self.errors + [
+            worker_pb2.SequenceError(slot=slot, code=code, message=message)
+            for slot, (code, message) in self.failed.items()
+        ]
+
+
+class Flights:
+    """The flights of one Run that are out, in order."""
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._out: list[Flight] = []
+
+    def begin(self, flight: Flight) -> None:
+        self._out.append(flight)
+
+    def unknown(self, slots: Int32) -> list[Flight]:
+        """Those, in order, that sample for one of these slots a token that the host does not know yet."""
+        return [
+            one for one in list(self._out) if one.sampled and not one.learned and np.isin(one.sampling, slots).any()
+        ]
+
+    def learn(self, flight: Flight, sampled: Sampled) -> Int32:
+        """The host knows the tokens, which are returned, from here on; what could not be drawn fails."""
+        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
+        if flight.learned:
+            return tokens
+        flight.learned = True
+        status = sampled.status.cpu().numpy()
+        for row in (status != STATUS_FINE).nonzero()[0].tolist():
+            self.fail(flight, int(flight.sampling[row]), *WHY[int(status[row])])
+        for row, why in flight.why.items():
+            self.fail(flight, int(flight.sampling[row]), GRAMMAR, why)
+        self._record(flight, tokens)
+        return tokens
+
+    def settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
+        """Slots, tokens and records of log-probabilities of the Result.
+
+        The records are one per slot, empty where the sequence did not ask; none at all where nobody did.
+        """
+        if flight in self._out:  # else a new Run has begun
+            self._out.remove(flight)
+        slots = flight.sampling
+        if sampled is None:
+            return slots, slots, []
+        tokens = self.learn(flight, sampled)
+        if not flight.failed:
+            return slots, tokens, _records(sampled, flight.logprobs)
+        fine = ~np.isin(slots, list(flight.failed))
+        records = _records(sampled, np.where(fine, flight.logprobs, 0))
+        return slots[fine], tokens[fine], [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
+
+    def fail(self, flight: Flight, slot: int, code: str, message: str) -> None:
+        """The sequence that the slot held in this flight gives no token, here and in the flights behind."""
+        if slot in flight.failed:
+            return
+        flight.failed[slot] = (code, message)
+        generation = flight.generation(slot)
+        if self._slots.generation[slot] == generation:
+            self._slots.fail(slot, code, message)
+        for later in self._out:
+            if later.id > flight.id and later.generation(slot) == generation:
+                later.failed.setdefault(slot, (code, message))
+
+    def _record(self, flight: Flight, tokens: Int32) -> None:
+        """The tokens into the slots that still hold the sequences of this flight."""
+        table, slots, places = self._slots, flight.sampling, flight.places
+        if table.departures == flight.departures:
+            table.record(slots, places, tokens)
+            return
+        same = table.generation[slots] == flight.generations[flight.chunks.samples]
+        table.record(slots[same], places[same], tokens[same])
+
+
+def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:
+    """One per row, empty where `wanted` [R] is 0; none at all where nobody asked. A loop over those that ask."""
+    if sampled.logprobs is None or not wanted.any():
+        return []
+    records, own = [b""] * len(wanted), sampled.logprobs.cpu().numpy()
+    likely, none = sampled.likely, np.zeros((len(wanted), 0))
+    ids, best = (none, none) if likely is None else (likely.ids.cpu().numpy(), likely.logprobs.cpu().numpy())
+    for row in np.flatnonzero(wanted).tolist():
+        most = int(wanted[row]) - 1
+        records[row] = pack_record(own[row], ids[row, :most], best[row, :most])
+    return records

@@ -1,0 +1,96 @@
+"""Where the host tier of a worker lies, in its own memory or in a folder that others read, and what they must know."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kernels.ops import Cache
+from services.worker.kv.cache import NO_HOST_TIER
+from services.worker.kv.peers import Peers
+from services.worker.kv.share_folder import NoRoomError, ShareFolder
+from services.worker.parallel.state import Mesh
+from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from shared.settings import WorkerSettings
+
+FOLDER_SHARE = 0.5
+"""Of what is free in --kv-share-dir, at most, for a tier whose size nobody set: another worker may be about to take the
+rest."""
+
+log = logging.getLogger("orcinus.worker")
+
+
+class HostTier:
+    """This rank's part of it. `name`: WorkerInfo.host_tier, the same on all ranks; empty where nobody else reads it."""
+
+    def __init__(self, settings: WorkerSettings, mesh: Mesh) -> None:
+        """Raises ConfigurationError for a folder that cannot be used, or that not all ranks see."""
+        self._settings, self._mesh, self._folder, own = settings, mesh, None, ""
+        if settings.kv_share_dir is not None:
+            self._folder = ShareFolder(settings.kv_share_dir)
+            own = f"{self._folder.id}/{secrets.token_hex(16)}"
+        # Also without a folder: a rank that asked nobody would be waited for.
+        given = "any" if settings.host_blocks is None else "given"
+        said = mesh.texts(f"{settings.worker_role} {given} {own}")
+        for rank, other in enumerate(said):
+            if other.partition("/")[0] != said[0].partition("/")[0]:
+                raise ConfigurationError(
+                    f"rank {rank} of the replica has another --worker-role, --host-blocks or --kv-share-dir than rank "
+                    "0: ranks whose host tiers are shared have to be on one host and to name one folder"
+                )
+        self.name = said[0].rpartition(" ")[2]
+
+    def take(self, host_blocks: int, block_bytes: int) -> tuple[int, Tensor | None]:
+        """How many blocks the tier has, and their memory, which other workers can read; None where they shall not, or
+        for nothing. To be called once with more than 0, on every rank.
+
+        Fewer than host_blocks where nobody set how many and the folder has no room for them, as others may take theirs
+        at the same moment. Raises ConfigurationError where there is no room.
+        """
+        if self._folder is None or not host_blocks:
+            return host_blocks, None
+        if self._settings.host_blocks is not None:
+            return host_blocks, self._make(self._folder, host_blocks * block_bytes)
+        blocks = host_blocks
+        while blocks := self._mesh.least([min(blocks, self._fitting(self._folder, block_bytes))])[0]:
+            memory = None
+            with suppress(NoRoomError):
+                memory = self._make(self._folder, blocks * block_bytes)
+            if self._mesh.least([int(memory is not None)])[0]:
+                break
+            del memory  # which another rank may be short of
+            blocks //= 2
+        if blocks < host_blocks:
+            where = f"--kv-share-dir {self._settings.kv_share_dir}"
+            log.warning("%s has room for %d blocks of the host tier instead of %d", where, blocks, host_blocks)
+        if not blocks and self._settings.worker_role == "prefill":
+            raise ConfigurationError(NO_HOST_TIER)
+        return blocks, memory if blocks else None
+
+    def _fitting(self, folder: ShareFolder, block_bytes: int) -> int:
+        return int(folder.free_bytes() * FOLDER_SHARE) // self._mesh.ranks_here // block_bytes
+
+    def _make(self, folder: ShareFolder, size: int) -> Tensor:
+        return folder.make(f"{self.name.partition('/')[2]}-{self._mesh.rank}", size)
+
+    def peers(self, cache: Cache, block_bytes: int) -> Peers:
+        """Of a Run that begins. block_bytes: of a block on this rank."""
+        return Peers(cache, block_bytes, self._folder, self._mesh)
+
+    def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
+        """Fields of WorkerInfo. kv_format: what decides which bytes a block has on each rank, and how they are
+        computed, by whose kernels and from which weights."""
+        settings, mesh, shape = self._settings, self._mesh, cache.shape
+        size = "x".join(map(str, (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)))
+        how = f"{settings.quantize}{' deterministic' if settings.deterministic else ''}"
+        return {
+            "role": "" if settings.worker_role == "both" else settings.worker_role,
+            "host_tier": self.name,
+            "kv_format": f"{kernels} {cache.layout} {shape.dtype} {size} tp {mesh.tp} pp {mesh.pp} {how} {model_hash}",
+        }

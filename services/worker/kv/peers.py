@@ -1,0 +1,87 @@
+"""Host tiers of other workers on this host, from which swapped-out blocks are copied into this one's pool.
+
+The scheduler tells of them in a Step (`Step.peers`). Told and asked by the thread that submits steps; a copy that is
+under way keeps what it reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.ops import Cache
+from protos import worker_pb2
+from services.worker.kv.share_folder import PeerError, ShareFolder
+from services.worker.parallel.state import Mesh
+from shared.errors import ProtocolError
+
+log = logging.getLogger("orcinus.worker")
+
+OWN = -1
+"""In Step.swap_in_peers: no peer's block, but one of the own tier."""
+
+MOST = (1 << 31) - 1
+"""The largest number: columns are int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The host tier of a worker; of several ranks the part that this rank's counterpart has."""
+
+    memory: Tensor
+    host_blocks: int
+
+
+class Peers:
+    """Those of one Run, by number."""
+
+    def __init__(self, cache: Cache, block_bytes: int, folder: ShareFolder | None, mesh: Mesh) -> None:
+        """block_bytes: of a block on this rank; folder: None where this worker shares nothing."""
+        self._cache, self._block_bytes, self._folder, self._mesh = cache, block_bytes, folder, mesh
+        self._tiers: dict[int, Tier] = {}
+
+    def tell(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
+        """Maps those that are new and lets go of those that are gone; numbers of the new ones that every rank can read.
+
+        One that cannot be read is missing, with a warning in the log. Raises ProtocolError for a number that no
+        `swap_in_peers` can say.
+        """
+        new = []
+        for peer in peers:
+            if peer.number > MOST:
+                raise ProtocolError(f"peers: number {peer.number} is outside 0..{MOST}")
+            self._tiers.pop(peer.number, None)
+            if peer.host_tier:
+                new.append(peer.number)
+                self._map(peer)
+        mapped = self._mesh.least([int(number in self._tiers) for number in new])
+        for number, everywhere in zip(new, mapped, strict=True):
+            if not everywhere:
+                self._tiers.pop(number, None)
+        return [number for number in new if number in self._tiers]
+
+    def forget(self) -> None:
+        """Lets go of all. What is read just now stays mapped until then."""
+        self._tiers.clear()
+
+    def tier(self, number: int) -> Tier:
+        """Raises ProtocolError for one that was not acknowledged."""
+        try:
+            return self._tiers[number]
+        except KeyError:
+            raise ProtocolError(f"swap_in_peers: the host tier of peer {number} was not acknowledged") from None
+
+    def _map(self, peer: worker_pb2.Peer) -> None:
+        folder, _, name = peer.host_tier.partition("/")
+        try:
+            if self._folder is None or folder != self._folder.id:
+                raise PeerError("it is not in this worker's --kv-share-dir")
+            memory = self._folder.map(f"{name}-{self._mesh.rank}", peer.host_blocks * self._block_bytes)
+        except PeerError as error:
+            log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
+            return
+        self._tiers[peer.number] = Tier(self._cache.host_tier(memory), peer.host_blocks)
+        log.info("the host tier of peer %d is mapped: %d blocks", peer.number, peer.host_blocks)

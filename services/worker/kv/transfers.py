@@ -1,0 +1,98 @@
+"""Copies between the two tiers, and out of those of peers, that a Run has begun, until a Result acknowledges them.
+
+Belongs to one Run.
+
+The engine thread begins them, whoever finishes a step acknowledges; they complete in the order in which they began.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.ops import Cache, Int32
+from kernels.pending import Pending
+from services.worker.kv.peers import OWN, Peers, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """int32 columns of a Result, and the ns that the copies took; 0 without any."""
+
+    out_gpu: bytes = b""
+    in_host: bytes = b""
+    ns: int = 0
+
+
+NONE = Acknowledged()
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    step: int
+    out_gpu: bytes
+    in_host: bytes
+    pending: list[Pending[int]]
+    reads: list[Tier]  # of peers, which stay mapped meanwhile
+
+
+class Copies:
+    """A queue of copies on their way."""
+
+    def __init__(self, cache: Cache, peers: Peers) -> None:
+        self.peers = peers
+        self._cache = cache
+        self._begun: deque[_Begun] = deque()
+        self._last: Pending[int] | None = None
+
+    def begin(self, step: int, out_gpu: Int32, out_host: Int32, in_host: Int32, in_gpu: Int32, in_peers: Int32) -> None:
+        """The copies of one step: `out_gpu` to `out_host`, then `in_host` to `in_gpu`.
+
+        in_peers: of each `in_host` the peer whose it is, OWN for the own tier; empty: all are.
+        """
+        pending: list[Pending[int]] = []
+        reads = []
+        if out_gpu.size:
+            pending.append(self._cache.start_copy_out(out_gpu, out_host))
+        if in_host.size and not in_peers.size:
+            pending.append(self._cache.start_copy_in(in_host, in_gpu))
+        for number in np.unique(in_peers).tolist():
+            rows, memory = in_peers == number, None
+            if number != OWN:
+                reads.append(self.peers.tier(number))
+                memory = reads[-1].memory
+            pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
+        if pending:
+            self._last = pending[-1]
+            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
+
+    def acknowledge(self, step: int, wait: bool) -> Acknowledged:
+        """Those of `step` and the steps before it that are complete and were not acknowledged; with `wait`, all."""
+        if not self._begun:
+            return NONE
+        done: list[_Begun] = []
+        while self._begun and self._begun[0].step <= step:
+            if not wait and not all(pending.ready() for pending in self._begun[0].pending):
+                break
+            done.append(self._begun.popleft())
+        if not done:
+            return NONE
+        return Acknowledged(
+            out_gpu=b"".join(one.out_gpu for one in done),
+            in_host=b"".join(one.in_host for one in done),
+            ns=max(1, sum(pending.wait() for one in done for pending in one.pending)),
+        )
+
+    def let_go(self) -> None:
+        """Of the peers, when nothing is read from them any more."""
+        self.peers.forget()
+        self.drain()
+        for begun in list(self._begun):  # those that no Result will acknowledge
+            begun.reads.clear()
+
+    def drain(self) -> None:
+        """Returns when nothing is copied any more, acknowledged or not."""
+        if self._last is not None:
+            self._last.wait()

@@ -1,0 +1,1 @@
+"""A replica of several processes: ranks, how they start, and what they tell each other."""

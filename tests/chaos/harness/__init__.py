@@ -1,0 +1,1 @@
+"""`orcinus chaos`: a stack under load and random faults, and a checker of every answer."""

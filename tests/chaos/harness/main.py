@@ -1,0 +1,124 @@
+"""`orcinus chaos`: a stack of its own under load, hurt at random, and a checker that misses nothing.
+
+Exit code 1 when a request was lost, doubled or diverged, or the stack did not come back to rest. The files of a run
+that failed stay: logs, Redis's data, and the histories as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from shared.errors import ConfigurationError
+
+try:
+    import aiohttp  # noqa: F401 - of the clients
+except ModuleNotFoundError as error:
+    raise ConfigurationError("`orcinus chaos` needs aiohttp: run `make install-dev` first") from error
+
+from bench.machine import commit, machine, versions
+from shared.settings import DEMO_MODEL
+from tests.chaos.harness.faults import AT_ONCE
+from tests.chaos.harness.kinds import KINDS
+from tests.chaos.harness.run import SLOTS, Result, Scenario, chaos
+from tests.chaos.harness.stack import NotReadyError
+
+SHOWN = 20
+
+
+def parser() -> argparse.ArgumentParser:
+    build = argparse.ArgumentParser(
+        prog="orcinus chaos", description="Starts a stack, loads it, hurts it, and checks every answer."
+    )
+    add = build.add_argument
+    add("--seconds", type=float, default=120.0, help="of load and faults (default: %(default)s)")
+    add("--faults", type=int, default=1 << 30, help="stop after so many (default: as many as fit)")
+    add("--kinds", default=",".join(KINDS), help="of faults, separated by commas (default: all)")
+    add("--at-once", type=int, default=AT_ONCE, help="faults under way at a time (default: %(default)s)")
+    add("--gap", type=float, default=3.0, help="seconds between two faults, on average (default: %(default)s)")
+    add("--clients", type=int, default=12, help="requests at a time (default: %(default)s)")
+    add("--slots", type=int, default=SLOTS, help="sequences that run at a time (default: %(default)s)")
+    add("--tokens", type=int, default=240, help="longest output (default: %(default)s)")
+    add("--seed", type=int, help="of load and faults (default: drawn, and printed)")
+    add("--model", type=Path, default=DEMO_MODEL, help="model directory (default: the demo model)")
+    add("--directory", type=Path, help="for logs and data, kept (default: a temporary one, kept when something fails)")
+    add("--output", type=Path, help="writes the JSON object there, with machine, versions, commit and command")
+    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    return build
+
+
+def write_histories(path: Path, result: Result) -> None:
+    """Everything that the checker saw, for whoever looks for the reason."""
+    fields: dict[str, Any] = {name: getattr(result, name) for name in Result.__dataclass_fields__}
+    path.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2))
+
+
+def report(figures: dict[str, Any]) -> None:
+    """For the person at the terminal."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{kind} {count}" for kind, count in value.items()) or "none"
+        print(f"{name:16} {value}")
+
+
+def main(argv: list[str]) -> int:
+    """0: nothing lost, nothing twice; 1: something was, or the stack did not come back; 2: wrong use."""
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    positive = (options.seconds, options.gap, options.clients, options.faults, options.at_once)
+    if min(positive) <= 0 or options.tokens < 30 or options.slots < 4:
+        said = "seconds, gap, clients, faults and at-once must be above 0, tokens at least 30, slots 4"
+        print(f"orcinus chaos: {said}", file=sys.stderr)
+        return 2
+    kinds = options.kinds.split(",")
+    if unknown := set(kinds) - KINDS.keys():
+        print(f"orcinus chaos: no fault is called {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="orcinus-chaos-"))
+    scenario = Scenario(
+        options.model, seed, options.seconds, options.faults, options.gap, options.clients, options.tokens, kinds,
+        options.at_once, options.slots,
+    )  # fmt: skip
+    print(f"seed {seed}, {len(kinds)} kinds of faults, files in {directory}", file=sys.stderr)
+    return _run(directory, scenario, options, argv)
+
+
+def _run(directory: Path, scenario: Scenario, options: argparse.Namespace, argv: list[str]) -> int:
+    where = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": machine(), "commit": commit()}
+    result: Result | None = None
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            result = runner.run(chaos(directory, scenario, lambda text: print(text, file=sys.stderr)))
+    except* NotReadyError as errors:  # several faults may wait for the same stack
+        print(f"orcinus chaos: {errors.exceptions[0]}; logs are in {directory}", file=sys.stderr)
+    if result is None:
+        return 1
+    figures = {"seed": scenario.seed, **result.figures()}
+    if options.output:
+        facts = {"command": shlex.join(["orcinus", "chaos", *argv]), **where, "versions": versions("orcinus", "redis")}
+        options.output.write_bytes(orjson.dumps({**facts, **figures}, option=orjson.OPT_INDENT_2) + b"\n")
+    if options.directory or result.violations:
+        write_histories(directory / "histories.json", result)
+    else:
+        shutil.rmtree(directory)
+    if options.json:
+        print(orjson.dumps(figures).decode())
+    else:
+        report(figures)
+    for violation in result.violations[:SHOWN]:
+        print(f"{violation.kind}: {violation.where}: {violation.text}", file=sys.stderr)
+    return 1 if result.violations else 0

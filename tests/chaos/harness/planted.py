@@ -1,0 +1,135 @@
+"""Services with a bug, to see that a chaos run finds it. The product has none of these and no switch for them.
+
+    python -m tests.chaos.harness.planted BUG ROLE
+
+starts the real service with one part replaced. `Scenario.programs` takes `programs(BUG)`; tests/faults does so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from services.cli import app as cli
+from services.gateway.delivery.stream import Offer, Row, Sink
+from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.core import Core
+from services.scheduler.shard.lease import Lease
+from services.scheduler.workers.registry import Registration, Workers
+from shared import redis_client
+from shared.errors import LeaseLostError
+from shared.redis_client import Script, Value
+
+SPARED, EVERY = 4, 5
+"""The first requests, which say what is right, are left alone; then one of so many tokens or blocks goes wrong."""
+
+
+def _without(words: str, but: str = "") -> type[Script]:
+    """Scripts, all `but` one, that lack the lines with these words."""
+
+    class Edited(Script):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            lines = self._source.splitlines(keepends=True)
+            self._source = b"".join(line for line in lines if self.name == but or words.encode() not in line)
+            self._sha = hashlib.sha1(self._source).hexdigest()
+
+    return Edited
+
+
+@contextlib.contextmanager
+def _lost_ack() -> Iterator[None]:
+    """A request that ended stays in the pending list, also when the scheduler looks there for what it has forgotten."""
+    real = Lease.write
+
+    async def write(self: Lease, *commands: Sequence[Value]) -> None:
+        if kept := [command for command in commands if command[0] != "XACK"]:
+            await real(self, *kept)
+
+    with patch.object(Lease, "write", write), patch.object(redis_client, "Script", _without("'XACK'")):
+        yield
+
+
+@contextlib.contextmanager
+def _leaked_block() -> Iterator[None]:
+    """A sequence keeps its last block. The scheduler's own check, which would end it, is off."""
+    real, calls = BlockPool.give, count(1)
+
+    def give(self: BlockPool, blocks: Any) -> None:
+        number = next(calls)
+        real(self, blocks[:-1] if number > SPARED and number % EVERY == 0 else blocks)
+
+    with patch.object(BlockPool, "give", give), patch.object(Core, "check", lambda _: None):
+        yield
+
+
+@contextlib.contextmanager
+def _doubled_token() -> Iterator[None]:
+    """Tokens that come again are taken for the next ones."""
+    real, calls = Sink.offer, count(1)
+    seen: set[str] = set()
+
+    def offer(self: Sink, row: Row, first: int) -> Offer:
+        taken = real(self, row, first)
+        seen.add(self.request_id)
+        fresh = taken is Offer.TAKEN and row.tokens and not row.finish
+        if fresh and len(seen) > SPARED and next(calls) % EVERY == 0:
+            real(self, row, first + len(row.tokens))
+        return taken
+
+    with patch.object(Sink, "offer", offer):
+        yield
+
+
+@contextlib.contextmanager
+def _ignored_epoch() -> Iterator[None]:
+    """A scheduler whose shard is another's goes on, and no script refuses what it writes. It gets no worker: two that
+    take one from each other would never come to an end."""
+    real_keep = Lease.keep
+
+    async def keep(self: Lease) -> None:
+        while True:
+            await real_keep(self)
+
+    real_take = Workers.take
+
+    async def take(self: Workers, *arguments: Any) -> Registration | None:
+        with contextlib.suppress(LeaseLostError):
+            return await real_take(self, *arguments)
+        return None
+
+    with (
+        patch.object(Lease, "keep", keep),
+        patch.object(Workers, "take", take),
+        patch.object(redis_client, "Script", _without("FENCED", but="take_worker")),
+    ):
+        yield
+
+
+BUGS: Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
+    "lost_ack": ("scheduler", _lost_ack),
+    "doubled_token": ("gateway", _doubled_token),
+    "leaked_block": ("scheduler", _leaked_block),
+    "ignored_epoch": ("scheduler", _ignored_epoch),
+}
+"""By name, the role that has it and what it replaces."""
+
+
+def programs(bug: str) -> dict[str, tuple[str, ...]]:
+    """By role, what to run behind `python -m`."""
+    role, _ = BUGS[bug]
+    return {role: ("tests.chaos.harness.planted", bug, role)}
+
+
+def main(bug: str, role: str) -> None:
+    with BUGS[bug][1]():
+        cli.app([role])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

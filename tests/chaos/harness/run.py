@@ -1,0 +1,270 @@
+"""One chaos run: an undisturbed round, load and faults together, rest, and what the checker says of it all.
+
+Used by `orcinus chaos`, by the soak (tests/chaos/soak/__main__.py) and by tests/faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+
+from tests.chaos.harness.checker import (
+    VIOLATIONS,
+    Violation,
+    agrees,
+    check_epochs,
+    check_exits,
+    check_names,
+    check_rest,
+    check_told,
+)
+from tests.chaos.harness.client import session
+from tests.chaos.harness.clock import Deadline
+from tests.chaos.harness.faults import AT_ONCE, Faults
+from tests.chaos.harness.history import DONE, SLOW, History, Injected, Outcome, Plan, Rest
+from tests.chaos.harness.kinds import KINDS
+from tests.chaos.harness.load import Load, Template, templates, undisturbed, with_stop
+from tests.chaos.harness.pauses import Gap, gaps, longest, read_refills
+from tests.chaos.harness.rest import epochs, said, settled, unfinished
+from tests.chaos.harness.stack import GATEWAYS, ChaosStack, NotReadyError, until
+
+SEED = 20261120
+"""Of the long run whose result is committed; the test is its beginning."""
+RECORD_S = 40.0
+"""After its client has everything, a request's record must say the same within this time."""
+LEAVE_S = 10.0
+"""A living gateway cancels what its client left within this time."""
+SETTLE_S = 20.0
+SLOTS = 16
+BLOCKS_A_SLOT = 25
+"""Too few for what a slot may need, so that sequences are preempted."""
+SETTINGS = {
+    "device": "cpu", "dtype": "float32", "kernels": "cpu", "deterministic": "true", "threads": 1,
+    "watchdog_s": 3, "step_timeout_s": 8, "keepalive_s": 1, "drain_s": 0.5, "client_buffer_events": 64,
+}  # fmt: skip
+"""Exact class: equal to the bit however batches are made up. A gateway tells streams once a second that it lives."""
+
+Beside = Callable[[ChaosStack], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to run. The schedule of load and faults follows from the seed; its course does not, as time is real."""
+
+    model: Path
+    seed: int
+    seconds: float  # of load and faults
+    faults: int  # at most
+    gap_s: float  # between two faults, on average
+    clients: int
+    tokens: int = 240  # the longest output
+    kinds: Sequence[str] = tuple(KINDS)  # of faults; none: load alone
+    at_once: int = AT_ONCE  # faults
+    slots: int = SLOTS
+    templates: int | None = None  # only so many
+    record_s: float = RECORD_S
+    programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
+
+
+@dataclass(slots=True)
+class Result:
+    """Of a run: what happened and what was wrong with it. Histories that are right have lost their events."""
+
+    histories: list[History]
+    outcomes: dict[str, Outcome]
+    faults: list[Injected]
+    before: Rest
+    after: Rest
+    exits: dict[str, list[int]]
+    violations: list[Violation]
+    pauses: dict[str, dict[str, float]]
+    abandoned: int = 0  # requests of dead gateways that no client knew or wanted, cancelled at the end
+
+    def figures(self) -> dict[str, Any]:
+        """The object that `orcinus chaos --json` prints."""
+        kinds = Counter(violation.kind for violation in self.violations)
+        plans = Counter(history.plan for history in self.histories if history.accepted)
+        return {
+            "requests": sum(history.accepted for history in self.histories),
+            "finished": sum(history.end == DONE for history in self.histories),
+            "refused": sum(not history.accepted for history in self.histories),
+            "cut": sum(history.end == SLOW for history in self.histories),
+            **{kind: kinds[kind] for kind in VIOLATIONS},
+            "faults": dict(sorted(Counter(fault.kind for fault in self.faults).items())),
+            "clients": {plan: plans[plan] for plan in get_args(Plan)},
+            "reconnects": sum(max(0, len(history.connections) - 1) for history in self.histories),
+            "abandoned": self.abandoned,
+            **self.pauses,
+        }
+
+
+async def chaos(
+    directory: Path, scenario: Scenario, say: Callable[[str], None], beside: Beside | None = None
+) -> Result:
+    """Runs it, with `beside` while there is load. Raises NotReadyError when the stack does not start or does not come
+    back from a fault."""
+    settings = {**SETTINGS, "max_seqs": scenario.slots, "kv_blocks": scenario.slots * BLOCKS_A_SLOT}
+    async with ChaosStack(directory, scenario.model, scenario.programs, **settings) as stack:
+        async with session() as usual, session(narrow=True) as narrow:
+            run = _Run(stack, usual, narrow, scenario, say)
+            await run.undisturbed()
+            async with _beside(beside, stack):
+                await run.disturbed()
+            await run.finish_records()
+        return await run.result()
+
+
+@contextlib.asynccontextmanager
+async def _beside(what: Beside | None, stack: ChaosStack) -> AsyncIterator[None]:
+    task = None if what is None else asyncio.create_task(what(stack))
+    yield
+    if task is not None:
+        if task.done():
+            await task  # it ended too early: it says why
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class _Run:
+    """The stages, in their order."""
+
+    def __init__(
+        self,
+        stack: ChaosStack,
+        usual: aiohttp.ClientSession,
+        narrow: aiohttp.ClientSession,
+        scenario: Scenario,
+        say: Callable[[str], None],
+    ) -> None:
+        self._stack, self._session, self._narrow, self._scenario, self._say = stack, usual, narrow, scenario, say
+        self._outcomes: dict[str, Outcome] = {}
+        self._templates: list[Template] = []
+        self._recording: dict[int, asyncio.Task[None]] = {}
+        self._histories: list[History] = []
+        self._gaps: list[Gap] = []
+        self._before: Rest | None = None
+        self._faults = Faults(stack, scenario.seed, scenario.kinds, scenario.at_once)
+        self._abandoned = 0
+        self._violations: list[Violation] = []
+
+    async def undisturbed(self) -> None:
+        """What each template gives, and what the stack holds at rest."""
+        begun = time.monotonic()
+        for template in templates(self._stack.name, self._scenario.tokens, self._scenario.seed):
+            if self._scenario.templates is not None and len(self._templates) >= self._scenario.templates:
+                break
+            await self._learn(template)
+            stopped = with_stop(template, self._outcomes[template.name])
+            if stopped is not None and template.choices <= 2:
+                await self._learn(stopped)
+        self._before = await settled(self._stack, SETTLE_S)
+        self._say(f"{len(self._templates)} templates undisturbed in {time.monotonic() - begun:.1f} s")
+
+    async def _learn(self, template: Template) -> None:
+        self._templates.append(template)
+        self._outcomes[template.name] = await undisturbed(self._session, self._stack.urls, template)
+
+    async def disturbed(self) -> None:
+        """Load, and faults while it lasts; then everything goes to its end."""
+        scenario = self._scenario
+        load = Load(self._session, self._narrow, self._stack.urls, self._templates, scenario.seed)
+        self._histories = load.histories
+        loading = asyncio.create_task(load.run(scenario.clients, self._ended))
+        try:
+            await self._faults.run(scenario.gap_s, scenario.faults, time.monotonic() + scenario.seconds)
+            self._say(f"{len(self._faults.injected)} faults, {len(load.histories)} requests; waiting for their ends")
+            load.stop()
+            await loading
+        finally:
+            loading.cancel()
+
+    def _ended(self, history: History) -> None:
+        """Follows a request's record until it says what the client was told."""
+        self._gaps += gaps(history, self._faults.injected)
+        if history.accepted:
+            self._recording[history.number] = asyncio.create_task(self._follow(history))
+        else:
+            self._judge(history)
+
+    async def _follow(self, history: History) -> None:
+        while not agrees(history):
+            history.record = await self._stack.hash(self._stack.keys.req(history.request)) or history.record
+            await asyncio.sleep(0.25)
+        del self._recording[history.number]
+        self._judge(history)
+
+    def _judge(self, history: History) -> None:
+        found = check_told(history, self._outcomes[history.template])
+        self._violations += found
+        if not found:
+            history.forget_events()
+
+    async def finish_records(self) -> None:
+        """Waits for the records. What belonged to a gateway that died, and nobody comes back for, is cancelled."""
+        await self._records([history for history in self._histories if self._comes_back(history)])
+        wanted = {history.request for history in self._histories if self._comes_back(history)}
+        left = await self._left(wanted)
+        for request, gateway in left.items():
+            if self._lives(gateway):
+                self._violations.append(Violation("leaked", request, f"goes on at {gateway}, though its client left"))
+        self._abandoned = len(left)
+        for request in left:
+            await until(f"{request} is cancelled", partial(self._cancel, request), RECORD_S)
+        await self._records(self._histories)
+
+    async def _records(self, histories: Sequence[History]) -> None:
+        """Until the records of these requests say what their clients were told, or it is late."""
+        numbers = {history.number for history in histories}
+
+        async def agree() -> bool:
+            return not numbers & self._recording.keys()
+
+        with contextlib.suppress(NotReadyError):
+            await until("records say what clients were told", agree, self._scenario.record_s)
+        for number in numbers & self._recording.keys():
+            self._recording.pop(number).cancel()
+            self._judge(self._histories[number])
+
+    async def _left(self, wanted: set[str]) -> dict[str, str]:
+        """Requests that go on for nobody, with who delivers them: a gateway that lives cancels such within LEAVE_S."""
+        deadline = Deadline(LEAVE_S)
+        while True:
+            found = {request: gateway for request, gateway in await unfinished(self._stack) if request not in wanted}
+            if deadline.passed() or not any(map(self._lives, found.values())):
+                return found
+            await asyncio.sleep(0.25)
+
+    def _lives(self, gateway: str) -> bool:
+        """Is this gateway's process (its id holds the pid) one of those that run?"""
+        return int(gateway.rsplit("-", 2)[1]) in {self._stack.processes[name].pid for name in GATEWAYS}
+
+    @staticmethod
+    def _comes_back(history: History) -> bool:
+        return history.accepted and history.plan != "leave"
+
+    async def _cancel(self, request: str) -> bool:
+        async with self._session.delete(f"{self._stack.urls[0]}/v1/requests/{request}") as answer:
+            return answer.status != 503
+
+    async def result(self) -> Result:
+        """The stack at rest, once clients hold no connection any more, and everything judged."""
+        after = await settled(self._stack, SETTLE_S)
+        before = self._before or after
+        violations = [*self._violations, *check_names(self._histories), *check_rest(before, after)]
+        for witness, seen in (await epochs(self._stack)).items():
+            violations += check_epochs(witness, seen)
+        exits = {name: process.exits for name, process in self._stack.processes.items()}
+        violations += check_exits(exits, said(self._stack))
+        return Result(
+            self._histories, self._outcomes, self._faults.injected, before, after, exits, violations,
+            longest(self._gaps, read_refills(self._stack.step_log)), self._abandoned,
+        )  # fmt: skip

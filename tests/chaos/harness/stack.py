@@ -1,0 +1,273 @@
+"""A stack to be hurt: Redis, a worker, two schedulers of one shard, two gateways, each behind proxies of its own.
+
+Every process that ends is started again, as the launcher or compose would, and none outlives this one. Each service
+reaches Redis by its own proxy, and the scheduler reaches the worker by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.launcher.redis_server import find_binary, missing_binary_message
+from services.launcher.service import WRAPPER
+from shared.errors import ConfigurationError
+from shared.keys import Keys, model_tag
+from shared.settings import ROOT
+from tests.chaos.harness.clock import Deadline
+from tests.chaos.harness.proxy import Proxy
+
+GATEWAYS, SCHEDULERS = ("gateway-0", "gateway-1"), ("scheduler-0", "scheduler-1")
+WORKER, REDIS = "worker", "redis"
+SERVICES = (WORKER, *SCHEDULERS, *GATEWAYS)
+SHARD = "shard-0"
+MAXMEMORY = "512mb"
+RESTART_S = 0.2
+START_S = 90.0
+STOP_S = 15.0
+
+
+class NotReadyError(RuntimeError):
+    """Something did not come true in its time; the message says what."""
+
+
+async def until(what: str, condition: Callable[[], Awaitable[Any]], seconds: float, every: float = 0.05) -> Any:
+    """The first true value of condition(). Raises NotReadyError; the seconds are those of a machine that keeps up."""
+    begun, deadline = time.monotonic(), Deadline(seconds)
+    while not (value := await condition()):
+        if deadline.passed():
+            raise NotReadyError(f"{what}: not within {time.monotonic() - begun:.0f} s")
+        await asyncio.sleep(every)
+    return value
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listened on a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
+
+
+class Supervised:
+    """One process that is started again whenever it ends."""
+
+    def __init__(self, name: str, argv: list[str], environment: dict[str, str], log: Path) -> None:
+        self.name, self.argv, self.environment, self.log = name, argv, environment, log
+        self.exits: list[int] = []
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 while it is down."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+
+    async def start(self) -> None:
+        await self._spawn()
+        self._running = asyncio.create_task(self._supervise())
+
+    async def _spawn(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *self.argv,
+                env=self.environment, cwd=ROOT, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    async def _supervise(self) -> None:
+        while self._process is not None:
+            self.exits.append(await self._process.wait())
+            if self._stopping:
+                return
+            await asyncio.sleep(RESTART_S)
+            await self._spawn()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None:
+                self._process.send_signal(number)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._running is None:
+            return
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await asyncio.shield(self._running)
+        self.signal(signal.SIGKILL)
+        await self._running
+
+
+class ChaosStack:
+    """One of each, and twice what can be twice. `async with` starts it and waits until it is ready."""
+
+    def __init__(
+        self, directory: Path, model: Path, programs: Mapping[str, Sequence[str]] | None = None, **settings: Any
+    ) -> None:
+        """programs: by role, what to run in place of the service, behind `python -m`. settings: ORCINUS_* of every
+        service, in lower case. Raises ConfigurationError when there is no Redis."""
+        binary = find_binary()
+        if binary is None:
+            raise ConfigurationError(missing_binary_message())
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.settings = directory, settings
+        self.name = model_tag(model.resolve().name)
+        self.keys = Keys(self.name)
+        ports = iter(free_ports(3 + len(SERVICES) + 2 * len(GATEWAYS)))
+        self._redis_port, worker_port = next(ports), next(ports)
+        self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
+        self.redis = Redis(port=self._redis_port, socket_timeout=5, socket_connect_timeout=2)
+        self.proxies = {name: Proxy(next(ports), self._redis_port) for name in SERVICES}
+        self.worker_proxy = Proxy(next(ports), worker_port)
+        self._http = {name: (next(ports), next(ports)) for name in GATEWAYS}
+        self.urls = [f"http://127.0.0.1:{self._http[name][0]}" for name in GATEWAYS]
+        self.step_log = directory / "steps.jsonl"
+        self.orders = directory / "orders"  # to the worker, what its next step shall do (chaos_worker.py)
+        self._programs = {WORKER: ("tests.chaos.harness.worker", str(self.orders)), **(programs or {})}
+        self.processes = {REDIS: self._redis_process(binary)}
+        for name in SERVICES:
+            own = {"listen": f"127.0.0.1:{worker_port}"} if name == WORKER else {}
+            self.processes[name] = self._service(name, model, own)
+
+    def _redis_process(self, binary: Path) -> Supervised:
+        data = self.directory / "redis"
+        data.mkdir(exist_ok=True)
+        argv = [
+            str(binary), "--port", str(self._redis_port), "--bind", "127.0.0.1", "--dir", str(data), "--save", "",
+            "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory", MAXMEMORY,
+            "--maxmemory-policy", "noeviction",
+        ]  # fmt: skip
+        return Supervised(REDIS, argv, dict(os.environ), self.directory / "redis.log")
+
+    def _service(self, name: str, model: Path, own: dict[str, Any]) -> Supervised:
+        values = {
+            "redis_url": f"redis://127.0.0.1:{self.proxies[name].port}/0",
+            "model": model,
+            "shard": SHARD,
+            **own,
+            **self.settings,
+        }
+        if name == WORKER:
+            values |= {"advertise": f"127.0.0.1:{self.worker_proxy.port}", "step_log": self.step_log}
+        if name in self._http:
+            values |= dict(zip(("port", "ops_port"), self._http[name], strict=True))
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("ORCINUS_")}
+        environment = {**clean, **{f"ORCINUS_{key.upper()}": str(value) for key, value in values.items()}}
+        role = name.partition("-")[0]
+        argv = [sys.executable, "-m", *self._programs.get(role, ("services.cli.app", role))]
+        return Supervised(name, argv, environment, self.directory / f"{name}.log")
+
+    async def __aenter__(self) -> ChaosStack:
+        try:
+            for proxy in (*self.proxies.values(), self.worker_proxy):
+                await proxy.start()
+            for process in self.processes.values():
+                await process.start()
+            await until("the stack is ready", self._started, START_S)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for proxy in (*self.proxies.values(), self.worker_proxy):
+            proxy.heal()
+        for names in (GATEWAYS, SCHEDULERS, (WORKER,), (REDIS,)):
+            await asyncio.gather(*(self.processes[name].stop() for name in names))
+        for proxy in (*self.proxies.values(), self.worker_proxy):
+            await proxy.stop()
+        await self.redis.aclose()
+
+    async def _started(self) -> bool:
+        for name, process in self.processes.items():
+            if process.exits:
+                raise NotReadyError(f"{name} ended with {process.exits} while the stack started: see {process.log}")
+        return await self.ready()
+
+    # What it is told
+
+    def order(self, what: str) -> None:
+        """The worker's next step: `error`, `memory`, `hang` or `hang SECONDS`."""
+        written = self.orders.with_suffix(".new")
+        written.write_text(what)
+        written.rename(self.orders)
+
+    async def set_memory(self, most: str) -> None:
+        """Bounds Redis's memory anew. Raises NotReadyError."""
+
+        async def taken() -> bool:
+            with contextlib.suppress(RedisError, OSError):
+                return bool(await self.redis.config_set("maxmemory", most))
+            return False
+
+        await until("Redis takes a setting", taken, START_S)
+
+    # What is so now
+
+    async def ready(self) -> bool:
+        """Do both gateways take new work, is a worker connected, and does a standby wait?"""
+        gateways = [await self.gateway_ready(number) for number in range(len(GATEWAYS))]
+        standby = all(self.processes[name].pid for name in SCHEDULERS)
+        return all(gateways) and standby and (await self.stats()).get("workers") == "1"
+
+    async def gateway_ready(self, number: int) -> bool:
+        timeout = aiohttp.ClientTimeout(total=2)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            url = f"{self.urls[number]}/health/ready"
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
+                return answer.status == 200
+        return False
+
+    async def redis_answers(self) -> bool:
+        with contextlib.suppress(RedisError, OSError):
+            return bool(await self.redis.ping())
+        return False
+
+    async def stats(self) -> dict[str, str]:
+        """stats:{shard}; empty while Redis is away."""
+        return await self.hash(self.keys.stats(SHARD))
+
+    async def hash(self, key: str) -> dict[str, str]:
+        """Any hash as text; empty while Redis is away."""
+        with contextlib.suppress(RedisError, OSError):
+            found: Any = await self.redis.hgetall(key)
+            return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
+        return {}
+
+    async def alive(self, role: str) -> list[str]:
+        """Ids of all that have a heartbeat."""
+        prefix = self.keys.alive(role, "")
+        with contextlib.suppress(RedisError, OSError):
+            found: list[bytes] = [key async for key in self.redis.scan_iter(match=f"{prefix}*", count=5000)]
+            return [key.decode().removeprefix(prefix) for key in found]
+        return []
+
+    async def worker_pid(self) -> int:
+        """Of the worker that is registered; 0 when none is."""
+        for member in await self._members():
+            if pid := (await self.hash(self.keys.worker(member))).get("pid"):
+                return int(pid)
+        return 0
+
+    async def _members(self) -> list[str]:
+        with contextlib.suppress(RedisError, OSError):
+            members: Any = await self.redis.zrange(self.keys.workers, 0, -1)
+            return [member.decode() for member in members]
+        return []

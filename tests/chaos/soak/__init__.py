@@ -1,0 +1,1 @@
+"""`make soak`: constant load for half an hour; does anything grow?"""
