@@ -22,12 +22,12 @@ from typing import IO
 
 import redis
 
+from bench.local import free_ports
 from services.launcher.redis_server import find_binary, missing_binary_message
 from services.launcher.service import WRAPPER
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
 from shared.settings import ROOT
-from tests.chaos.harness.stack import free_ports
 
 CONTEXT = 1 << 20
 START_S = 60.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,7 +50,29 @@ SERVICES: dict[str, type[CommonSettings]] = {
     "scheduler": SchedulerSettings,
     "worker": WorkerSettings,
 }
+TOOLS = "orcinus.tools"
+"""Entry points of commands that are not part of the product: benches, `fleet`, `chaos`."""
 EVERYTHING = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
+
+
+def run_tool(name: str, arguments: list[str]) -> int:
+    """Run a command that lives outside the product and return its exit code.
+
+    Raises ConfigurationError where only the product is installed: benches and tests come with the sources.
+    """
+    command = name.replace("-", " ")
+    try:
+        (tool,) = entry_points(group=TOOLS, name=name)
+        main = tool.load()
+    except ValueError:
+        raise ConfigurationError(
+            f"orcinus {command}: not part of this installation; run it in a checkout of the sources"
+        ) from None
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"orcinus {command}: module {error.name} is missing; run it in a checkout, after `make install-dev`"
+        ) from error
+    return int(main(arguments))
 
 
 @settings_command(app, "up", *EVERYTHING)
@@ -222,49 +244,37 @@ def version(json: Json = False) -> None:
 @bench.command("scheduler", context_settings=PASS_ON, add_help_option=False)
 def bench_scheduler(context: typer.Context) -> None:
     """Time of plan and apply, 32 to 4096 sequences running."""
-    from bench.scheduler.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("bench-scheduler", context.args))
 
 
 @bench.command("gateway", context_settings=PASS_ON, add_help_option=False)
 def bench_gateway(context: typer.Context) -> None:
     """Tokens a second that one gateway process streams on one core, and what they wait."""
-    from bench.gateway.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("bench-gateway", context.args))
 
 
 @bench.command("replicas", context_settings=PASS_ON, add_help_option=False)
 def bench_replicas(context: typer.Context) -> None:
     """Measures one scheduler with 1, 2, 4 and 8 replicas: its CPU time a step, and routing by prefix."""
-    from bench.studies.replicas.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("bench-replicas", context.args))
 
 
 @bench.command("engine", context_settings=PASS_ON, add_help_option=False)
 def bench_engine(context: typer.Context) -> None:
     """Time of the engine's iterations beside what the machine could do."""
-    from bench.engine.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("bench-engine", context.args))
 
 
 @bench.command("kernels", context_settings=PASS_ON, add_help_option=False)
 def bench_kernels(context: typer.Context) -> None:
     """Every operation of the forward pass beside what the machine could do, and beside torch's."""
-    from bench.kernels.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("bench-kernels", context.args))
 
 
 @bench.command("serve", context_settings=PASS_ON, add_help_option=False)
 def bench_serve(context: typer.Context) -> None:
     """Load on a running server: latencies and throughput."""
-    from bench.serve.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("bench-serve", context.args))
 
 
 @app.command("simulate", context_settings=PASS_ON, add_help_option=False)
@@ -278,17 +288,13 @@ def simulate(context: typer.Context) -> None:
 @app.command("fleet", context_settings=PASS_ON, add_help_option=False)
 def fleet(context: typer.Context) -> None:
     """Simulate up to 1,000 replicas and millions of requests: routing, failures, autoscaling, cost (fleet --help)."""
-    from bench.fleet.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("fleet", context.args))
 
 
 @app.command("chaos", context_settings=PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
     """Start a stack, load it, hurt it at random, and check every answer (chaos --help)."""
-    from tests.chaos.harness.main import main as run
-
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run_tool("chaos", context.args))
 
 
 def main() -> None:

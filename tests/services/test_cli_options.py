@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.app import EVERYTHING, SERVICES
+from services.cli.app import EVERYTHING, SERVICES, run_tool
 from services.cli.options import build, env_name, fields_of, flag, shown, source, without_password
 from shared.errors import ConfigurationError
 from shared.settings import GatewaySettings, WorkerSettings
@@ -152,6 +152,12 @@ def test_version_is_the_projects() -> None:
     number = json.loads(orcinus("version", "--json").stdout)["version"]
     assert f'version = "{number}"' in (ROOT / "pyproject.toml").read_text()
     assert orcinus("version").stdout == f"orcinus {number}\n"
+
+
+def test_tool_that_is_not_installed_says_where_to_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.app.entry_points", lambda **wanted: ())
+    with pytest.raises(ConfigurationError, match="orcinus chaos: not part of this installation"):
+        run_tool("chaos", [])
 
 
 def test_bench_passes_its_options_on() -> None:

@@ -15,7 +15,6 @@ import datetime
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import grpc
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.local import free_ports
 from bench.machine import commit, machine, versions
 from protos import queue_pb2, worker_pb2, worker_pb2_grpc
 from services.scheduler.core.core import Core
@@ -42,15 +42,6 @@ PROMPT = 16
 CONTEXT = 1024
 START_S = 300.0
 WARM_STEPS = 12  # of each microbatch, before the time is taken
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listened on a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 @contextlib.contextmanager

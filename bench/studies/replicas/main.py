@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,6 @@ from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import Desk
 from services.scheduler.workers.registry import Registration
 from shared.settings import ROOT, SchedulerSettings
-from tests.chaos.harness.stack import until
 
 COUNTS = (1, 2, 4, 8)
 PROMPT, OUTPUT = 64, 1000  # tokens; nobody ends while it is measured, and the KV of all fits
@@ -68,13 +68,13 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
             asyncio.create_task(fleet._lead(Registration(f"sleep-{i}", address, f"sleep-{i}", epoch=1)))
             for i, address in enumerate(addresses)
         ]
-        await until("all workers are linked", lambda: _so(len(fleet.drives) == count), 30)
+        await _until("all workers are linked", lambda: len(fleet.drives) == count, 30)
         rng = np.random.default_rng(1)
         for number in range(count * LIMITS.slots):
             prompt = rng.integers(0, 30_000, PROMPT).astype(np.int32)
             core.add(NewRequest(f"r{number}", [prompt], OUTPUT, gateway="g", payload=queue_pb2.Request()), 1)
         fleet.wake()
-        await until("all run", lambda: _so(not core.waiting_count), 60)
+        await _until("all run", lambda: not core.waiting_count, 60)
         await asyncio.sleep(WARM_S)
         steps, tokens, cpu, begin = _steps(fleet), counted.tokens, time.process_time(), time.monotonic()
         await asyncio.sleep(seconds)
@@ -95,8 +95,14 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
         process.wait(10)
 
 
-async def _so(condition: bool) -> bool:
-    return condition
+async def _until(what: str, condition: Callable[[], bool], seconds: float) -> None:
+    """Return once `condition()` is true; raise TimeoutError after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - no event tells that a worker is linked
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise TimeoutError(f"{what}: not within {seconds:g} s") from None
 
 
 def _steps(fleet: Fleet) -> int:

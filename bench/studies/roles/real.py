@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.local import free_ports
 from bench.machine import commit, machine, versions
-from bench.studies.pipeline.__main__ import free_ports
 from shared.settings import DEMO_MODEL, ROOT
 
 MODES = {"together": ["--replicas", "2"], "apart": ["--prefill", "1", "--decode", "1"]}

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from bench.local import free_ports
 from services.launcher.redis_server import find_binary, missing_binary_message
 from services.launcher.service import WRAPPER
 from shared.errors import ConfigurationError
@@ -51,15 +51,6 @@ async def until(what: str, condition: Callable[[], Awaitable[Any]], seconds: flo
             raise NotReadyError(f"{what}: not within {time.monotonic() - begun:.0f} s")
         await asyncio.sleep(every)
     return value
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listened on a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 class Supervised:
