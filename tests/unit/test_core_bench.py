@@ -163,7 +163,7 @@ def test_an_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
 def test_wrong_use_ends_with_2_before_anything_is_measured(
     wrong: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.scheduler.measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("bench.scheduler.main.measure", lambda *_: pytest.fail("measured"))
     assert main(wrong) == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
 

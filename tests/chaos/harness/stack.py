@@ -162,7 +162,7 @@ class ChaosStack:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ORCINUS_")}
         environment = {**clean, **{f"ORCINUS_{key.upper()}": str(value) for key, value in values.items()}}
         role = name.partition("-")[0]
-        argv = [sys.executable, "-m", *self._programs.get(role, ("services.cli.app", role))]
+        argv = [sys.executable, "-m", *self._programs.get(role, ("services.cli", role))]
         return Supervised(name, argv, environment, self.directory / f"{name}.log")
 
     async def __aenter__(self) -> ChaosStack:
