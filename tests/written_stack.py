@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from services.scheduler.telemetry.iterations import Iterations
+from services.scheduler.telemetry import Iterations
 from shared.keys import CLASSES, Keys
 
 STATS: dict[str, Any] = {

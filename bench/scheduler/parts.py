@@ -17,8 +17,8 @@ from bench.scheduler.drive import BLOCK_SIZE, GOAL_P99_OVER_P50, Drive, Iteratio
 from protos import worker_pb2
 from services.scheduler.core.types import Limits
 from services.scheduler.requests.publisher import arguments
-from services.scheduler.telemetry.stats import Stats
-from services.scheduler.workers.in_flight import InFlight
+from services.scheduler.telemetry import Stats
+from services.scheduler.workers.loop import InFlight
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.keys import Keys
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uvloop
 
 from services.scheduler.metrics import Metrics
-from services.scheduler.requests.spans import Spans
 from services.scheduler.service import Service
+from services.scheduler.tracing import Spans
 from shared import logs
 from shared.channels import channel_credentials
 from shared.ids import process_id

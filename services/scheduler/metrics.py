@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.scheduler.core.types import FinishedRequest
-from services.scheduler.requests.request_times import Life
+from services.scheduler.tracing import Timeline
 from shared.keys import CLASSES
 from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 
@@ -167,7 +167,7 @@ class Metrics:
     """One registry; `serve` of shared/metrics.py shows it."""
 
     def __init__(
-        self, model: str = "", aliases: bool = False, also: Callable[[FinishedRequest, Life], None] | None = None
+        self, model: str = "", aliases: bool = False, also: Callable[[FinishedRequest, Timeline], None] | None = None
     ) -> None:
         """`also` is called with each request that got tokens, at its end."""
         self._also = also
@@ -234,7 +234,7 @@ class Metrics:
         if between_ns.size:
             self._gap.observe(between_ns / 1e9)
 
-    def ended(self, finished: FinishedRequest, life: Life) -> None:
+    def ended(self, finished: FinishedRequest, life: Timeline) -> None:
         """A request that got tokens has ended."""
         self._queue.observe(max(0, life.started_ns - finished.request.arrived_ns) / 1e9)
         self._prefill.observe((life.first_token_ns - life.started_ns) / 1e9)

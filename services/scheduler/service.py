@@ -12,25 +12,25 @@ import logging
 import signal
 import time
 
+from redis.asyncio import Redis
+
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, Outcome
 from services.scheduler.metrics import Metrics
 from services.scheduler.policy_switch import PolicySwitch, make_core
-from services.scheduler.quarantine.parking import Parking
+from services.scheduler.quarantine import Quarantine
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.commands import Commands
+from services.scheduler.requests.handover import Handover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.handover import Handover
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
-from services.scheduler.shutdown import Leaving
 from services.scheduler.tasks import end, first_of, within
-from services.scheduler.telemetry.reports import Reports
-from services.scheduler.telemetry.stats import Stats
+from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.fleet import Fleet
-from services.scheduler.workers.loop import Desk
-from services.scheduler.workers.registry import Workers
+from services.scheduler.workers.loop import WorkerContext
+from services.scheduler.workers.registry import WorkerRegistry
 from shared.errors import LeaseLostError
 from shared.ids import process_id
 from shared.keys import CLASSES
@@ -38,6 +38,38 @@ from shared.redis_client import BLOCK_MS, Scripts, Unavailable, connect, persist
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
+
+
+LEAVE_S = 3.5
+LEAST_S = 0.3
+"""What each gets when the others have taken it all."""
+
+
+class Shutdown:
+    """LEAVE_S for everything, from the first call on."""
+
+    def __init__(self, lease: Lease, reports: Reports, *clients: Redis) -> None:
+        self._lease = lease
+        self._reports = reports
+        self._clients = clients
+        self._by = 0.0  # monotonic s
+
+    def left_s(self) -> float:
+        now = time.monotonic()
+        self._by = self._by or now + LEAVE_S
+        return max(self._by - now, LEAST_S)
+
+    async def give_up(self) -> None:
+        """Gives up the lease, once: a standby goes on from now."""
+        if self._lease.epoch and not await within(self.left_s(), self._lease.release()):
+            log.warning("the lease was not released: Redis does not answer")
+
+    async def goodbye(self) -> None:
+        """Gives up the lease, takes the heartbeat back, and closes the connections."""
+        await self.give_up()
+        await within(self.left_s(), self._reports.forget())
+        closed = asyncio.gather(*(client.aclose() for client in self._clients), return_exceptions=True)
+        await within(self.left_s(), closed)
 
 
 class Service:
@@ -53,7 +85,7 @@ class Service:
         self._scripts = Scripts(self._redis, self._stats.call)
         self._lease = Lease(self._scripts, self._keys, settings.shard, settings.lease_ms)
         self._reports = Reports(self._redis, self._lease, self._keys, settings.shard, process_id("scheduler"))
-        self._leaving = Leaving(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
+        self._leaving = Shutdown(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
         self._clock = Clock()
         self._intake = Intake(
             self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease, self._clock
@@ -72,7 +104,7 @@ class Service:
             self._publisher,
         )
         self._stop = asyncio.Event()
-        self._parking = Parking(self._core, self._give_up, self._abandon)
+        self._parking = Quarantine(self._core, self._give_up, self._abandon)
         self._shards = Shards(self._redis, self._keys, settings.shard, settings.lease_ms)
         self._claims = Claims(
             self._intake,
@@ -94,10 +126,10 @@ class Service:
             lambda shard: Lease(self._scripts, self._keys, shard, settings.lease_ms),
             settings.claim_window,
         )
-        workers = Workers(
+        workers = WorkerRegistry(
             self._redis, self._scripts, self._keys, settings.shard, self._lease, self._shards, settings.lease_ms
         )
-        desk = Desk(
+        desk = WorkerContext(
             self._core,
             self._parking,
             self._stats,

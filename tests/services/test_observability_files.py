@@ -16,7 +16,7 @@ from deploy.observability import boards
 from services.gateway.metrics import Metrics as GatewayMetrics
 from services.scheduler.core.core import Core
 from services.scheduler.metrics import Metrics as SchedulerMetrics
-from services.scheduler.telemetry.stats import Stats
+from services.scheduler.telemetry import Stats
 from services.worker.metrics import Metrics as WorkerMetrics
 from shared.keys import Keys
 from shared.settings import ROOT

@@ -14,8 +14,8 @@ import pytest
 from redis.asyncio import Redis
 
 from protos import queue_pb2
+from services.scheduler.requests.handover import Handover
 from services.scheduler.requests.intake import Clock, Entry, Intake
-from services.scheduler.shard.handover import Handover
 from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.errors import LeaseLostError

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest
-from services.scheduler.requests.request_times import Life
-from services.scheduler.requests.spans import Spans
+from services.scheduler.tracing import Spans, Timeline
 from shared.settings import SchedulerSettings
 from tests.services.gateway_process import running_gateway
 from tests.services.scripted_scheduler import Claimed, ScriptedScheduler, answering
@@ -97,7 +96,7 @@ def scheduler_spans(collector: Collector, traceparent: str) -> None:
     wire = queue_pb2.Request(traceparent=traceparent)
     request = NewRequest("r", [np.arange(7, dtype=np.int32)], 9, arrived_ns=now - 4_000_000_000, payload=wire)
     finished = FinishedRequest(request, [np.arange(3, dtype=np.int32)], [Finish.STOP])
-    spans.ended(finished, Life(now - 3_000_000_000, now - 2_000_000_000, now))
+    spans.ended(finished, Timeline(now - 3_000_000_000, now - 2_000_000_000, now))
     spans.close()
 
 

@@ -13,7 +13,7 @@ from services.scheduler.core.policy import How
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import Limits
-from services.scheduler.workers.unreadable import Unread
+from services.scheduler.workers.fleet import UnreadableWarnings
 from tests.unit.core_twin import House, request
 from tests.unit.test_core_roles import D, P, counters, house, until
 
@@ -37,7 +37,7 @@ def entered(h: House) -> list[int]:
 def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    h, unread = House(Core("orcinus"), P), Unread()
+    h, unread = House(Core("orcinus"), P), UnreadableWarnings()
     h.join(D)
     h.workers[1].unmappable = set(h.tiers)
     unread.look(h.core, {0: "p", 1: "d"})
@@ -65,7 +65,7 @@ def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
     other: Limits, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     h = house(P, other)
-    Unread().look(h.core, {0: "p", 1: "d"})
+    UnreadableWarnings().look(h.core, {0: "p", 1: "d"})
     assert len(caplog.messages) == 1 and why in caplog.messages[0]
     for i in range(40):
         h.add(request(f"r{i}", 10, 8, seed=i))

@@ -24,7 +24,7 @@ from services.gateway.text.tools.reader import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
 from services.scheduler.core.core import Core
 from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
-from services.scheduler.telemetry.stats import Stats
+from services.scheduler.telemetry import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings
 from tests import docs_tables

@@ -12,10 +12,10 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits
-from services.scheduler.quarantine.parking import DOCK_S, Parking
+from services.scheduler.quarantine import DOCK_S, Quarantine
 from services.scheduler.workers.fleet import AVOID_S, Fleet
-from services.scheduler.workers.loop import Desk, Drive
-from services.scheduler.workers.registry import Registration, Workers
+from services.scheduler.workers.loop import WorkerContext, WorkerLoop
+from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared.settings import SchedulerSettings
 from tests.unit.core_twin import House, request
 
@@ -31,7 +31,7 @@ class Shard:
         for _ in range(workers - 1):
             self.house.join(LIMITS)
         self.core = self.house.core
-        self.parking = Parking(self.core, self.give_up, lambda name, finish, text: None)
+        self.parking = Quarantine(self.core, self.give_up, lambda name, finish, text: None)
         self.given_up: list[str] = []
         self.deaths: list[int] = []
 
@@ -137,11 +137,11 @@ async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() 
     for _ in range(3):
         shard.round()
     nobody: Any = None
-    desk = Desk(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
+    desk = WorkerContext(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
     fleet = Fleet(SchedulerSettings(shard="a"), nobody, desk, nobody)
     for number, role in enumerate(("", "decode")):
         link: Any = SimpleNamespace(info=SimpleNamespace(role=role), epoch=7 + number, leaving=False)
-        fleet.drives[f"w{number}"] = Drive(link, number, LIMITS.slots, desk)
+        fleet.drives[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, desk)
     fleet.drives["w1"].leave()
     rows, all_of = fleet.replicas(), shard.core.stats()
     assert [(row["role"], row["state"], row["epoch"], row["number"], row["slots"]) for row in rows.values()] == [
@@ -227,7 +227,7 @@ class Scripts:
 
 async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], str]:
     """What shard `a` takes beside those held; and which it gives away then."""
-    workers = Workers(redis, Scripts(), Keys(), "a", Lease(), others, 1000)
+    workers = WorkerRegistry(redis, Scripts(), Keys(), "a", Lease(), others, 1000)
     await workers.look()
     names = list(held)
     while (found := await workers.take(names, {}, {}, "")) is not None:
@@ -281,13 +281,13 @@ async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_not
     rng = random.Random(seed)
     names = [f"s{number}" for number in range(rng.randint(1, 4))]
     redis = Redis(**{f"w{n}": f"/{rng.choice((8, 8, 64))}" for n in range(rng.randint(len(names), 8))})
-    live: dict[str, Workers] = {}
+    live: dict[str, WorkerRegistry] = {}
     held: dict[str, set[str]] = {}
     moves: list[int] = []
     for _ in range(60):
         if len(live) < len(names) and rng.random() < 0.3:
             name = names[len(live)]
-            live[name] = Workers(redis, Scripts(), Keys(), name, OneRecord(redis, name), Others((), ()), 1000)
+            live[name] = WorkerRegistry(redis, Scripts(), Keys(), name, OneRecord(redis, name), Others((), ()), 1000)
             held[name] = set()
         moves.append(0)
         for name in rng.sample(sorted(live), len(live)):
@@ -316,9 +316,9 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
     shard, lease = Shard(1), Lease()
     shard.arrive("r0", 0)
     shard.parking.lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
-    workers = Workers(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
+    workers = WorkerRegistry(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
     nobody: Any = None
-    desk = Desk(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
+    desk = WorkerContext(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
     fleet = Fleet(SchedulerSettings(shard="a"), workers, desk, nobody)
     fleet._tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
     fleet._failed["w1"] = time.monotonic()

@@ -11,8 +11,8 @@ import pytest
 
 from protos import queue_pb2
 from services.scheduler.requests.claims import Claims, Holdings
+from services.scheduler.requests.handover import Handover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
-from services.scheduler.shard.handover import Handover
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
 from shared.columns import pack

@@ -8,10 +8,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.metrics import ALIASES, Metrics
-from services.scheduler.requests.request_times import Life, Lives
-from services.scheduler.telemetry.iterations import COLUMNS, ROWS, Iterations
-from services.scheduler.telemetry.stats import Stats
-from services.scheduler.workers.rates import Pace
+from services.scheduler.telemetry import COLUMNS, ROWS, Iterations, Stats
+from services.scheduler.tracing import RequestTimes, Timeline
+from services.scheduler.workers.loop import WorkerRates
 from shared.columns import unpack
 from shared.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 from tests.written_stack import REPLICA
@@ -102,7 +101,7 @@ def test_each_replica_has_series_of_its_own_and_those_of_a_lost_one_go() -> None
 
 
 def test_the_pace_of_a_worker_is_of_what_it_answered_since_the_last_report() -> None:
-    pace = Pace()
+    pace = WorkerRates()
     pace.answered(step_ns=30_000_000, idle_ns=10_000_000, tokens=12)
     pace.answered(step_ns=10_000_000, idle_ns=0, tokens=8)
     assert pace.take(2.0) == {"tok_s": 10.0, "step_ms": 20.0, "idle_pct": 20.0}
@@ -131,8 +130,8 @@ def one(request_id: str, first: int) -> Outcome:
 
 
 def test_a_request_has_a_start_a_first_token_and_an_end_and_leaves_nothing_behind() -> None:
-    told: list[tuple[str, Life]] = []
-    lives = Lives(lambda finished, life: told.append((finished.request.id, life)))
+    told: list[tuple[str, Timeline]] = []
+    lives = RequestTimes(lambda finished, life: told.append((finished.request.id, life)))
     lives.seen(Outcome(started=["a", "b"]), 10)
     lives.seen(one("a", 0), 20)
     lives.seen(one("a", 0), 25)  # of its second choice
@@ -141,5 +140,5 @@ def test_a_request_has_a_start_a_first_token_and_an_end_and_leaves_nothing_behin
     for request_id in ("a", "b", "other"):  # b has got no token
         request = NewRequest(request_id, [np.array([1], np.int32)], 4)
         lives.seen(Outcome(ended=[FinishedRequest(request, [], [Finish.STOP])]), 40)
-    assert told == [("a", Life(10, 20, 40))]
+    assert told == [("a", Timeline(10, 20, 40))]
     assert len(lives) == 0

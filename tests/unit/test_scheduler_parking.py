@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
-from services.scheduler.quarantine.parking import ABANDONED_S, GONE_S, NEVER_CAME_S, Parking
+from services.scheduler.quarantine import ABANDONED_S, GONE_S, NEVER_CAME_S, Quarantine
 from tests.unit.core_twin import House, request
 
 SECOND = 1_000_000_000
@@ -21,7 +21,7 @@ class Shard:
     def __init__(self) -> None:
         self.core = Core("orcinus", lookahead=1)
         self.join()
-        self.parking = Parking(self.core, self.give_up, self.abandon)
+        self.parking = Quarantine(self.core, self.give_up, self.abandon)
         self.given_up: list[str] = []
         self.abandoned: list[str] = []
         self.now_s = 1.0

@@ -9,8 +9,8 @@ from protos import queue_pb2
 from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
 from services.scheduler.requests.intake import Clock, Entry, decode, extend, room_by_class
 from services.scheduler.requests.publisher import arguments, batches
-from services.scheduler.telemetry.stats import Stats, Window
-from services.scheduler.workers.in_flight import InFlight
+from services.scheduler.telemetry import Stats, Window
+from services.scheduler.workers.loop import InFlight
 from shared.columns import pack, unpack
 
 SECOND = 1_000_000_000

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.scheduler.quarantine.suspects import Suspects, Verdict
+from services.scheduler.quarantine import Bisection, Verdict
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Simulation:
     rng: random.Random
     slots: int
     troubled: bool = False  # requests leave at a bad moment, the worker is lost otherwise
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: Bisection = field(default_factory=Bisection)
     waiting: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
     parked: set[str] = field(default_factory=set)
@@ -156,7 +156,7 @@ def test_requests_that_leave_and_workers_that_are_lost_otherwise_cost_no_innocen
 
 
 def test_who_is_on_trial_is_not_blamed_for_a_newcomer_in_the_same_step() -> None:
-    suspects = Suspects()
+    suspects = Bisection()
     suspects.died({"innocent"}, {"innocent"}, {"innocent"})
     assert suspects.arrived("poison").park == ["poison"]
     both = {"innocent", "poison"}
@@ -165,7 +165,7 @@ def test_who_is_on_trial_is_not_blamed_for_a_newcomer_in_the_same_step() -> None
 
 
 def test_who_was_cleared_and_runs_on_takes_the_blame_off_the_one_on_trial() -> None:
-    suspects = Suspects()
+    suspects = Bisection()
     everybody = {"a", "b"}
     assert suspects.died(everybody, everybody, everybody).park == ["b"]
     assert suspects.progressed({"a"}).resume == ["b"]
@@ -176,7 +176,7 @@ def test_who_was_cleared_and_runs_on_takes_the_blame_off_the_one_on_trial() -> N
 
 
 def test_a_worker_that_died_for_another_reason_costs_nobody_his_request() -> None:
-    suspects = Suspects()
+    suspects = Bisection()
     everybody = {"a", "b", "c", "d", "e"}
     step = everybody - {"e"}
     verdict = suspects.died(step, step, everybody)
@@ -188,7 +188,7 @@ def test_a_worker_that_died_for_another_reason_costs_nobody_his_request() -> Non
 
 
 def test_a_token_between_two_deaths_clears() -> None:
-    suspects = Suspects()
+    suspects = Bisection()
     suspects.died({"a"}, {"a"}, {"a"})
     suspects.progressed({"a"})
     assert suspects.died({"a"}, {"a"}, {"a"}).dead == []
@@ -196,7 +196,7 @@ def test_a_token_between_two_deaths_clears() -> None:
 
 
 def test_the_last_suspect_that_leaves_lets_all_others_run() -> None:
-    suspects = Suspects()
+    suspects = Bisection()
     everybody = {"a", "b", "c"}
     suspects.died({"a", "b"}, {"a", "b"}, everybody)
     suspects.arrived("d")

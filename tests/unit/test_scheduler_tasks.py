@@ -13,8 +13,8 @@ from services.scheduler.core.types import EMPTY, Enter, Limits, NewRequest, Step
 from services.scheduler.service import Service
 from services.scheduler.tasks import end, first_of, within
 from services.scheduler.workers import fleet as fleet_module
-from services.scheduler.workers.in_flight import InFlight
 from services.scheduler.workers.link import StepFailedError
+from services.scheduler.workers.loop import InFlight
 from services.scheduler.workers.registry import Registration
 from shared.columns import pack, unpack
 from shared.errors import ProtocolError

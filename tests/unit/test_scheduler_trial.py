@@ -11,8 +11,8 @@ from protos import queue_pb2
 from services.scheduler.core.types import Limits, NewRequest
 from services.scheduler.requests.intake import Claimed, Entry
 from services.scheduler.service import Service
-from services.scheduler.workers.in_flight import InFlight
 from services.scheduler.workers.link import StepFailedError
+from services.scheduler.workers.loop import InFlight
 from services.scheduler.workers.registry import Registration
 from shared.settings import SchedulerSettings
 from tests.waiting import free_port

@@ -26,10 +26,10 @@ from bench.studies.replicas.worker import LIMITS
 from protos import queue_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import NewRequest, Outcome
-from services.scheduler.quarantine.parking import Parking
-from services.scheduler.telemetry.stats import Stats
+from services.scheduler.quarantine import Quarantine
+from services.scheduler.telemetry import Stats
 from services.scheduler.workers.fleet import Fleet
-from services.scheduler.workers.loop import Desk
+from services.scheduler.workers.loop import WorkerContext
 from services.scheduler.workers.registry import Registration
 from shared.settings import ROOT, SchedulerSettings
 
@@ -56,9 +56,9 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
     try:
         addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
         core, counted = Core("orcinus"), Counted()
-        parking = Parking(core, lambda name, text: None, lambda name, finish, text: None)
+        parking = Quarantine(core, lambda name, text: None, lambda name, finish, text: None)
         reports = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
-        desk = Desk(
+        desk = WorkerContext(
             core, parking, Stats(time.monotonic_ns()), reports, counted.put, lambda: False, lambda: None,
             lambda: fleet.passed_on(),
         )  # fmt: skip

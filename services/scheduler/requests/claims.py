@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from services.scheduler.requests.commands import Commands
+from services.scheduler.requests.handover import Handover
 from services.scheduler.requests.intake import Claimed, Entry, Intake, room_by_class
-from services.scheduler.shard.handover import Handover
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
 from shared.keys import CLASSES

@@ -15,15 +15,44 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from protos import queue_pb2
-from services.scheduler.core.types import FinishedRequest, Outcome
+from services.scheduler.core.types import FinishedRequest, Int32, Outcome, Records
 from services.scheduler.requests.intake import Entry
-from services.scheduler.requests.logprobs import columns, records
 from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.keys import GROUP, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
+
+
+def columns(records: Records, counts: Int32) -> dict[str, bytes]:
+    """Fields of a TokenBatch whose rows have counts [rows] tokens, and these a record each; none if all are empty."""
+    sizes = _sizes(records)
+    if not sizes.any():
+        return {}
+    by_row = np.bincount(np.repeat(np.arange(counts.size), counts), sizes, counts.size)
+    return {"logprobs": b"".join(records), "logprob_sizes": pack(by_row)}
+
+
+def records(outcome: Outcome) -> list[Value]:
+    """For publish.lua: id, choice, byte offset and record of each token that has one."""
+    found: list[Value] = []
+    if outcome.logprobs is None:
+        return found
+    sizes = _sizes(outcome.logprobs)
+    row_of = np.repeat(np.arange(outcome.counts.size), outcome.counts)
+    place = (outcome.first - np.cumsum(outcome.counts) + outcome.counts)[row_of] + np.arange(sizes.size)
+    for token in np.flatnonzero(sizes).tolist():
+        row = row_of[token]
+        choice, offset = int(outcome.choices[row]), int(place[token] * sizes[token])
+        found += [outcome.requests[row].id, choice, offset, outcome.logprobs[token]]
+    return found
+
+
+def _sizes(records: Records) -> Int32:
+    """[n] bytes of each."""
+    return np.fromiter(map(len, records), np.int32, records.size)
+
 
 MOST_WAITING = 64
 """Outcomes that may wait for Redis before planning pauses."""

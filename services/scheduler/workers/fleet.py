@@ -12,9 +12,11 @@ import time
 
 import grpc
 
+from services.scheduler.core.core import Core
+from services.scheduler.core.peers import unread
+from services.scheduler.core.replica import Replica
 from services.scheduler.requests.claims import Claims
 from services.scheduler.tasks import end
-from services.scheduler.workers.in_flight import InFlight
 from services.scheduler.workers.link import (
     WATCH_S,
     StepTimeoutError,
@@ -23,14 +25,35 @@ from services.scheduler.workers.link import (
     brief,
     of_a_step,
 )
-from services.scheduler.workers.loop import Desk, Drive
-from services.scheduler.workers.registry import Registration, Workers
-from services.scheduler.workers.unreadable import Unread
+from services.scheduler.workers.loop import InFlight, WorkerContext, WorkerLoop
+from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared.errors import ProtocolError
 from shared.redis_client import Unavailable, backoff_s, temporary
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
+
+
+class UnreadableWarnings:
+    """Warns of each pair once, as long as both are linked."""
+
+    def __init__(self) -> None:
+        self._said: list[tuple[Replica, Replica, str]] = []
+
+    def look(self, core: Core, names: dict[int, str]) -> None:
+        """names: the linked workers, by the number of their replica."""
+        found = unread(core.alive)
+        for pair in found:
+            reader, owner, why = pair
+            if pair not in self._said:
+                log.warning(
+                    "decode worker %s cannot read what prefill worker %s hands over: %s",
+                    names.get(reader.number, "?"),
+                    names.get(owner.number, "?"),
+                    why,
+                )
+        self._said = found
+
 
 LOOK_S = 0.5
 """Between two looks for further workers."""
@@ -42,19 +65,21 @@ MOST_PATIENCE = 64
 class Fleet:
     """`run` until cancelled; then all links are closed and the core has lost all replicas."""
 
-    def __init__(self, settings: SchedulerSettings, workers: Workers, desk: Desk, claims: Claims) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, workers: WorkerRegistry, desk: WorkerContext, claims: Claims
+    ) -> None:
         self._settings = settings
         self._workers = workers
         self._desk = desk
         self._claims = claims
-        self.drives: dict[str, Drive] = {}  # by worker id
+        self.drives: dict[str, WorkerLoop] = {}  # by worker id
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._taken = ""  # the last worker that was ours and is not linked
         self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._attempts: dict[str, int] = {}  # identity -> links in a row that brought no answer
         self._patience: dict[str, int] = {}  # worker id -> doubled by each trip of its watchdog, until it answers
         self._said = False
-        self._unread = Unread()
+        self._unread = UnreadableWarnings()
         self._told = time.monotonic()  # when `replicas` was asked last
 
     def wake(self) -> None:
@@ -190,7 +215,7 @@ class Fleet:
                 log.warning("worker %s at %s does not answer: %s", worker.id, worker.address, brief(error))
                 self._ended(worker, 0)
                 return
-            drive = Drive(link, self._desk.core.join(limits), limits.slots, self._desk)
+            drive = WorkerLoop(link, self._desk.core.join(limits), limits.slots, self._desk)
             self.drives[worker.id] = drive
             self._desk.parking.found(worker.id, worker.identity, time.monotonic_ns())
             self._count()
@@ -200,7 +225,7 @@ class Fleet:
         finally:
             await link.close()
 
-    async def _drive(self, worker: Registration, drive: Drive) -> None:
+    async def _drive(self, worker: Registration, drive: WorkerLoop) -> None:
         reason: Exception | None = None
         limit_s = max(self._settings.watchdog_s, 10 * drive.link.info.largest_step_ms / 1000)
         try:

@@ -158,7 +158,7 @@ hangs still answers."""
 def of_a_step(error: BaseException) -> bool:
     """May a step be what the worker was lost with? A refused or replaced Run, a worker that was stopped and said so,
     one whose whole process or machine is silent, and a tripped watchdog are nobody's doing; nor is an answer to
-    another step. Where a connection broke, the worker must have died, too (Parking.lost)."""
+    another step. Where a connection broke, the worker must have died, too (Quarantine.lost)."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() not in NO_REQUEST_S_DOING and SILENT not in (error.details() or "")
     return isinstance(error, (StepFailedError, ValueError))

@@ -1,6 +1,6 @@
 """One worker at work: steps are planned for its replica and sent, answers are applied, silence is watched.
 
-Three tasks that stand and fall together. All drives use one core on one thread; what they share is the Desk.
+Three tasks that stand and fall together. All drives use one core on one thread; what they share is the WorkerContext.
 """
 
 from __future__ import annotations
@@ -8,33 +8,96 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.types import Outcome
-from services.scheduler.quarantine.parking import Parking
+from services.scheduler.core.types import Outcome, StepPlan
+from services.scheduler.quarantine import Quarantine
 from services.scheduler.tasks import first_of
-from services.scheduler.telemetry.reports import Reports
-from services.scheduler.telemetry.stats import Stats
-from services.scheduler.workers.in_flight import InFlight
+from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.link import WorkerLink, WorkerLostError, brief
-from services.scheduler.workers.rates import Pace
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.errors import ProtocolError
 
 log = logging.getLogger("orcinus.scheduler")
 
 
+class InFlight:
+    """Plans by step id, in order; and which request entered which slot with which step."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, StepPlan] = {}
+        self._occupants: dict[int, deque[tuple[int, str]]] = {}  # by slot, as far back as unanswered steps reach
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def sent(self, plan: StepPlan) -> None:
+        oldest = next(iter(self._plans), plan.id)
+        for enter in plan.enters:
+            entered = self._occupants.setdefault(enter.slot, deque())
+            while len(entered) > 1 and entered[1][0] <= oldest:
+                entered.popleft()
+            entered.append((plan.id, enter.request.id))
+        self._plans[plan.id] = plan
+
+    def answered(self, step: int) -> StepPlan:
+        return self._plans.pop(step)
+
+    def oldest(self) -> set[str]:
+        """The requests of the oldest unanswered step; empty when every step was answered."""
+        return self._requests(next(iter(self._plans.values()))) if self._plans else set()
+
+    def all(self) -> set[str]:
+        """The requests of every unanswered step."""
+        return set().union(*(self._requests(plan) for plan in self._plans.values()))
+
+    def _requests(self, plan: StepPlan) -> set[str]:
+        found = set()
+        for slot in plan.chunk_slots.tolist():
+            names = [name for since, name in self._occupants.get(slot, ()) if since <= plan.id]
+            found |= set(names[-1:])
+        return found
+
+
+class WorkerRates:
+    """Fed by a WorkerLoop with each answer, emptied by each report."""
+
+    __slots__ = ("_idle_ns", "_step_ns", "_steps", "_tokens")
+
+    def __init__(self) -> None:
+        self._steps = self._step_ns = self._idle_ns = self._tokens = 0
+
+    def answered(self, step_ns: int, idle_ns: int, tokens: int) -> None:
+        """A step ran for so long, after the device had waited for so long, and sampled so many tokens."""
+        self._steps += 1
+        self._step_ns += step_ns
+        self._idle_ns += idle_ns
+        self._tokens += tokens
+
+    def take(self, seconds: float) -> dict[str, float]:
+        """Tokens a second, a step's mean time, the share of the time without one. `seconds`: since the last call."""
+        busy_ns = self._idle_ns + self._step_ns
+        found = {
+            "tok_s": round(self._tokens / max(seconds, 1e-9), 1),
+            "step_ms": round(self._step_ns / max(self._steps, 1) / 1e6, 3),
+            "idle_pct": round(100 * self._idle_ns / max(busy_ns, 1), 2),
+        }
+        self._steps = self._step_ns = self._idle_ns = self._tokens = 0
+        return found
+
+
 @dataclass(frozen=True, slots=True)
-class Desk:
+class WorkerContext:
     """What every drive works with. put: an outcome, with the step that it is of, goes to stats and publisher; full: has
     the publisher no room? planned: called after every plan; passed_on: a step was planned and others wait still."""
 
     core: Core
-    parking: Parking
+    parking: Quarantine
     stats: Stats
     reports: Reports
     put: Callable[[Outcome | None, int], None]
@@ -43,16 +106,16 @@ class Desk:
     passed_on: Callable[[], None]
 
 
-class Drive:
+class WorkerLoop:
     """A link and its replica, from hello to the end of the Run."""
 
-    def __init__(self, link: WorkerLink, replica: int, slots: int, desk: Desk) -> None:
+    def __init__(self, link: WorkerLink, replica: int, slots: int, desk: WorkerContext) -> None:
         self.link = link
         self.replica = replica
         self.slots = slots
         self.in_flight = InFlight()
         self.answered = 0
-        self.pace = Pace()
+        self.pace = WorkerRates()
         self.wake = asyncio.Event()  # something to plan, or room to publish
         self._desk = desk
         self.paused = False  # the publisher has no room

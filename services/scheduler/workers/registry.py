@@ -35,7 +35,7 @@ class Registration:
     slots: int = 1  # sequences that it runs at once
 
 
-class Workers:
+class WorkerRegistry:
     """`look`, then the rest acts on what it showed."""
 
     def __init__(

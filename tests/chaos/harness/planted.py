@@ -20,7 +20,7 @@ from services.gateway.delivery.stream import Offer, Row, Sink
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.core import Core
 from services.scheduler.shard.lease import Lease
-from services.scheduler.workers.registry import Registration, Workers
+from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared import redis_client
 from shared.errors import LeaseLostError
 from shared.redis_client import Script, Value
@@ -96,16 +96,16 @@ def _ignored_epoch() -> Iterator[None]:
         while True:
             await real_keep(self)
 
-    real_take = Workers.take
+    real_take = WorkerRegistry.take
 
-    async def take(self: Workers, *arguments: Any) -> Registration | None:
+    async def take(self: WorkerRegistry, *arguments: Any) -> Registration | None:
         with contextlib.suppress(LeaseLostError):
             return await real_take(self, *arguments)
         return None
 
     with (
         patch.object(Lease, "keep", keep),
-        patch.object(Workers, "take", take),
+        patch.object(WorkerRegistry, "take", take),
         patch.object(redis_client, "Script", _without("FENCED", but="take_worker")),
     ):
         yield

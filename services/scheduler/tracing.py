@@ -6,12 +6,50 @@ Their parent is the gateway's span, by the request's traceparent; a request with
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from services.scheduler.core.types import FinishedRequest
-from services.scheduler.requests.request_times import Life
+import numpy as np
+
+from services.scheduler.core.types import FinishedRequest, Outcome
 from shared.keys import CLASSES
 from shared.settings import SchedulerSettings
 from shared.traces import Tracer, Value
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Of one request, in ns of the monotonic clock."""
+
+    started_ns: int
+    first_token_ns: int = 0
+    ended_ns: int = 0
+
+
+class RequestTimes:
+    """One entry for each request between its first slot and its end."""
+
+    def __init__(self, ended: Callable[[FinishedRequest, Timeline], None]) -> None:
+        """`ended` is called with each request that got a token, at its end."""
+        self._lives: dict[str, Timeline] = {}
+        self._ended = ended
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def seen(self, outcome: Outcome, now_ns: int) -> None:
+        """What one call of the core made known."""
+        for request_id in outcome.started:
+            self._lives[request_id] = Timeline(now_ns)
+        for row in np.flatnonzero((outcome.first == 0) & (outcome.counts > 0)):
+            life = self._lives.get(outcome.requests[row].id)
+            if life is not None and not life.first_token_ns:
+                life.first_token_ns = now_ns
+        for finished in outcome.ended:
+            life = self._lives.pop(finished.request.id, None)
+            if life is not None and life.first_token_ns:
+                life.ended_ns = now_ns
+                self._ended(finished, life)
 
 
 class Spans:
@@ -23,7 +61,7 @@ class Spans:
         self._model = settings.served_model_name
         self._shard = settings.shard
 
-    def ended(self, finished: FinishedRequest, life: Life) -> None:
+    def ended(self, finished: FinishedRequest, life: Timeline) -> None:
         """A request that got tokens has ended."""
         request = finished.request
         parent = request.payload.traceparent

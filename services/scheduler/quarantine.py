@@ -8,13 +8,126 @@ service tells.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish
-from services.scheduler.quarantine.suspects import Suspects, Verdict
 
 log = logging.getLogger("orcinus.scheduler")
+
+DEATHS = 2
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the service has to do, in this order."""
+
+    park: list[str] = field(default_factory=list)
+    resume: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
+
+
+class Bisection:
+    """Groups under suspicion, of which one is on trial, and bystanders, who wait until nothing is suspected.
+
+    One that gets a token while it is on trial is cleared and runs on beside the groups tried after it. So a death
+    counts against a request only if nothing else was with the worker; otherwise its trial is repeated, and then it is
+    alone, since whoever lost the worker waits and is parked.
+    """
+
+    def __init__(self) -> None:
+        self._trial: set[str] = set()
+        self._groups: deque[list[str]] = deque()
+        self._aside: set[str] = set()
+        self._alone: dict[str, int] = {}  # deaths at which nothing else was with the worker
+
+    def __bool__(self) -> bool:
+        return bool(self._trial or self._groups)
+
+    @property
+    def trial(self) -> Set[str]:
+        """Those for whom all others wait."""
+        return self._trial
+
+    @property
+    def bystanders(self) -> set[str]:
+        """Those who are not suspected and only must not run beside the trial."""
+        return self._aside
+
+    def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Verdict:
+        """The worker is lost, and everybody waits.
+
+        in_step: the requests of the step that it died in; empty if no request is to blame. at_worker: those of all
+        unanswered steps. Both may name requests that have ended; `unfinished` are those that have not.
+        """
+        here = in_step & unfinished
+        suspects = sorted(here & self._trial or here)
+        verdict = Verdict()
+        if suspects:
+            untried = sorted((self._trial & unfinished) - set(suspects))
+            if untried:
+                self._groups.append(untried)
+            self._take(suspects)
+            half = (len(suspects) + 1) // 2
+            self._trial = set(suspects[:half])
+            if suspects[half:]:
+                self._groups.appendleft(suspects[half:])
+            elif at_worker | in_step == self._trial:
+                self._count(suspects[0], verdict)
+        if self:
+            suspected = self._trial.union(*self._groups)
+            self._aside = set(unfinished) - suspected - set(verdict.dead)
+            verdict.park = sorted((unfinished - self._trial).difference(verdict.dead))
+        return verdict
+
+    def arrived(self, name: str) -> Verdict:
+        """A new request waits with the bystanders."""
+        verdict = Verdict()
+        if self:
+            verdict.park = [name]
+            self._aside.add(name)
+        return verdict
+
+    def progressed(self, names: Set[str]) -> Verdict:
+        """These got a token: what they did is not what kills."""
+        verdict = Verdict()
+        for name in names & self._trial:
+            self._end(name, verdict)
+        return verdict
+
+    def ended(self, name: str) -> Verdict:
+        """The request is over, for whatever reason."""
+        verdict = Verdict()
+        self._aside.discard(name)
+        self._end(name, verdict)
+        return verdict
+
+    def _take(self, suspects: list[str]) -> None:
+        """Out of the groups: they are tried anew."""
+        for group in self._groups:
+            group[:] = [name for name in group if name not in suspects]
+
+    def _count(self, name: str, verdict: Verdict) -> None:
+        self._alone[name] = self._alone.get(name, 0) + 1
+        if self._alone[name] == DEATHS:
+            verdict.dead = [name]
+            self._end(name, verdict)
+
+    def _end(self, name: str, verdict: Verdict) -> None:
+        """No longer a suspect. The next group is tried; after the last one all run again."""
+        suspected = bool(self)
+        self._alone.pop(name, None)
+        self._trial.discard(name)
+        self._take([name])
+        while not self._trial and self._groups:
+            self._trial = set(self._groups.popleft())
+            verdict.resume += sorted(self._trial)
+        if suspected and not self:
+            verdict.resume += sorted(self._aside)
+            self._aside.clear()
+
 
 ABANDONED_S = 300.0
 GONE_S = 2.0
@@ -25,7 +138,7 @@ DOCK_S = 3.0
 """So long those on trial wait for the worker that died to come back; then another one is emptied for them."""
 
 
-class Parking:
+class Quarantine:
     """Tells the core what to park and what to let run."""
 
     def __init__(
@@ -35,7 +148,7 @@ class Parking:
         self._core = core
         self._give_up = give_up
         self._abandon = abandon
-        self._suspects = Suspects()
+        self._suspects = Bisection()
         self._suspected: set[str] = set()
         self._broken: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> what `lost` was told
         self._died_ns = 0  # when a worker was last known to have died
@@ -53,7 +166,7 @@ class Parking:
 
     def lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
         """The link to a worker broke. Until `found` or `gone` tells whether it died its oldest step's requests wait, or
-        they might kill another one. in_step and at_worker as in Suspects.died."""
+        they might kill another one. in_step and at_worker as in Bisection.died."""
         self._broken[worker] = (identity, in_step, at_worker)
         for name in in_step & self._gateways.keys():
             self._core.park(name)
@@ -78,7 +191,7 @@ class Parking:
             self._resume(name, now_ns)
 
     def died(self, in_step: Set[str], at_worker: Set[str], now_ns: int) -> None:
-        """A worker is lost; see Suspects.died."""
+        """A worker is lost; see Bisection.died."""
         if in_step:
             self._died_ns = now_ns
         self._judge(self._suspects.died(in_step, at_worker, set(self._gateways)), now_ns)

@@ -5,18 +5,149 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from redis.asyncio import Redis
 
 from services.scheduler.core.types import Outcome
 from services.scheduler.metrics import Metrics
-from services.scheduler.requests.request_times import Lives
-from services.scheduler.telemetry.iterations import Iterations
-from shared.keys import CLASSES
+from services.scheduler.shard.lease import Lease
+from services.scheduler.tasks import end
+from services.scheduler.tracing import RequestTimes
+from shared.columns import pack
+from shared.errors import LeaseLostError
+from shared.keys import CLASSES, Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable
+
+log = logging.getLogger("orcinus.scheduler")
+
+ROWS = 200
+COLUMNS = ("idle_us", "step_us", "decode", "prefill", "replica")
+"""How long the device waited before the step; how long it ran; tokens of decodes and of prompts; which worker."""
+
+_MOST = np.iinfo(np.int32).max
+
+
+class Iterations:
+    """A ring of the last ROWS answered steps."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((ROWS, len(COLUMNS)), np.int32)
+        self._count = 0
+
+    def add(self, idle_ns: int, step_ns: int, decode: int, prefill: int, replica: int) -> None:
+        """One step was answered."""
+        idle_us, step_us = min(idle_ns // 1000, _MOST), min(step_ns // 1000, _MOST)
+        self._rows[self._count % ROWS] = idle_us, step_us, decode, prefill, replica
+        self._count += 1
+
+    def fields(self) -> dict[str, int | bytes]:
+        """The hash: `last`, how many were answered so far, and each column as int32, oldest first."""
+        rows = np.roll(self._rows, -(self._count % ROWS), axis=0)[max(0, ROWS - self._count) :]
+        return {"last": self._count, **{name: pack(rows[:, at]) for at, name in enumerate(COLUMNS)}}
+
+
+HISTORY_ROWS = 3600
+EVENTS_ROWS = 10_000
+DEAD_ROWS = 1_000
+HEARTBEAT_MS = 5_000
+
+
+class Reports:
+    """Writes to Redis beside the hot path; each stream is bounded and each key has a TTL."""
+
+    def __init__(self, redis: Redis, lease: Lease, keys: Keys, shard: str, scheduler_id: str) -> None:
+        self._redis = redis
+        self._lease = lease
+        self._keys = keys
+        self._shard = shard
+        self._alive = keys.alive("scheduler", scheduler_id)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.last_step = 0
+        self.answered = 0  # steps answered since the start
+
+    async def heartbeat(self) -> None:
+        """Until cancelled: this process lives, and this is the last step it applied."""
+        while True:
+            try:
+                await self._redis.set(self._alive, self.last_step, px=HEARTBEAT_MS)
+            except Unavailable as error:
+                log.warning("no heartbeat: %s", error)
+            await asyncio.sleep(HEARTBEAT_MS / 5000)
+
+    async def forget(self) -> None:
+        """Takes the heartbeat back at a clean stop, once what is still to be recorded is, or when cancelled."""
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            await self._redis.delete(self._alive)
+        except Unavailable as error:
+            log.warning("the heartbeat was not taken back: %s", error)
+        finally:
+            await end(*self._tasks)
+
+    async def stats(
+        self,
+        fields: Mapping[str, float | int | str],
+        iterations: Mapping[str, int | bytes],
+        replicas: Mapping[str, Mapping[str, float | int | str]],
+    ) -> None:
+        """Rewrites `stats:{shard}`, `stats:{shard}:iterations` and `stats:{shard}:replicas` (by worker id), and appends
+        the first to its history.
+
+        Raises LeaseLostError.
+        """
+        key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
+        last, each = self._keys.iterations(self._shard), self._keys.replicas(self._shard)
+        rows = [word for name, figures in replicas.items() for word in (name, json.dumps(figures))]
+        row = [word for item in fields.items() for word in item]
+        await self._lease.write(
+            ["HSET", key, *row],
+            ["PEXPIRE", key, KEPT_TTL_MS],
+            ["XADD", history, "MAXLEN", "~", HISTORY_ROWS, "*", *row],
+            ["PEXPIRE", history, LIVE_TTL_MS],
+            ["HSET", last, *(word for item in iterations.items() for word in item)],
+            ["PEXPIRE", last, KEPT_TTL_MS],
+            ["DEL", each],  # one that is lost is not there any more
+            *([["HSET", each, *rows], ["PEXPIRE", each, KEPT_TTL_MS]] if rows else []),
+        )
+
+    async def gateways_alive(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` whose heartbeat is there."""
+        asked = list(names)
+        found = await self._redis.mget([self._keys.alive("gateway", name) for name in asked]) if asked else []
+        return {name for name, beat in zip(asked, found, strict=True) if beat is not None}
+
+    def event(self, kind: str, text: str, **ids: str) -> None:
+        """Appends to `events` in the background."""
+        self._later(self._append(self._keys.events, EVENTS_ROWS, {"kind": kind, "text": text, **ids}))
+
+    def dead(self, request_id: str, text: str) -> None:
+        """Records a request that kept failing."""
+        self.event("dead", text, request=request_id)
+        self._later(self._append(self._keys.dead, DEAD_ROWS, {"request": request_id, "text": text}))
+
+    async def _append(self, key: str, rows: int, fields: dict[str, str]) -> None:
+        row = {"time_ms": str(int(time.time() * 1000)), "shard": self._shard, **fields}
+        words = [word for item in row.items() for word in item]
+        try:
+            await self._lease.write(["XADD", key, "MAXLEN", "~", rows, "*", *words])
+        except (*Unavailable, LeaseLostError) as error:
+            log.warning("%s was not recorded: %s", fields, error)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
 
 VERSION = 1
 WINDOW_NS = 60_000_000_000
@@ -51,7 +182,7 @@ class Window:
         return [float(value) for value in np.percentile(recent, points)] if recent.size else [0.0] * len(points)
 
 
-class Crowd:
+class StartRate:
     """How fast sequences start while others wait for slots or memory.
 
     Starts come in bursts, as those who began together end together, so time is counted from start to start and never
@@ -98,7 +229,7 @@ class Stats:
 
     def __init__(self, started_ns: int, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
-        self._lives = Lives(self._metrics.ended)
+        self._lives = RequestTimes(self._metrics.ended)
         self.iterations = Iterations()
         self._ttft_ms = Window()
         self._tbt_ms = Window()
@@ -107,7 +238,7 @@ class Stats:
         self._tokens = self._prefill = self._prefill_ns = 0
         self._rate = 0.0
         self._tokens_total = 0
-        self._crowd = Crowd(started_ns)
+        self._crowd = StartRate(started_ns)
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
 

@@ -1,1 +1,0 @@
-"""What the scheduler reports of itself: stats, heartbeat, events, recent iterations."""
