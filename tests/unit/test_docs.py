@@ -99,9 +99,8 @@ def test_every_setting_says_what_it_means(settings: Any) -> None:
 
 def test_every_statistic_is_in_the_operations_page() -> None:
     fields = set(Stats(0).snapshot(Core("orcinus").stats(), 1, 1, 1, "orcinus", 0))
-    for source in ("service", "fleet"):  # what is added to the snapshot
-        path = f"services/scheduler/{source}.py"
-        fields |= set(re.findall(r'"([a-z_]+)": (?:info|max\(info|self\._reports|len)', text(path)))
+    for path in (ROOT / "services" / "scheduler").rglob("*.py"):  # what is added to the snapshot
+        fields |= set(re.findall(r'"([a-z_]+)": (?:info|max\(info|self\._reports|len)', path.read_text()))
     assert {"running", "tok_s", "last_step", "max_model_len"} <= fields
     page = text("docs/operations.md")
     classes = r"_(realtime|high|normal|low)$"
@@ -218,7 +217,7 @@ def error_codes() -> set[str]:
     """`code` of every ApiError that the gateway's sources can raise, by their syntax trees."""
     place = {"ApiError": 99, "invalid": 2, "unavailable": 1, "refuse_late": 3}  # which positional argument is the code
     codes = set()
-    for path in (ROOT / "services" / "gateway").glob("*.py"):
+    for path in (ROOT / "services" / "gateway").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in place):
                 continue
