@@ -162,6 +162,17 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     assert len(h.core._deadlines) <= 65
 
 
+def test_failure_in_the_last_unanswered_step_ends_a_parked_sequence() -> None:
+    h = House(Core("orcinus", lookahead=1), Limits(4, 100, 4, 64, 64))
+    h.add(request("a", 5, 9, seed=1))
+    assert h.plan() is not None
+    h.core.park("a")
+    h.workers[0].fail_next = {0}
+    h.answer()
+    assert h.ended["a"] == [Finish.ERROR]
+    assert h.core.idle
+
+
 def test_one_sequence_fails_alone() -> None:
     h = house()
     h.add(request("a", 5, 8, seed=1, n=3))

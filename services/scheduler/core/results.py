@@ -62,6 +62,7 @@ class Results:
             self._routing.regroup()
         if step.ends.size and replica.sharing is not None:
             self._filled(replica, step, [e[0] for e in result.errors])
+        mine: Bool | None = None  # rows that still have the sequence of the step; None: all
         if step.roster == table.roster:
             table.unanswered[table.rows(step.slots)] -= 1
         else:
@@ -74,12 +75,13 @@ class Results:
                     self._late(replica, step, int(slots[i]), int(tokens[i]), record, now_ns, out)
                 slots, tokens = slots[live], tokens[live]
                 logprobs = logprobs[live] if logprobs is not None else None
-            for slot in step.slots[~mine].tolist():
-                if slot in replica.departed:
-                    replica.settle(slot, step.id)
         columns = self._tokens(replica, step, slots, tokens, logprobs, now_ns, out) if slots.size else None
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
+        if mine is not None:
+            for slot in step.slots[~mine].tolist():
+                if slot in replica.departed:
+                    replica.settle(slot, step.id)  # after the failures, which are its last answer's to tell
         if replica.handed:
             release(replica, self._placer, now_ns)
         if result.swap_out_acks.size:
