@@ -74,6 +74,7 @@ class Drive:
         self._tokens = self.random.integers(STOP_ID + 1, VOCAB, (64, limits.slots)).astype(np.int32)
         self._flight: deque[tuple[StepPlan, Outcome | None, int]] = deque()
         self._added = 0
+        self._stopping: list[int] = []
         self._stop_ids = np.array([STOP_ID], np.int32)
         sampling = queue_pb2.Sampling(temperature=0.7, top_p=0.9, seed=1)
         self._payload = queue_pb2.Request(sampling=sampling, stop_token_ids=self._stop_ids.tobytes())
@@ -129,6 +130,10 @@ class Drive:
             for _ in self.steps(self.lookahead + 2):
                 pass
 
+    def stop(self, slot: int) -> None:
+        """Let the sequence in `slot` sample its stop token in the next step that is answered."""
+        self._stopping.append(slot)
+
     def step(self) -> Iteration | None:
         """Plans one iteration and answers the oldest, which is returned; None while none is due an answer."""
         begin = time.perf_counter_ns()
@@ -141,7 +146,11 @@ class Drive:
             return None
         done, known, plan_ns = self._flight.popleft()
         slots = done.chunk_slots[done.samples]
-        result = StepResult(done.id, done.replica, slots, self._tokens[done.id & 63, : slots.size])
+        tokens = self._tokens[done.id & 63, : slots.size]
+        if self._stopping:
+            tokens = np.where(np.isin(slots, self._stopping), np.int32(STOP_ID), tokens)
+            self._stopping.clear()
+        result = StepResult(done.id, done.replica, slots, tokens)
         result.step_ns = STEP_NS
         self._now_ns += STEP_NS
         before = time.perf_counter_ns()

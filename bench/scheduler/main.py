@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import commit, machine, versions
+from bench.scheduler.cases import cases
 from bench.scheduler.curves import BLOCKS, RUNNING, WAITING, by_blocks, by_running, by_waiting, draw
 from bench.scheduler.drive import NotRunningError, Setup
 from bench.scheduler.parts import admission, decode, wire
@@ -26,7 +27,7 @@ from services.scheduler.core.presets import parse
 COUNTS = (32, 256, 1024, 4096)
 AT = 256  # sequences running where something else varies
 CURVES = ("running", "waiting", "blocks")
-PARTS = ("decode", "admission", "wire", *CURVES)
+PARTS = ("decode", "admission", "wire", "cases", *CURVES)
 MOST_RUNNING = 65_536
 BOUNDS = {"steps": (1, 1500), "rounds": (1, 1500), "lookahead": (0, 4), "gateways": (1, 1000)}  # 1500: fit the context
 QUICK_AT = 24
@@ -53,6 +54,9 @@ def measure(parts: Sequence[str], counts: Sequence[int], setup: Setup, quick: bo
         if name in parts:
             _say(f"{name}, {at} running")
             found[name] = run()
+    if "cases" in parts:
+        _say(f"cases beside the floor, {', '.join(map(str, counts))} running")
+        found["cases"] = cases(counts, at, setup)
     if any(name in parts for name in curves):
         found["curves"] = {}
     for name, run in curves.items():

@@ -77,9 +77,12 @@ def admitting(drive: Drive, entering: int, prompt: int, cached: int, samples: in
                 yield done
 
 
-def _room(running: int, setup: Setup, full: bool) -> Drive:
-    """`running` in steady decode, with slots and tokens a step for ENTERING prompts more, many times; and with blocks
-    for all of them, or (`full`) with as many blocks as can be used at once, and those that nobody uses cached."""
+def with_room(running: int, setup: Setup, full: bool) -> Drive:
+    """Return a core with `running` sequences in steady decode, and slots and tokens a step for ENTERING more prompts.
+
+    It has blocks for all prompts of `setup.samples` admissions; with `full` only those that can be in use at once, all
+    others being cached.
+    """
     admissions = setup.samples + WARM
     longest = LONGEST_PROMPT + 800 + admissions * (LENGTHS + setup.lookahead + 2)
     share = -(-(PROMPT_TOKENS + LENGTHS) // BLOCK_SIZE)
@@ -87,7 +90,7 @@ def _room(running: int, setup: Setup, full: bool) -> Drive:
     tokens = running + ENTERING * PROMPT_TOKENS
     limits = Limits(running + ENTERING, blocks, BLOCK_SIZE, max(longest, 2 * PROMPT_TOKENS), tokens)
     drive = Drive(limits, setup)
-    drive.run([drive.prompt(LONGEST_PROMPT) for _ in range(running)], longest)
+    drive.run([drive.prompt(LONGEST_PROMPT) for _ in range(running)], longest - LONGEST_PROMPT)
     if full:
         drive.fill(PROMPT_TOKENS, ENTERING)
     return drive
@@ -99,7 +102,7 @@ def admission(running: int, setup: Setup) -> list[dict[str, Any]]:
     """
     lines = []
     for cached, full in ((PROMPT_TOKENS // 2, False), (0, False), (PROMPT_TOKENS // 2, True)):
-        drive = _room(running, setup, full)
+        drive = with_room(running, setup, full)
         taken, hits = [], 0
         with Watch() as watch:
             for done in admitting(drive, ENTERING, PROMPT_TOKENS, cached, setup.samples):
@@ -131,7 +134,7 @@ def wire(running: int, setup: Setup) -> list[dict[str, Any]]:
     line = _wire("decode", running, steady(running, setup), None, setup)
     line["goal_us"] = GOAL_WIRE_US
     few = setup.fewer()
-    return [line, _wire("admission", running, _room(running, few, False), PROMPT_TOKENS // 2, few)]
+    return [line, _wire("admission", running, with_room(running, few, False), PROMPT_TOKENS // 2, few)]
 
 
 def _wire(case: str, running: int, drive: Drive, cached: int | None, setup: Setup) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.scheduler.cases import Churn, with_hole
 from bench.scheduler.drive import Drive, Setup, costs, figure
 from bench.scheduler.main import main
 from services.scheduler.core.types import Limits
@@ -70,6 +72,33 @@ def test_wire_splits_what_the_scheduler_computes_for_an_iteration(capsys: pytest
         )
 
 
+def test_cases_are_ratios_to_the_floor_with_their_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "--parts", "cases", "--running", "8,256", "--steps", "10", "--rounds", "2")["cases"]
+    for line in lines:
+        assert 0 < line["total_us"]["p50"] <= line["total_us"]["p90"]
+        assert line["met"] == (line["ratio"] <= line["goal_ratio"]) if "goal_ratio" in line else True
+    named = {(line["case"], line["running"]): line for line in lines if line["case"] != "floor"}
+    goals = {(case, size): line.get("goal_ratio") for (case, size), line in named.items()}
+    assert [goals["steady", 8], goals["churn", 8], goals["steady", 256], goals["churn", 256]] == [1.25, None, 1.25, 2.2]
+    assert named["hole", 8]["goal_ratio_to_steady"] == named["hole", 256]["goal_ratio_to_steady"] == 1.1
+    admissions = [line for (case, _), line in named.items() if case.startswith("admission")]
+    assert [(line["running"], line["goal_ratio"], line["iterations"]) for line in admissions] == [(256, 7, 2)] * 3
+    assert [line["ratio"] for line in lines if line["case"] == "floor"] == [1.0] * 3
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_churn_enters_one_and_ends_one_each_step(lookahead: int) -> None:
+    churn = Churn(6, Setup(lookahead=lookahead))
+    assert len(list(islice(churn.steps(), 60))) == 60  # it raises where that is not so
+    assert len(churn.adding_ns) == 60
+
+
+def test_hole_is_a_free_slot_between_running_ones() -> None:
+    drive = with_hole(8, Setup())
+    (done,) = drive.steps(1)
+    assert sorted(done.result.slots.tolist()) == [0, 1, 2, 3, 5, 6, 7, 8]
+
+
 def test_curves_are_measured_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = printed(capsys, "--quick", "--parts", "running,waiting,blocks", "--plots", str(tmp_path / "new"))
@@ -99,9 +128,15 @@ def _cases(lines: list[dict[str, Any]]) -> list[str]:
 
 def test_tables_name_the_goals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["--quick", "--parts", "decode,admission,wire,running"]) == 0
+    assert main(["--quick", "--parts", "decode,admission,wire,cases,running"]) == 0
     out = capsys.readouterr().out
-    for title in ("Steady decode", "prompts enter", "All that the scheduler computes", "Cost by running"):
+    for title in (
+        "Steady decode",
+        "prompts enter",
+        "All that the scheduler computes",
+        "Cases beside the floor",
+        "Cost by running",
+    ):
         assert title in out
     for goal in ("60", "400", "300", "(<= 4)"):
         assert goal in out
