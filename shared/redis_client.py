@@ -26,7 +26,7 @@ from shared.errors import LeaseLostError
 from shared.settings import CommonSettings
 
 BLOCK_MS = 1000
-"""How long a blocking read waits; well under the socket time-out, at most 2 s (PROTOCOL, section 1)."""
+"""How long a blocking read waits; well under the socket time-out."""
 
 LIVE_TTL_MS = 24 * 3600 * 1000
 """Records of requests that are queued or running."""

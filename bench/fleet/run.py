@@ -22,7 +22,7 @@ from bench.fleet.scaler import Rule, Scaler
 from bench.fleet.traffic import Traffic
 
 S = 1e9
-TTFT_S, TBT_S = 2.0, 0.1  # what a good answer keeps: DESIGN, section 6
+TTFT_S, TBT_S = 2.0, 0.1  # limits of a good answer: docs/simulate.md#json
 
 
 @dataclass(frozen=True, slots=True)

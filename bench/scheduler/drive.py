@@ -27,7 +27,7 @@ STOP_ID = 2
 WAVES = 32  # the running enter over so many steps, so that their checkpoints do not fall due together
 SETTLED = 40  # steps after the last of them has entered
 PATIENCE = 400  # steps until all have
-GOAL_P99_OVER_P50 = 4  # of plan + apply in steady decode; DESIGN.md, section 6
+GOAL_P99_OVER_P50 = 4  # of plan + apply in steady decode
 
 
 class NotRunningError(Exception):

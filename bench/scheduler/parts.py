@@ -22,7 +22,7 @@ from services.scheduler.workers.loop import InFlight
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.keys import Keys
 
-GOAL_DECODE_US = {256: 60, 4096: 150}  # p50 of plan + apply; DESIGN.md, section 6
+GOAL_DECODE_US = {256: 60, 4096: 150}  # p50 of plan + apply
 GOAL_ADMISSION_US = 400  # p50 of plan + apply of an iteration that admits ENTERING prompts at 256 running
 GOAL_WIRE_US = 300  # p50 of all that the scheduler computes for an iteration at 256 running
 MAX_MODEL_LEN = 2048

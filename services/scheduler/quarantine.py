@@ -1,6 +1,6 @@
 """Requests that get no step for a while: under suspicion of killing the worker, or of a gateway that is gone.
 
-The second are kept for whoever adopts them (PROTOCOL, section 1), for ABANDONED_S. A request is parked as long as one
+The second are kept until adopted (docs/protocol.md#faults), for ABANDONED_S. A request is parked as long as one
 of the two reasons holds; one on trial runs in any case, as all others wait for it. No clock and no Redis: the
 service tells.
 """

@@ -1,4 +1,4 @@
-"""What dashboards read (PROTOCOL, section 5): counters of the core, percentiles of the last minute, once a second.
+"""What dashboards read (docs/operations.md#stats): counters of the core, percentiles of the last minute, once a second.
 
 `Window` and `Stats` are pure; the service calls `snapshot` and writes it.
 """

@@ -37,7 +37,7 @@ class StepClock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """t = c0 + c1*tokens + c2*decode_context + c3*prefill_context, in ns (DESIGN.md, section 4)."""
+    """t = c0 + c1*tokens + c2*decode_context + c3*prefill_context, in ns (docs/simulate.md#step-times)."""
 
     c0: float
     c1: float = 0.0

@@ -15,7 +15,7 @@ from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.types import Finish, FinishedRequest, Outcome
 from services.simulator.workload import Int64, Workload
 
-GOOD_TTFT_NS = 2_000_000_000  # DESIGN.md, section 6: goodput
+GOOD_TTFT_NS = 2_000_000_000  # the limits of goodput: docs/simulate.md#json
 GOOD_GAP_NS = 100_000_000
 PERCENTILES = (50, 90, 99)
 TAIL_GAPS = 100  # below so many gaps the largest counts as a request's P99
@@ -86,7 +86,7 @@ class Histogram:
 class Recorder:
     """Collects one run. Columns of one entry a request: ttft_ns, e2e_ns, worst_ns (its P99 gap), tokens, finish.
 
-    `at_end`: tokens count as delivered when flush() says that the batch has ended (DESIGN.md, section 6); the time to
+    `at_end`: tokens count as delivered when flush() says that the batch has ended; the time to
     first token is then still that of the first token computed, so that TTFT + gaps = end to end.
     """
 
@@ -192,12 +192,12 @@ def _tail(gaps: Int64) -> int:
 
 
 def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]:
-    """The clients' part of a result, named and defined as in DESIGN.md, sections 6 and 7.
+    """The clients' part of a result, named and defined as in docs/simulate.md#json.
 
     Rates divide by the time from the first arrival to the last delivery. Requests that ended otherwise than by stop or
     length are not finished and count in no latency. tbt_ms: all gaps of all finished; worst_gap_ms: of each request the
     P99 of its gaps, as goodput takes it. slo_violations: share of the requests that did not finish or missed their own
-    limits (DESIGN's 2 s and 100 ms where they have none). `classes`: the same apart, where there are several.
+    limits (2 s and 100 ms where they have none). `classes`: the same apart, where there are several.
     """
     first_ns = start_ns + (int(workload.arrived_ns[0]) if len(workload) else 0)
     seconds = max(seen.end_ns - first_ns, 1) / 1e9
@@ -242,7 +242,7 @@ def _of(
 
 
 def kept_slos(workload: Workload, seen: Recorder) -> npt.NDArray[np.bool_]:
-    """[requests] bool: finished within its own limits, or DESIGN's where it has none."""
+    """[requests] bool: finished within its own limits, or the default ones where it has none."""
     ttft = np.where(workload.ttft_slo_ns > 0, workload.ttft_slo_ns, GOOD_TTFT_NS)
     gap = np.where(workload.tbt_slo_ns > 0, workload.tbt_slo_ns, GOOD_GAP_NS)
     kept: npt.NDArray[np.bool_] = (seen.e2e_ns >= 0) & (seen.ttft_ns <= ttft) & (seen.worst_ns <= gap)

@@ -1,4 +1,4 @@
-"""Ends the process when one step runs far longer than it can take (PROTOCOL, section 4).
+"""Ends the process when one step runs far longer than it can take (docs/protocol.md#faults).
 
 A hung engine thread cannot be stopped from within, and what supervises the worker restarts what exits, not what hangs.
 Steps may overlap; each has its time from when it began, or from the end of the one before it. The thread here needs the

@@ -51,7 +51,7 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """DESIGN: at most 1e-4 of the largest logit."""
+    """Fail when a logit differs by more than 1e-4 of the largest one."""
     error = float((found - expected).abs().max())
     assert error <= 1e-4 * max(1.0, float(expected.abs().max())), error
 

@@ -1,4 +1,4 @@
-"""The scheduler bench: the JSON that other programs rely on (DESIGN.md, section 7), and that every part of it runs."""
+"""The scheduler bench: the JSON that other programs rely on and that every part of it runs."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_aimd_adds_blocks_and_multiplies() -> None:
 
 
 class SglangRatio:
-    """Direct transcription of serving-systems.md, B.5, with plain lists."""
+    """Transcribe SGLang's new_token_ratio (schedule_batch.py) with plain lists."""
 
     def __init__(self) -> None:
         self.init = min(0.7 * 1.0, 1)

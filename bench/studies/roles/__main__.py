@@ -26,7 +26,7 @@ from services.simulator.workload import Workload
 
 RESULT = ROOT / "bench" / "results" / "roles.json"
 SHAPE, DEVICE = "llama-8b", "h100"
-TTFT_SLO_MS, TBT_SLO_MS = 2000.0, 100.0  # DESIGN.md, section 6; told to the scheduler, or not
+TTFT_SLO_MS, TBT_SLO_MS = 2000.0, 100.0  # limits of goodput; told to the scheduler, or not
 BATCH = 64  # sequences that share a decode step where the nominal rate is computed
 LOADS = (0.3, 0.6, 0.9)  # of the nominal rate
 MIXES = {

@@ -40,7 +40,7 @@ class Core:
     """Schedules requests over replicas.
 
     max_seqs: sequences that run at most on a replica (0: its slots); microbatches (0: the replica's stages) and
-    lookahead: PROTOCOL.md, section 3; affinity: what a cached token counts when replicas are chosen (Routing);
+    lookahead: docs/protocol.md#steps; affinity: what a cached token counts when replicas are chosen (Routing);
     step_tokens: token budget of a step (0: the policy's); prefix_cache: share and keep prefixes (None: as the policy
     does); a sequence's checkpoint is due every `checkpoint_tokens` tokens or `checkpoint_ns` (0 tokens: not while it
     runs), when it loses its slot, and at its end.
@@ -294,7 +294,7 @@ class Core:
         return ttft_ns(self._shared, self._routing.for_prompts, priority)
 
     def stats(self) -> dict[str, float | int]:
-        """The fields of PROTOCOL.md, section 5, that need neither clock nor I/O."""
+        """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""
         fields = figures(self._shared, self.alive, self._records.values(), self._parked.values())
         return fields | {
             "swapped_blocks": fields["swapped_blocks"] + self._moved,
@@ -309,7 +309,7 @@ class Core:
         return of_replica(self._shared, self.replicas[number])
 
     def check(self) -> None:
-        """Raises RuntimeError when an invariant of PROTOCOL.md, section 3, is broken."""
+        """Raise RuntimeError when an invariant of docs/protocol.md#steps is broken."""
         self._placer.check()
         check_replicas(self.alive, self._records.values(), self.lookahead)
         check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._placer))

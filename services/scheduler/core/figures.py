@@ -1,6 +1,6 @@
 """What a core tells of itself: counts for the dashboards, and the time to first token that the gateway's 429 goes by.
 
-Called by Core about once a second. Sources: PROTOCOL.md, section 5; DESIGN.md, section 4, the step-time model.
+Called by Core about once a second. The fields: docs/operations.md#stats.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Preemption for service levels, before a step is planned: for TBT limits of those that run, for those who wait.
 
-Called by passes.py. Source of the rules: papers.md, Priorities and SLOs; DESIGN.md, section 4.
+Called by passes.py. The rules: docs/policies.md#parts-by-name.
 """
 
 from __future__ import annotations

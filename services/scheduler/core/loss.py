@@ -70,7 +70,7 @@ def clear(replica: Replica, but: Iterable[Record], placer: Placer, known: Collec
 
 
 def check_replicas(alive: list[Replica], records: Iterable[Record], lookahead: int) -> None:
-    """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3, of the replicas that are there."""
+    """Raise RuntimeError when a replica breaks an invariant of docs/protocol.md#steps."""
     swapped = [s for record in records for s in record.sequences if s.swapped]
     for replica in alive:
         held = [s.host for s in swapped if s.replica == replica.number]

@@ -154,7 +154,7 @@ class How(enum.IntEnum):
 @dataclass(slots=True, frozen=True)
 class Slo:
     """Preemption for TBT limits: it begins when a running sequence of class <= high has less slack than `risk_ns`
-    and goes on until all of them have more than `safe_ns` (hysteresis). Source: papers.md, Priorities and SLOs."""
+    and goes on until all of them have more than `safe_ns` (hysteresis). See docs/policies.md#parts-by-name."""
 
     risk_ns: int
     safe_ns: int

@@ -1,6 +1,6 @@
 """The table of policies: each is one line, a choice of the five parts; and every part by name.
 
-What papers.md says of a system rules; where it is silent the figures are the system's own defaults: 2048 tokens a step
+Sources: docs/policies.md; where a source is silent the figures are the system's own defaults: 2048 tokens a step
 for vLLM, 8192 for SGLang, LightLLM, TensorRT-LLM and lmdeploy, 4096 for TGI, 768 for FastGen.
 """
 

@@ -137,7 +137,7 @@ class Replica:
 
     def preempt(self, slot: int, swap: bool) -> Sequence:
         """As leave(), but what is in flight for the sequence will still be applied to it, and with `swap` its KV moves
-        to the host tier, which must have the room. Source: PROTOCOL.md, section 3."""
+        to the host tier, which must have the room. See docs/protocol.md#steps."""
         since = int(self.table.since[slot])
         sequence = self._leave(slot, keep=swap)
         if sequence.unanswered:
@@ -250,7 +250,7 @@ class Replica:
         self.inflight_of[step.microbatch] -= 1
 
     def check(self, lookahead: int, host: Int32) -> None:
-        """Raises RuntimeError on a broken invariant of PROTOCOL.md, section 3. host: blocks of the host tier that
+        """Raise RuntimeError on a broken invariant of docs/protocol.md#steps. host: blocks of the host tier that
         sequences and loads, here and at other replicas, refer to, once for each reference."""
         table = self.table
         table.check(lookahead + 1)

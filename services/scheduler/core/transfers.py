@@ -1,7 +1,7 @@
 """What moves between the tiers: swap-outs and swap-ins of one replica on their way, and who waits for them.
 
 Owned by Replica. A block that is copied from or to is in no one's use before the worker has acknowledged the copy
-(PROTOCOL.md, section 3). Copies are acknowledged in the order in which they were sent: the worker has one copy stream.
+(docs/protocol.md#steps). Copies are acknowledged in the order in which they were sent: the worker has one copy stream.
 What comes from another replica's host tier (peers.py) keeps its references there until then.
 """
 

@@ -1,5 +1,5 @@
 """The other shards of the model: who leads a worker and can take requests, and who was left with some by a scheduler
-that is gone (PROTOCOL, section 2). One look a second; the claiming task acts on the last one.
+that is gone (docs/protocol.md#shards-and-workers). One look a second; the claiming task acts on the last one.
 """
 
 from __future__ import annotations

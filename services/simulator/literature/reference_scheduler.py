@@ -1,4 +1,4 @@
-"""The reference scheduler of one article, transcribed rule by rule from papers.md, Priorities and SLOs.
+"""The reference scheduler of one article, rule by rule; its rules are listed below.
 
 The oracle of table T6 and of the preset `iteration-level`: plain Python over lists, nothing shared with the core.
 The sheet's rules: a heap by (class, arrival); prompt + max_new reserved at admission, which stops at the first that

@@ -1,4 +1,4 @@
-"""The leader's end of the other ranks of its replica: each Step goes to them before it starts here (PROTOCOL, 3).
+"""Forward each Step from the leader to the other ranks of its replica before it starts here (docs/protocol.md#steps).
 
 Control is gRPC alone and never waits: a Step lies in a bounded queue for each rank, as the same bytes for all. What
 comes back says that a rank lives, and how long it computed. A rank that is lost is the end of the replica: whatever

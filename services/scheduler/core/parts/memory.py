@@ -108,7 +108,7 @@ class PeakEstimate:
 
 class FtAimd:
     """The peak estimate under a limit in tokens that moves like TCP's window: from the capacity on, += 100 at each step
-    while it holds somebody back and under 90 % of the pages are used; -= 1000 at a swap. Source: papers.md."""
+    while it holds somebody back and under 90 % of the pages are used; -= 1000 at a swap."""
 
     learns = True
 
@@ -173,7 +173,7 @@ class Aimd:
 class Overcommit:
     """SGLang's new_token_ratio: of what the running may still produce (4096 each at most) a share is reserved. It falls
     by a 600th of its range with each step; after a preemption it is what the batch has shown to need, with 20 steps of
-    slack. An empty replica begins anew. Source: serving-systems.md, B.5."""
+    slack. An empty replica begins anew. Source: https://github.com/sgl-project/sglang, schedule_batch.py."""
 
     learns = True
     first, last = 0.7, 0.7 * 0.14

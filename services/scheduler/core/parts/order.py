@@ -50,7 +50,7 @@ class FirstCome:
 class ClassThenArrival:
     """By class, then arrival; each `age_ns` waited (0: never) lifts a sequence by one class, so `low` never starves.
 
-    With `slack` prompts that run already go by TTFT slack inside a class (the reference scheduler of papers.md).
+    With `slack` prompts that run already go by TTFT slack inside a class (docs/policies.md, table T6).
     """
 
     swapped_first = False
@@ -139,7 +139,7 @@ class ClassThenSlack:
 
 class LeastSlack:
     """Highest 1 / max(deadline - estimated finish, 1) first, whatever the class; of equal ones, so of all that are
-    late, the first come. Source: papers.md, Orca, the article's SLO priority; its deadline is the TTFT limit here."""
+    late, the first come. The deadline is the TTFT limit. See docs/policies.md#parts-by-name."""
 
     swapped_first = False
     counts = False

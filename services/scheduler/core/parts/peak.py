@@ -1,7 +1,7 @@
 """The most blocks that sequences will hold at once: LightLLM's estimate, exactly and in blocks.
 
 Used by the parts of memory.py and expected.py. l tokens are held, s steps are to come, and everybody gets one token a
-step until his own last one: with s descending, max_i sum_{j<=i} ceil((l_j + s_i) / B) (DESIGN.md, section 4).
+step until his own last one: with s descending, max_i sum_{j<=i} ceil((l_j + s_i) / B).
 """
 
 from __future__ import annotations

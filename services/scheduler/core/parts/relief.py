@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.replica import Replica
 
 Way = Callable[["Replica", int], How]
-SLO = Slo(risk_ns=15_000_000, safe_ns=30_000_000)  # papers.md, the reference scheduler
+SLO = Slo(risk_ns=15_000_000, safe_ns=30_000_000)  # services/simulator/literature/reference_scheduler.py
 
 
 def recompute(replica: Replica, slot: int) -> How:
@@ -29,7 +29,7 @@ def swap(replica: Replica, slot: int) -> How:
 
 
 def groups(replica: Replica, slot: int) -> How:
-    """A sequence of a request with several is swapped, a single one computed again (vLLM v0; serving-systems.md, B.11).
+    """A sequence of a request with several is swapped, a single one computed again (https://github.com/vllm-project/vllm/blob/v0.6.0/vllm/core/scheduler.py).
 
     There beams shared blocks that recomputing would have lost."""
     request = replica.table.request[slot]
