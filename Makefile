@@ -65,7 +65,7 @@ install-dev: $(TEST_STAMP) $(PROTOS) ## install what tests, lint and benches nee
 test: install-dev ## run the tests (TESTS=path for some)
 	$(PY) -m pytest $(TESTS)
 
-# The seed is that of tests/faults/test_chaos.py. Without ARGS the result is that which docs/faults.md speaks of.
+# The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is that which docs/faults.md speaks of.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")
 	$(PY) -m services.cli chaos --faults 200 --seconds 3600 --gap 1 --clients 8 --seed 20261120 \
 		$(if $(ARGS),$(ARGS),--output bench/results/chaos.json)
@@ -77,7 +77,7 @@ schemathesis: install-dev ## generated requests, valid and broken, against a liv
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS)) $(ARGS)
 
 fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
-	$(PY) -m tests.fuzz.run $(call option,seconds,$(SECONDS))
+	$(PY) -m tests.unit.fuzz.run $(call option,seconds,$(SECONDS))
 
 explore: install-dev ## every generated test with examples that no run before had (TESTS=tests/unit)
 	$(PY) -m pytest --hypothesis-profile explore -m hypothesis $(or $(TESTS),tests)
@@ -141,12 +141,13 @@ compose-test: ## bring the containers up for real, stream a completion, take the
 	deploy/compose-test.sh
 
 k8s-check: install-dev ## build the Kubernetes overlays and check them, no cluster needed
-	$(PY) -m pytest tests/services/test_kubernetes.py
+	$(PY) -m pytest tests/deploy/test_kubernetes.py
 
 kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
 	$(PY) kernels/cpu/build.py
 
 kernels-check: install-dev ## test every kernel and the engine, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
+	$(PY) -m pytest tests/emulator
 	$(PY) -m pytest tests/kernels
 	$(PY) -m pytest tests/engine
 	$(PY) -m kernels.cuda.check
@@ -154,7 +155,7 @@ kernels-check: install-dev ## test every kernel and the engine, the CUDA ones on
 # The sanitizers' runtime must come before everything else; Python itself never frees all it has.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest tests/kernels --kernels-variant sanitized -k "cpu or cuda_r or cuda_b or cuda_s"
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py)"
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/test_demo_model.py

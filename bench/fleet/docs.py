@@ -1,6 +1,6 @@
 """The tables of docs/scale.md, made from bench/results/*.json: `python -m bench.fleet.docs`.
 
-tests/unit/test_fleet.py fails when tables of the fleet's own results differ from them.
+tests/unit/bench/test_fleet.py fails when tables of the fleet's own results differ from them.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def suites(context: Context) -> Iterator[tuple[str, Any]]:
     if importlib.util.find_spec("pytest") is None:
         yield "skipped", "pytest is not installed here"
         return
-    for file in [] if context.quick else [f"tests/kernels/test_cuda_{name}.py" for name in SUITES]:
+    for file in [] if context.quick else [f"tests/kernels/cuda/test_{name}.py" for name in SUITES]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
         yield "suites", [_ran(file, command)]
 

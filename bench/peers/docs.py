@@ -1,6 +1,6 @@
 """Writes docs/peers.md and its chart from bench/results/peers.json. Called by `python -m bench.peers [docs]`.
 
-Everything measured on the page comes from the result; tests/unit/test_bench_peers.py compares the two.
+Everything measured on the page comes from the result; tests/unit/bench/test_peers.py compares the two.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import httpx
 import orjson
 
 from bench.machine import commit, machine, versions
-from tests.models import make_llama
-from tests.stack import Stack, running_stack
+from tests.support.models import make_llama
+from tests.support.stack import Stack, running_stack
 
 KEY = "schemathesis-key"
 SEED = 20260101

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.services.gateway_process import GatewayProcess, running_gateway
-from tests.stack import RedisServer
-from tests.tokenizers_for_tests import write_model
-from tests.written_stack import WrittenStack
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.tokenizers import write_model
+from tests.support.written_stack import WrittenStack
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

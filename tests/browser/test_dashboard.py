@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.browser.conftest import Visit
-from tests.services.gateway_process import GatewayProcess, running_gateway
-from tests.stack import RedisServer
-from tests.written_stack import WrittenStack
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.written_stack import WrittenStack
 
 OpenPage = Callable[..., Visit]
 EVIL = '<img src=/evil.png onerror="window.stolen=1"><script>window.stolen=1</script>&amp;'

@@ -18,7 +18,7 @@ from typing import Any
 from bench.machine import commit, machine
 from shared.settings import DEMO_MODEL, ROOT
 from tests.clients import install
-from tests.stack import Stack, running_stack
+from tests.support.stack import Stack, running_stack
 
 KEY = "sk-load"
 RESULTS = ROOT / "bench" / "results"

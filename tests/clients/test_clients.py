@@ -14,8 +14,8 @@ import pytest
 from protos import kserve_pb2
 from shared.settings import DEMO_MODEL
 from tests.clients import install
-from tests.stack import Stack, running_stack
-from tests.waiting import free_port
+from tests.support.stack import Stack, running_stack
+from tests.support.waiting import free_port
 
 KEY = "sk-clients"
 TOOLS = {"tool_parser": "hermes"}  # the demo model's template knows none: calls are those that a grammar makes it write

@@ -25,7 +25,7 @@ from kernels.reference.backend import ReferenceOps, ReferencePrepared
 from kernels.reference.cache import ReferenceCache
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
-from tests.engine.engine_driver import make_engine
+from tests.engine.driver import make_engine
 
 SLOTS = 64
 T = TypeVar("T")

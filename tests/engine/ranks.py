@@ -21,7 +21,7 @@ import torch.distributed as dist
 from protos import worker_pb2
 from services.worker.in_flight import Flight
 from services.worker.parallel.state import Mesh
-from tests.engine.engine_driver import make_engine
+from tests.engine.driver import make_engine
 
 TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"

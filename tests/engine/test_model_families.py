@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.engine_driver import Driver, make_engine
-from tests.engine.test_engine_tokens import all_logits, close
-from tests.models import Reference, make_llama
+from tests.engine.driver import Driver, make_engine
+from tests.engine.test_tokens import all_logits, close
+from tests.support.models import Reference, make_llama
 
 TOKENS = 64
 FAMILIES: dict[str, dict[str, Any]] = {

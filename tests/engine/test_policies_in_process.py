@@ -14,9 +14,9 @@ import pytest
 from services.scheduler.core.presets import NEEDS, OPTIONS, PARTS, PRESETS, WAYS
 from services.worker.engine import Engine
 from shared.settings import WorkerSettings
-from tests import in_process
-from tests.models import Reference
-from tests.shared_prefixes import Load, policy_model, shared_prefixes
+from tests.support import in_process
+from tests.support.models import Reference
+from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
 
 BLOCK_SIZE = 4
 BLOCKS = 26  # the longest request needs 16

@@ -14,8 +14,8 @@ import pytest
 
 from services.worker.engine import Engine
 from shared.settings import WorkerSettings
-from tests import in_process
-from tests.models import Reference, make_llama
+from tests.support import in_process
+from tests.support.models import Reference, make_llama
 
 REQUESTS = 32
 PROMPT_TOKENS = (2, 40)

@@ -27,7 +27,7 @@ from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.telemetry import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings
-from tests import docs_tables
+from tests.support.docs import tables as docs_tables
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACEHOLDERS = {"class_name": "class", "request_id": "id", "worker_id": "id", "member": "id", "key_id": "key id"}
@@ -88,7 +88,7 @@ def test_every_field_of_the_request_record_is_in_the_redis_page() -> None:
 
 @pytest.mark.parametrize("page", docs_tables.PAGES)
 def test_the_tables_of_a_page_are_those_of_the_code(page: str) -> None:
-    assert text(page) == docs_tables.with_tables(page, text(page)), "run `python -m tests.docs_tables`"
+    assert text(page) == docs_tables.with_tables(page, text(page)), "run `python -m tests.support.docs.tables`"
 
 
 @pytest.mark.parametrize("settings", docs_tables.CLASSES.values(), ids=docs_tables.CLASSES)

@@ -1,7 +1,7 @@
 """The generated sections of docs/policies.md, from the committed results and nothing else. Called by policies.py.
 
-A section stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`; tests/unit/test_policies_table.py fails when
-page and results differ.
+A section stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`;
+tests/unit/bench/test_policies_table.py fails when page and results differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // What the sources need beyond CUDA C++ itself, and every line of PTX. Kernels hold neither asm nor #ifdef.
 //
 // Each wrapper has a CPU twin of the same name in kernels/emulator/include/ptx_twins.h, and a test of the twin in
-// tests/kernels/test_emulator_ptx.py. No CUDA header is included, so NVRTC needs none.
+// tests/emulator/test_ptx.py. No CUDA header is included, so NVRTC needs none.
 #pragma once
 
 #ifdef CUDA_EMULATOR

@@ -2,7 +2,7 @@
 
     python -m tests.chaos.harness.planted BUG ROLE
 
-starts the real service with one part replaced. `Scenario.programs` takes `programs(BUG)`; tests/faults does so.
+starts the real service with one part replaced. `Scenario.programs` takes `programs(BUG)`; tests/chaos does so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One chaos run: an undisturbed round, load and faults together, rest, and what the checker says of it all.
 
-Used by `orcinus chaos`, by the soak (tests/chaos/soak/__main__.py) and by tests/faults.
+Used by `orcinus chaos`, by the soak (tests/chaos/soak/__main__.py) and by tests/chaos.
 """
 
 from __future__ import annotations

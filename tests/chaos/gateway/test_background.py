@@ -1,0 +1,156 @@
+"""Requests in the background on a whole stack whose gateway is killed, and health that tells who stands still."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.models import Reference, make_llama
+from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
+
+CONTEXT = 16384
+LONG = 2500  # tokens; the reference says what the first 64 are
+FILLER = "filler:"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("background") / "tiny",
+        requests=3,
+        output_tokens=64,
+        max_position_embeddings=CONTEXT,
+        seed=20261206,
+    )
+
+
+@pytest.fixture(scope="module")
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, dtype="float32", max_seqs=8, threads=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def other(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A second gateway over the same Redis, quick to say that work stands still."""
+    directory = tmp_path_factory.mktemp("gateway")
+    process = GatewayProcess(directory, stack.model, stack.redis.url, progress_timeout_s=2).start()
+    try:
+        yield process.wait_ready()
+    finally:
+        process.stop()
+
+
+def body(stack: Stack, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    exact = {"model": stack.name, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    return {**exact, "prompt": prompt, "max_tokens": LONG, **fields}
+
+
+def begin(stack: Stack, url: str, prompt: list[int]) -> str:
+    def accepted() -> httpx.Response | None:  # a lease may have run out on a busy machine: 503 says come again
+        answer = httpx.post(f"{url}/v1/completions", json=body(stack, prompt, background=True), timeout=60)
+        assert answer.status_code in (202, 503), answer.text
+        return answer if answer.status_code == 202 else None
+
+    return str(until("the request is accepted", accepted, 60).json()["id"])
+
+
+def result(url: str, request_id: str) -> dict[str, Any]:
+    """Its one choice, once it has ended."""
+
+    def ended() -> dict[str, Any] | None:
+        found: dict[str, Any] = httpx.get(f"{url}/v1/requests/{request_id}", timeout=30).json()
+        return found if found["status"] == "finished" else None
+
+    found = until("the request has ended", ended, 120, every=0.1)
+    choice: dict[str, Any] = found["result"]["choices"][0]
+    return choice
+
+
+def state(url: str, request_id: str) -> str:
+    return str(httpx.get(f"{url}/v1/requests/{request_id}", timeout=30).json()["status"])
+
+
+def test_a_request_in_the_background_outlives_its_gateway_and_is_told_exactly(
+    stack: Stack, reference: Reference, other: GatewayProcess
+) -> None:
+    ids = [begin(stack, stack.url, prompt) for prompt in reference.prompts]
+    until("they run", lambda: all(state(stack.url, request_id) == "running" for request_id in ids))
+    stack.kill("gateway")
+    try:
+        for request_id, output in zip(ids, reference.outputs, strict=True):
+            choice = result(other.url, request_id)
+            assert (choice["token_ids"][: len(output)], len(choice["token_ids"])) == (output, LONG)
+            assert choice["finish_reason"] == "length"
+    finally:
+        stack.start("gateway")
+    until("the stack is ready", stack.ready, 60)
+    after = stack.settled()
+    assert (after["blocks"], after["pending"]) == (after["total"], [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler"])
+def test_a_service_that_is_stopped_is_seen_by_health_and_well_again_when_it_goes_on(
+    stack: Stack, reference: Reference, other: GatewayProcess, service: str
+) -> None:
+    assert other.status("/health/progress") == 200
+    request_id = begin(stack, other.url, reference.prompts[0])
+    until("it runs", lambda: state(other.url, request_id) == "running")
+    stack.signal(service, signal.SIGSTOP)
+    try:
+        until("work stands still", lambda: other.status("/health/progress") == 503)
+        reason = httpx.get(f"{other.url}/health/progress", timeout=10).json()["reason"]
+        assert "no step was answered" in reason
+        assert other.status("/health/live") == 200
+        if service == "scheduler":
+            until("nobody leads", lambda: other.status("/health/ready") == 503)
+    finally:
+        stack.signal(service, signal.SIGCONT)
+    choice = result(other.url, request_id)
+    assert choice["token_ids"][:64] == reference.outputs[0]
+    until("all is well", lambda: {other.status(f"/health/{name}") for name in ("ready", "progress")} == {200}, 60)
+
+
+def used(stack: Stack) -> int:
+    memory: Any = stack.redis.client.info("memory")
+    return int(memory["used_memory"])
+
+
+def refusals(stack: Stack) -> int:
+    errors: Any = stack.redis.client.info("errorstats")
+    return int(errors.get("errorstat_OOM", {"count": 0})["count"])
+
+
+def test_a_redis_that_is_nearly_full_takes_no_new_work_and_one_that_is_full_delays_what_runs(
+    stack: Stack, reference: Reference
+) -> None:
+    client = stack.redis.client
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(stack.post, "/v1/completions", body(stack, prompt)) for prompt in reference.prompts[:2]]
+        until("they run", lambda: stack.stats().get("running") == "2")
+        try:
+            client.set(FILLER, b"x" * (16 << 20))
+            client.config_set("maxmemory", int(used(stack) / 0.8))
+            refused = stack.post("/v1/completions", body(stack, [5, 6], max_tokens=1))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_memory")
+            assert int(refused.headers["retry-after"]) >= 1
+            before = refusals(stack)
+            client.config_set("maxmemory", used(stack) // 2)
+            until("output is refused as well", lambda: refusals(stack) > before + 3)
+        finally:
+            client.delete(FILLER)
+            client.config_set("maxmemory", 0)
+        for answer, output in zip(answers, reference.outputs, strict=False):
+            choice = answer.result(120).json()["choices"][0]
+            assert (choice["token_ids"][: len(output)], len(choice["token_ids"])) == (output, LONG)
+    until("the stack is ready by itself", stack.ready, 30)
+    assert stack.complete(reference.prompts[0], 8) == reference.outputs[0][:8]
+    assert "wait to be adopted" not in stack.log("scheduler").rpartition("is back")[2]

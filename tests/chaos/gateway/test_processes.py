@@ -1,0 +1,309 @@
+"""Several gateway processes behind one port: whom a death takes along, what is counted, how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from deploy import certs
+from protos import kserve_pb2, kserve_pb2_grpc
+from services.gateway.http.listeners import reserve
+from tests.chaos.streams import load
+from tests.support.gateway_process import GatewayProcess
+from tests.support.models import Reference, make_llama
+from tests.support.stack import ROOT, Stack, running_stack
+from tests.support.waiting import free_port, until
+
+STREAMS = 12
+LONG = 1000
+ASKED = 40
+"""Connections that one of two processes gets none of once in 10^11 runs."""
+COMPLETED = 'orcinus_gateway_requests_total{code="200",endpoint="/v1/completions",process="%d"}'
+
+CALLED = 'orcinus_gateway_requests_total{code="ok",endpoint="grpc/ModelReady",process="%d"}'
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("processes") / "tiny",
+        requests=STREAMS,
+        output_tokens=64,
+        max_position_embeddings=4096,
+        seed=20261122,
+    )
+
+
+@pytest.fixture(scope="module")
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(
+        directory, reference.path, dtype="float32", max_seqs=16, threads=1, processes=2, ops_port=free_port(),
+        grpc_port=free_port(), drain_s=30,
+    ) as running:  # fmt: skip
+        yield running
+
+
+def ops(stack: Stack, path: str) -> httpx.Response:
+    """Over a connection of its own, so that either process may answer."""
+    return httpx.get(f"http://127.0.0.1:{stack.settings['ops_port']}{path}", timeout=10)
+
+
+def processes(stack: Stack) -> dict[int, str]:
+    """Number -> id of the gateways that answer."""
+    return {each["process"]: each["id"] for each in ops(stack, "/stats").json()["processes"]}
+
+
+def both(stack: Stack) -> dict[int, str]:
+    def found() -> dict[int, str]:
+        there = processes(stack)
+        return there if len(there) == 2 else {}
+
+    return until("both processes answer", found, 60)
+
+
+def pid(gateway: str) -> int:
+    return int(gateway.split("-")[-2])
+
+
+def counted(stack: Stack, name: str) -> list[float]:
+    """A counter of each process, whichever of them tells."""
+    lines = dict(line.rsplit(" ", 1) for line in ops(stack, "/metrics").text.splitlines() if not line.startswith("#"))
+    return [float(lines.get(name % number, 0)) for number in (0, 1)]
+
+
+def gateway_of(stack: Stack, request: str) -> str:
+    value = stack.redis.client.hget(stack.keys.req(request), "gateway")
+    return value.decode() if isinstance(value, bytes) else ""
+
+
+def test_both_processes_get_requests_and_each_one_counts_its_own_whoever_is_asked(stack: Stack) -> None:
+    both(stack)
+    before = counted(stack, COMPLETED)
+    for _ in range(ASKED):
+        stack.complete("x", 2)
+    until("all are counted", lambda: sum(counted(stack, COMPLETED)) - sum(before) == ASKED)
+    after = counted(stack, COMPLETED)
+    assert all(now > then for now, then in zip(after, before, strict=True))
+    answers = [ops(stack, "/stats").json() for _ in range(ASKED)]
+    assert {each["gateway"]["id"] for each in answers} == set(both(stack).values())
+    assert all(counted(stack, COMPLETED) == after for _ in range(8))
+    text = ops(stack, "/metrics").text
+    types = Counter(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert set(types.values()) == {1}  # each family once, or Prometheus refuses the whole
+    assert all('process="' in line for line in text.splitlines() if not line.startswith("#"))
+
+
+def test_calls_over_grpc_are_spread_too(stack: Stack) -> None:
+    both(stack)
+    for _ in range(ASKED):
+        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        with grpc.insecure_channel(f"127.0.0.1:{stack.settings['grpc_port']}", own) as channel:
+            ask = kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelReady
+            assert ask(kserve_pb2.ModelReadyRequest(name=stack.name), timeout=20).ready
+    until("all are counted", lambda: sum(counted(stack, CALLED)) == ASKED)
+    assert all(number > 0 for number in counted(stack, CALLED))
+
+
+def test_a_killed_process_takes_no_other_stream_along_and_its_own_go_on_at_the_same_port(
+    stack: Stack, reference: Reference
+) -> None:
+    before = both(stack)
+    with load(stack, reference, LONG) as under_way:
+        served_by = [gateway_of(stack, stream.request) for stream in under_way.streams]
+        assert set(served_by) <= set(before.values())
+        victim = served_by[0]
+        (number,) = (number for number, gateway in before.items() if gateway == victim)
+        os.kill(pid(victim), signal.SIGKILL)
+        under_way.check(LONG)
+        for stream, gateway in zip(under_way.streams, served_by, strict=True):
+            assert (stream.resumed > 0) == (gateway == victim)
+    after = both(stack)
+    assert after[1 - number] == before[1 - number] and after[number] != victim
+    settled = stack.settled()
+    assert (settled["blocks"], settled["pending"]) == (settled["total"], [0, 0, 0, 0])
+
+
+def test_a_process_that_was_restarted_counts_anew_and_the_other_goes_on_counting(stack: Stack) -> None:
+    before = both(stack)
+    for _ in range(ASKED):
+        stack.complete("x", 1)
+    kept = counted(stack, COMPLETED)[1]
+    assert kept > 0
+    os.kill(pid(before[0]), signal.SIGKILL)
+    until("it is back", lambda: both(stack)[0] != before[0])
+    assert counted(stack, COMPLETED) == [0, kept]
+    for _ in range(ASKED):
+        stack.complete("x", 1)
+    until("all are counted", lambda: sum(counted(stack, COMPLETED)) - kept == ASKED)
+    assert counted(stack, COMPLETED)[0] > 0
+
+
+def drained(stack: Stack, name: str) -> list[dict[str, Any]]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.cli", "drain", name, "--json", "--timeout-s", "60"],
+        env=stack.environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return list(json.loads(ended.stdout)["services"])
+
+
+def leaves(stack: Stack, gateway: str) -> bool:
+    """It drains, or has gone already."""
+    found = {each["id"]: each["draining"] for each in ops(stack, "/stats").json()["processes"]}
+    return found.get(gateway, True)
+
+
+def test_one_process_that_is_drained_leaves_its_port_to_the_other_and_the_last_one_ends_the_gateway(
+    stack: Stack, reference: Reference
+) -> None:
+    there = both(stack)
+    with load(stack, reference, LONG) as under_way:
+        stack.redis.client.set(stack.keys.drain("gateway", there[0]), 1, px=60_000)
+        until("it leaves", lambda: leaves(stack, there[0]))
+        for _ in range(ASKED):
+            stack.complete("x", 1)  # none of these is refused
+        under_way.check(LONG)
+        assert [stream.resumed for stream in under_way.streams] == [0] * STREAMS
+    until("it has left", lambda: processes(stack) == {1: there[1]})
+    assert "process 0 was drained" in stack.log("gateway")
+    (last,) = drained(stack, "gateway")
+    assert last["id"] == there[1]
+    assert stack.wait("gateway") == 0
+    stack.start("gateway")
+    until("the stack is ready", stack.ready, 60)
+
+
+def test_an_order_to_drain_and_sigterm_end_all_processes_once_their_streams_have_ended(
+    stack: Stack, reference: Reference
+) -> None:
+    for ask in (lambda: drained(stack, "gateway"), lambda: stack.kill("gateway", signal.SIGTERM)):
+        there = both(stack)
+        with load(stack, reference, LONG) as under_way:
+            ask()
+            under_way.check(LONG)
+            assert [stream.resumed for stream in under_way.streams] == [0] * STREAMS
+        assert stack.wait("gateway") == 0
+        assert not [gateway for gateway in there.values() if psutil.pid_exists(pid(gateway))]
+        stack.start("gateway")
+        until("the stack is ready", stack.ready, 60)
+
+
+# Without a stack
+
+
+@contextlib.contextmanager
+def over_tls(directory: Path, model: Path) -> Iterator[GatewayProcess]:
+    """Two processes without a Redis, with gRPC."""
+    certs.make(directory, [])
+    gateway = GatewayProcess(
+        directory, model, f"redis://127.0.0.1:{free_port()}/0", processes=2, grpc_port=free_port(),
+        tls_cert=directory / "gateway.pem", tls_key=directory / "gateway-key.pem",
+    ).start()  # fmt: skip
+    try:
+        until("both serve", lambda: gateway.log().count("serving gRPC") == 2, 60)
+        yield gateway
+    finally:
+        gateway.stop()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(reference: Reference, directory: Path) -> Iterator[GatewayProcess]:
+    with over_tls(directory, reference.path) as gateway:
+        yield gateway
+
+
+def starting(gateway: GatewayProcess, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Another one that is to refuse."""
+    changed = {f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", "gateway"],
+        env={**gateway.environment, **changed}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_gateway_of_the_same_user_is_refused_each_of_the_ports(alone: GatewayProcess, processes: int) -> None:
+    fresh = {"port": free_port(), "ops_port": free_port(), "grpc_port": free_port(), "processes": processes}
+    for name, text in (("port", "port"), ("ops_port", "ops port"), ("grpc_port", "gRPC")):
+        port = alone.environment[f"ORCINUS_{name.upper()}"]
+        refused = starting(alone, **{**fresh, name: port})
+        assert refused.returncode == 2, refused.stderr
+        (said,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+        assert text in said and port in said and "serving demo" not in refused.stderr
+
+
+def test_what_is_wrong_with_the_settings_is_said_once_and_ends_the_parent(
+    alone: GatewayProcess, tmp_path: Path
+) -> None:
+    fresh = {"port": free_port(), "ops_port": free_port(), "grpc_port": 0, "processes": 3}
+    refused = starting(alone, **fresh, model=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.count("error: ") == 1 and "config.json is missing" in refused.stderr
+
+
+def test_sighup_gives_every_process_the_new_certificate(alone: GatewayProcess, directory: Path) -> None:
+    assert alone.process is not None
+    certs.make(directory, [])
+    trusted = ssl.create_default_context(cafile=str(directory / "ca.pem"))
+
+    def renewed() -> bool:
+        try:
+            url = f"https://127.0.0.1:{alone.port}/health/live"
+            return all(httpx.get(url, verify=trusted, timeout=10).status_code == 200 for _ in range(ASKED))
+        except httpx.TransportError:
+            return False
+
+    assert not renewed()
+    alone.process.send_signal(signal.SIGHUP)
+    until("both show it", renewed)
+    assert alone.log().count("the certificate was read again") == 2
+
+
+def test_an_interrupt_is_for_the_parent_which_says_what_it_means(alone: GatewayProcess) -> None:
+    """A terminal sends it to all: with what the parent says it would be the second, which cuts streams."""
+    assert alone.process is not None
+    children = psutil.Process(alone.process.pid).children()
+    assert len(children) == 2
+    for each in children:
+        (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{each.pid}/status").read_text(), re.MULTILINE)
+        assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
+
+
+def test_sigusr1_shows_the_stacks_of_every_process_and_ends_none(alone: GatewayProcess) -> None:
+    assert alone.process is not None
+    alone.process.send_signal(signal.SIGUSR1)
+    until("the stacks are in the log", lambda: alone.log().count("most recent call first") >= 2)
+    assert len(psutil.Process(alone.process.pid).children()) == 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_its_parent(reference: Reference, tmp_path: Path, how: int) -> None:
+    with over_tls(tmp_path, reference.path) as gateway:
+        assert gateway.process is not None
+        children = psutil.Process(gateway.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        assert gateway.stop(how) == (-how if how == signal.SIGKILL else 0)
+        until("all have ended", lambda: not [each for each in children if each.is_running()])
+        with reserve("127.0.0.1", gateway.port, "port"):
+            pass

@@ -1,0 +1,172 @@
+"""A parent of gateway processes and what it does about one that hangs, one that dies at once, and its own death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from services.gateway.processes.folder import own_folder
+from tests.support.gateway_process import GatewayProcess
+from tests.support.models import Reference, make_llama
+from tests.support.stack import ROOT
+from tests.support.waiting import free_port, until
+
+IMPATIENT = """
+import sys
+from services.cli.app import main
+from services.gateway import processes
+
+processes.HUNG_S, processes.LAST_WORDS_S = 3.0, 0.5
+sys.argv = ["orcinus", "gateway"]
+main()
+"""
+START_S = 10
+"""Much more than a start takes, and as long as a test of this waits."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("model") / "tiny", requests=1, output_tokens=1)
+
+
+class Parent:
+    """Two processes without a Redis."""
+
+    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
+        gateway = GatewayProcess(
+            directory, model, f"redis://127.0.0.1:{free_port()}/0", processes=2, drain_s=1, **settings
+        )
+        self._stats = f"{gateway.ops_url}/stats"
+        environment = {**gateway.environment, "TMPDIR": str(directory)}
+        self._log = directory / "log"
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", IMPATIENT], env=environment, cwd=ROOT, stdout=log, stderr=log
+            )
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def children(self) -> list[psutil.Process]:
+        """In the order of their starts."""
+        return sorted(psutil.Process(self.process.pid).children(), key=lambda child: (child.create_time(), child.pid))
+
+    def answers(self, child: psutil.Process) -> bool:
+        """Over a connection of its own, which may be another's."""
+        with contextlib.suppress(httpx.TransportError):
+            gateway = httpx.get(self._stats, timeout=10).json()["gateway"]["id"]
+            return int(gateway.split("-")[-2]) == child.pid
+        return False
+
+    def serving(self, times: int) -> None:
+        until(f"one serves for the {times}th time", lambda: self.log().count("serving tiny") >= times, 60)
+
+
+@contextlib.contextmanager
+def parent(directory: Path, model: Path, **settings: Any) -> Iterator[Parent]:
+    """Where it still runs at the end, it ends cleanly at SIGTERM."""
+    one = Parent(directory, model, **settings)
+    try:
+        yield one
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGTERM)
+            assert one.process.wait(60) == 0
+    except BaseException:
+        print(one.log()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        one.process.kill()
+        one.process.wait(60)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text("a-key\n")
+    return file
+
+
+def hang(keys: Path) -> None:
+    """Who reads the keys from now on waits for ever: nobody writes into this pipe."""
+    keys.unlink()
+    os.mkfifo(keys)
+
+
+def test_a_process_that_hangs_is_ended_and_started_again(reference: Reference, tmp_path: Path) -> None:
+    with parent(tmp_path, reference.path) as gateway:
+        gateway.serving(2)
+        first, second = gateway.children()
+        first.send_signal(signal.SIGSTOP)
+        gateway.serving(3)
+        assert "process 0 has been silent" in gateway.log()
+        assert second.is_running() and not first.is_running()
+
+
+def test_a_process_that_hangs_before_it_serves_is_ended_and_started_again(
+    reference: Reference, tmp_path: Path, keys: Path
+) -> None:
+    with parent(tmp_path, reference.path, api_key_file=keys, process_start_s=START_S) as gateway:
+        gateway.serving(2)
+        first, second = gateway.children()
+        hang(keys)
+        first.kill()
+        until("it is given up", lambda: "process 0 does not serve after" in gateway.log(), 60)
+        keys.unlink()
+        keys.write_text("a-key\n")
+        gateway.serving(3)
+        assert second.is_running()
+
+
+def test_a_gateway_whose_first_process_hangs_before_it_serves_ends_and_says_so(
+    reference: Reference, tmp_path: Path, keys: Path
+) -> None:
+    hang(keys)
+    with parent(tmp_path, reference.path, api_key_file=keys, process_start_s=2) as gateway:
+        assert gateway.process.wait(60) == 1
+        assert "process 0 does not serve after" in gateway.log()
+
+
+def test_a_process_that_dies_as_soon_as_it_serves_waits_longer_each_time(reference: Reference, tmp_path: Path) -> None:
+    with parent(tmp_path, reference.path) as gateway:
+        gateway.serving(2)
+        kept = gateway.children()[0]
+        for times in range(4):
+            gateway.serving(2 + times)
+            (victim,) = (child for child in gateway.children() if child != kept)
+            until("it answers", partial(gateway.answers, victim), 60)
+            victim.kill()
+        gateway.serving(6)
+        assert re.findall(r"process 1 died \(signal 9\); restart in (\S+) s", gateway.log()) == [
+            "0.2", "0.4", "0.8", "1.6",
+        ]  # fmt: skip
+        assert kept.is_running()
+
+
+def test_the_folder_of_a_parent_that_was_killed_is_removed_by_the_next_and_that_of_one_that_lives_is_not(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with parent(tmp_path, reference.path) as gateway:
+        gateway.serving(2)
+        children = gateway.children()
+        (left,) = tmp_path.glob("orcinus-gateway-*")
+        with own_folder() as mine:
+            until("both listen", lambda: {each.name for each in left.iterdir()} == {"0.sock", "1.sock"})
+            gateway.process.kill()
+            gateway.process.wait(60)
+            until("all have ended", lambda: not any(child.is_running() for child in children))
+            with own_folder() as another:
+                assert set(tmp_path.glob("orcinus-gateway-*")) == {mine, another}
+    assert not list(tmp_path.glob("orcinus-gateway-*"))

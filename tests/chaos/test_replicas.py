@@ -1,0 +1,100 @@
+"""One shard with several workers: all work, one that dies or drains loses nothing, and one that comes is used."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.streams import load
+from tests.support.models import Reference, make_llama
+from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
+
+STREAMS = 6
+LONG = 1200
+SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("replicas") / "tiny",
+        requests=STREAMS,
+        output_tokens=64,
+        max_position_embeddings=4096,
+        seed=20261203,
+    )
+
+
+@pytest.fixture
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1) as running:
+        running.start("worker", "worker-1", worker_id="worker-1")
+        has_workers(running, 2)
+        yield running
+
+
+def has_workers(stack: Stack, count: int) -> None:
+    until(f"the shard has {count} workers", lambda: stack.stats().get("workers") == str(count), 90)
+
+
+def answered(stack: Stack, worker: str) -> int:
+    """The last step that it answered, by its heartbeat."""
+    return int(stack.redis.client.get(stack.keys.alive("worker", worker)) or 0)
+
+
+def tells(stack: Stack, worker: str, running: bool) -> bool:
+    """Are there figures of this worker's replica, of some that run and get tokens if that is asked?"""
+    raw = stack.redis.client.hget(stack.keys.replicas("shard-0"), worker)
+    figures = json.loads(raw) if raw else {}
+    return bool(figures) and (not running or (figures["running"] > 0 and figures["tok_s"] > 0))
+
+
+def assert_nothing_is_left(stack: Stack) -> None:
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    assert after["pending"] == [0, 0, 0, 0]
+
+
+def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference: Reference) -> None:
+    """Six streams on workers of four slots need both; those of the killed one go on at the others."""
+    with load(stack, reference, LONG) as under_way:
+        for name in ("worker-0", "worker-1"):  # six streams do not fit one
+            until(f"{name} steps", lambda name=name: answered(stack, name) > 0)
+            until(f"{name} tells of it", lambda name=name: tells(stack, name, running=True))
+        stack.kill("worker")
+        until("the figures of the killed one are gone", lambda: not tells(stack, "worker-0", running=False))
+        stack.start("worker", "worker-2", worker_id="worker-2")
+        under_way.check(LONG)
+    has_workers(stack, 2)
+    with load(stack, reference, LONG) as under_way:
+        until("the third worker steps", lambda: answered(stack, "worker-2") > 0)
+        under_way.check(LONG)
+    assert_nothing_is_left(stack)
+    assert stack.stats()["failed"] == "0"
+
+
+def test_a_worker_that_drains_leaves_its_streams_to_the_other(stack: Stack, reference: Reference) -> None:
+    with load(stack, reference, LONG) as under_way:
+        stack.signal("worker-1", signal.SIGTERM)
+        assert stack.wait("worker-1") == 0
+        under_way.check(LONG)
+    assert_nothing_is_left(stack)
+    has_workers(stack, 1)
+    assert "worker worker-1 has left: it drains" in stack.log("scheduler")
+
+
+def test_a_second_shard_gets_one_of_the_two_workers_and_leaves_it_behind(stack: Stack, reference: Reference) -> None:
+    """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
+    with load(stack, reference, LONG) as under_way:
+        stack.start("scheduler", "scheduler-1", shard="shard-1")
+        until("the second shard has one", lambda: stack.stats("shard-1").get("workers") == "1", 60)
+        under_way.check(LONG)
+    has_workers(stack, 1)
+    assert stack.kill("scheduler-1", signal.SIGTERM) == 0
+    has_workers(stack, 2)
+    assert_nothing_is_left(stack)

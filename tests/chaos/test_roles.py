@@ -1,0 +1,152 @@
+"""A worker that computes prompts and one that goes on from there: the reference's tokens, whichever of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.launcher.up import share_folder
+from services.worker.kv.share_folder import ID
+from tests.chaos.streams import clients, load
+from tests.stack.test_make_run import MakeRun
+from tests.support.models import Reference, make_llama
+from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
+
+STREAMS = 6
+TOKENS = 64
+LONG = 1200
+SLOTS = 4
+ROLES = {"worker": "prefill", "worker-1": "decode"}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("roles") / "tiny",
+        requests=STREAMS,
+        output_tokens=TOKENS,
+        prompt_tokens=(40, 300),
+        max_position_embeddings=4096,
+        seed=20261203,
+    )
+
+
+@pytest.fixture
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    given = settings(directory, "worker")
+    with running_stack(
+        directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1, **given
+    ) as running:
+        start(running, "worker-1")
+        has_workers(running, 2)
+        yield running
+
+
+def settings(directory: Path, name: str) -> dict[str, Any]:
+    log = directory / f"{name}.jsonl"
+    return {"worker_role": ROLES[name], "kv_share_dir": directory / "kv", "host_blocks": 256, "step_log": log}
+
+
+def start(stack: Stack, name: str) -> None:
+    """Starts a worker, again or for the first time."""
+    number = {"worker_id": name} if name != "worker" else {}
+    stack.start("worker", name, **settings(stack.directory, name), **number)
+
+
+def has_workers(stack: Stack, count: int) -> None:
+    until(f"the shard has {count} workers", lambda: stack.stats().get("workers") == str(count), 90)
+
+
+def mapped(stack: Stack, name: str) -> int:
+    """How often a worker has mapped the host tier of another."""
+    return stack.log(name).count("is mapped")
+
+
+def steps(stack: Stack, name: str) -> list[dict[str, int]]:
+    """Those that the scheduler sent."""
+    lines = (stack.directory / f"{name}.jsonl").read_text().splitlines()
+    return [step for step in map(json.loads, lines) if step["epoch"]]
+
+
+def tiers(stack: Stack) -> int:
+    return len([name for name in os.listdir(stack.directory / "kv") if name != ID])
+
+
+def assert_nothing_is_left(stack: Stack) -> None:
+    after = stack.settled()
+    assert after["blocks"] == after["total"]
+    assert after["pending"] == [0, 0, 0, 0]
+
+
+def test_one_computes_the_prompts_and_the_other_goes_on_with_the_references_tokens(
+    stack: Stack, reference: Reference
+) -> None:
+    until("the one that decodes reads the other's tier", lambda: mapped(stack, "worker-1"), 20)
+    for prompt, known in zip(reference.prompts, reference.outputs, strict=True):
+        assert stack.complete(prompt, TOKENS, ignore_eos=True) == known
+    assert_nothing_is_left(stack)
+    prefill, decode = steps(stack, "worker"), steps(stack, "worker-1")
+    assert sum(step["tokens"] for step in prefill) >= sum(map(len, reference.prompts))
+    assert sum(step["sampled"] for step in prefill) == STREAMS, "it decodes, too"
+    assert all(step["prefill_context"] == 0 for step in decode), "it computes prompts, too"
+    assert sum(step["sampled"] for step in decode) == STREAMS * (TOKENS - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("worker", signal.SIGKILL), ("worker-1", signal.SIGKILL), ("worker", signal.SIGTERM)]
+)
+def test_either_is_killed_or_drains_while_clients_ask_and_comes_again(
+    stack: Stack, reference: Reference, name: str, how: int
+) -> None:
+    """While it is gone the other does both; afterwards it hands over, or takes over, again."""
+    other = next(each for each in ROLES if each != name)
+    until("each reads the other's tier", lambda: all(mapped(stack, each) for each in ROLES), 20)
+    with clients(stack, reference, TOKENS) as made:
+        assert stack.kill(name, how) == (-signal.SIGKILL if how == signal.SIGKILL else 0)
+        has_workers(stack, 1)
+        alone = len(made)
+        until("all were answered by the other alone", lambda: len(made) > alone + 2 * STREAMS, 60)
+        seen, before = mapped(stack, other), len(steps(stack, name))
+        start(stack, name)
+        has_workers(stack, 2)
+        until("the other has heard of it", lambda: mapped(stack, other) > seen, 20)
+        until("it works again", lambda: len(steps(stack, name)) > before + 50, 60)
+        again = len(made)
+        until("all were answered by both", lambda: len(made) > again + 2 * STREAMS, 60)
+    assert_nothing_is_left(stack)
+    assert stack.stats()["failed"] == "0"
+    assert tiers(stack) == 2, "what the killed one left"
+
+
+def test_make_run_starts_both_with_a_folder_in_memory_that_goes_with_them(reference: Reference, tmp_path: Path) -> None:
+    run = MakeRun(tmp_path, reference.path, "--dtype float32 --host-blocks 64")
+    run.argv[2:2] = ["PREFILL=1", "DECODE=1"]
+    folder = share_folder(run.run_dir)
+    with run:
+        assert {"worker-0", "worker-1"} < run.pids().keys()
+        assert len([name for name in os.listdir(folder) if name != ID]) == 2
+        logs = run.run_dir / "logs"
+        until("the one that decodes reads the other's tier", lambda: "is mapped" in (logs / "worker-1.log").read_text())
+        answer = run.complete(prompt=reference.prompts[0], max_tokens=TOKENS, return_token_ids=True, ignore_eos=True)
+        assert answer.json()["choices"][0]["token_ids"] == reference.outputs[0]
+    assert not folder.exists()
+
+
+def test_both_are_killed_one_after_another_under_long_streams(stack: Stack, reference: Reference) -> None:
+    """Six streams on four slots: what was handed over, what is about to be and what waits all go on."""
+    with load(stack, reference, LONG) as under_way:
+        for name in ("worker-1", "worker"):
+            stack.kill(name)
+            start(stack, name)
+            has_workers(stack, 2)
+        under_way.check(LONG)
+    assert_nothing_is_left(stack)
+    assert stack.stats()["failed"] == "0"

@@ -1,0 +1,143 @@
+"""Two shards of one model, each with a worker: they share the load, and each goes on with what the other leaves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.chaos.streams import Load, Stream, load
+from tests.support.models import Reference, make_llama
+from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
+
+STREAMS = 6
+LONG = 1500
+SHARDS = ("shard-0", "shard-1")
+SECOND = {"shard": "shard-1", "worker_id": "worker-1"}
+OTHER, OTHERS_WORKER = "scheduler-1", "worker-1"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("shards") / "tiny",
+        requests=STREAMS,
+        output_tokens=64,
+        max_position_embeddings=4096,
+        seed=20261203,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=8, threads=1) as running:
+        for service, name in (("worker", OTHERS_WORKER), ("scheduler", OTHER)):
+            running.start(service, name, **SECOND)
+        yield running
+
+
+@pytest.fixture
+def stack(whole: Stack) -> Stack:
+    """Both shards lead a worker, and each knows of the other."""
+    until("both shards have a worker", lambda: all(led(whole, shard) for shard in SHARDS), 90)
+    redis, names = whole.redis.client, whole.keys.shards
+    # A shard writes its name at the begin of each look, and the second look begins when the first is done.
+    for _ in range(2):
+        redis.hdel(names, *SHARDS)
+        until("each looks at the others", lambda: redis.hlen(names) == len(SHARDS))
+    return whole
+
+
+def led(stack: Stack, shard: str) -> bool:
+    """Has it a lease and a worker?"""
+    lease = stack.redis.client.get(stack.keys.lease(shard))
+    stats = stack.stats(shard)
+    return lease is not None and stats.get("epoch") == lease.decode() and stats.get("workers") == "1"  # type: ignore[union-attr]
+
+
+def of_shard(stack: Stack, streams: list[Stream], shard: str) -> list[int]:
+    """Numbers of the streams whose requests it has."""
+    found = [stack.redis.client.hget(stack.keys.req(stream.request), "shard") for stream in streams]
+    return [number for number, name in enumerate(found) if name == shard.encode()]
+
+
+def worker_of(stack: Stack, shard: str) -> tuple[str, dict[str, str]]:
+    """Name and settings of the process that the shard leads."""
+    if stack.redis.client.hget(stack.keys.worker("worker-0"), "shard") == shard.encode():
+        return "worker", {}
+    return OTHERS_WORKER, SECOND
+
+
+def assert_both_have_some(stack: Stack, under_way: Load) -> None:
+    assert all(of_shard(stack, under_way.streams, shard) for shard in SHARDS)
+
+
+def assert_nothing_is_left(stack: Stack, *shards: str) -> None:
+    """Of those shards, whose workers have not changed: all blocks are free, and nobody has a pending request."""
+    after = stack.settled()
+    assert after["pending"] == [0, 0, 0, 0]
+    for shard in shards:
+        until(f"{shard} is quiet", lambda shard=shard: stack.stats(shard).get("running") == "0")
+        stats = stack.stats(shard)
+        assert int(stats["blocks_free"]) + int(stats["blocks_cached"]) == int(stats["blocks_total"])
+
+
+def finished(stack: Stack) -> list[int]:
+    return [int(stack.stats(shard)["finished"]) for shard in SHARDS]
+
+
+def test_shards_share_what_comes_and_every_request_ends_once(stack: Stack, reference: Reference) -> None:
+    before = finished(stack)
+    asked = [number % STREAMS for number in range(40)]
+    with ThreadPoolExecutor(len(asked)) as clients:
+        length = len(reference.outputs[0])
+        answers = list(clients.map(lambda n: stack.complete(reference.prompts[n], length, ignore_eos=True), asked))
+    assert answers == [reference.outputs[number] for number in asked]
+    assert_nothing_is_left(stack, "shard-0", "shard-1")
+    until("all are counted", lambda: sum(finished(stack)) == sum(before) + len(asked))
+    shares = [now - then for now, then in zip(finished(stack), before, strict=True)]
+    assert min(shares) >= len(asked) // 4, shares
+
+
+def test_requests_of_a_shard_that_nobody_leads_go_on_at_another(stack: Stack, reference: Reference) -> None:
+    with load(stack, reference, LONG) as under_way:
+        assert_both_have_some(stack, under_way)
+        orphans = of_shard(stack, under_way.streams, "shard-1")
+        stack.kill(OTHER)
+        leaver = orphans[0]
+        under_way.streams[leaver].leave.set()  # its cancel goes to a shard that does not read it any more
+        under_way.check(LONG, but=[leaver])
+        assert not of_shard(stack, under_way.streams, "shard-1")
+    assert_nothing_is_left(stack, "shard-0")
+    assert "shard shard-1 is led by nobody" in stack.log("scheduler")
+    stack.start("scheduler", OTHER, **SECOND)
+
+
+def test_a_stopped_scheduler_comes_back_to_requests_that_are_another_shards(stack: Stack, reference: Reference) -> None:
+    with load(stack, reference, LONG) as under_way:
+        assert_both_have_some(stack, under_way)
+        stack.signal(OTHER, signal.SIGSTOP)
+        until("shard-0 has them", lambda: not of_shard(stack, under_way.streams, "shard-1"), 60)
+        stack.signal(OTHER, signal.SIGCONT)
+        assert stack.wait(OTHER) == 1
+        under_way.check(LONG)
+    assert_nothing_is_left(stack, "shard-0")
+    stack.start("scheduler", OTHER, **SECOND)
+
+
+def test_a_shard_whose_worker_does_not_come_back_gives_its_requests_to_another(
+    stack: Stack, reference: Reference
+) -> None:
+    with load(stack, reference, LONG) as under_way:
+        assert_both_have_some(stack, under_way)
+        name, settings = worker_of(stack, "shard-1")
+        stack.kill(name)
+        under_way.check(LONG)
+        assert not of_shard(stack, under_way.streams, "shard-1")
+    assert_nothing_is_left(stack, "shard-0")
+    assert "requests go on at shard-0" in stack.log(OTHER)
+    stack.start("worker", name, **settings)

@@ -1,0 +1,193 @@
+"""The files of deploy/: what compose makes of them, and that images take the pins of pyproject.toml."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
+
+from deploy import keys, redis_users
+from kernels.cuda import loader
+from tests.support.launcher import ROOT, clean_env
+
+OVERLAY = ("-f", "compose.yaml", "-f", "deploy/compose.gpu.yaml")
+ROLES = ("-f", "deploy/compose.roles.yaml")
+
+
+def have_compose() -> bool:
+    docker = shutil.which("docker")
+    return docker is not None and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0
+
+
+def composed(*files: str, **env: str) -> dict[str, Any]:
+    command = ["docker", "compose", *files, "--env-file", "/dev/null", "config", "--format", "json"]
+    drop = {"MODEL", "DEVICE", "WORKER_MEMORY", "GPU", "TORCH_INDEX", "COMPOSE_PROFILES"}
+    here = {name: value for name, value in clean_env(**env).items() if name not in drop or name in env}
+    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["services"]
+    return found
+
+
+def printed(*arguments: str) -> list[str]:
+    command = [sys.executable, "deploy/requirements.py", "pyproject.toml", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+
+
+@pytest.mark.skipif(not have_compose(), reason="no docker compose; make compose-test reads the files too")
+def test_the_gpu_file_changes_the_worker_alone_and_keeps_it_confined() -> None:
+    without, with_gpu = composed("-f", "compose.yaml"), composed(*OVERLAY, GPU="3", WORKER_MEMORY="64g")
+    assert {name: one for name, one in with_gpu.items() if name != "worker"} == {
+        name: one for name, one in without.items() if name != "worker"
+    }
+    worker = with_gpu["worker"]
+    assert worker["build"]["target"] == "worker-gpu"
+    assert worker["image"] != without["worker"].get("image")
+    assert worker["environment"]["ORCINUS_DEVICE"] == "cuda"
+    assert worker["mem_limit"] == str(64 << 30)
+    assert worker["ulimits"]["memlock"] in (-1, {"single": -1}, {"soft": -1, "hard": -1})
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", ["3"], ["gpu"])
+    for kept in ("read_only", "cap_drop", "security_opt", "networks", "volumes", "healthcheck", "command"):
+        assert worker[kept] == without["worker"][kept], kept
+
+
+@pytest.mark.skipif(not have_compose(), reason="no docker compose; make compose-test reads the files too")
+def test_the_file_of_roles_adds_a_worker_as_confined_as_the_first_and_memory_for_their_user_alone() -> None:
+    without, with_roles = composed("-f", "compose.yaml"), composed("-f", "compose.yaml", *ROLES)
+    first, second = with_roles["worker"], with_roles["worker-decode"]
+    assert set(with_roles) == set(without) | {"worker-decode"}
+    for name in set(without) - {"worker"}:
+        assert with_roles[name] == without[name]
+    for name in first:
+        if name != "environment":
+            assert first[name] == second[name], name
+            assert name == "volumes" or first[name] == without["worker"][name], name
+    own = {name: one["environment"].pop("ORCINUS_WORKER_ROLE") for name, one in (("a", first), ("b", second))}
+    assert own == {"a": "prefill", "b": "decode"}
+    assert first["environment"] == second["environment"]
+    shared = first["environment"]["ORCINUS_KV_SHARE_DIR"]
+    (mount,) = [volume for volume in first["volumes"] if volume["target"] == shared]
+    assert not mount.get("read_only")
+    options = yaml.safe_load((ROOT / "deploy" / "compose.roles.yaml").read_text())["volumes"][mount["source"]]
+    user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
+    assert {f"uid={uid},gid={gid},mode=0700" for uid, gid in user} == {options["driver_opts"]["o"].partition(",")[2]}
+    assert options["driver_opts"]["type"] == "tmpfs"
+
+
+def services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    return found
+
+
+@pytest.mark.parametrize("name", services())
+def test_a_container_has_no_root_no_capability_no_writable_root_and_bounds(name: str) -> None:
+    one = services()[name]
+    assert one["read_only"] is True and one["cap_drop"] == ["ALL"] and not one.get("cap_add")
+    assert one["security_opt"] == ["no-new-privileges:true"] and not one.get("privileged")
+    assert one["mem_limit"] and one["pids_limit"]
+    assert not {"devices", "ipc", "pid", "userns_mode", "volumes_from"} & one.keys()
+    assert not [volume for volume in one.get("volumes", []) if "docker.sock" in str(volume)]
+    if "build" not in one:  # ours have a USER, below
+        assert not str(one["user"]).startswith(("0", "root"))
+    assert all(str(port).startswith("127.0.0.1:") for port in one.get("ports", []))
+
+
+def test_only_the_front_is_published_and_only_gateways_are_between_it_and_the_rest() -> None:
+    networks = yaml.safe_load((ROOT / "compose.yaml").read_text())["networks"]
+    assert networks["core"]["internal"] is networks["door"]["internal"] is True
+    expected = {
+        "redis": ["core"], "worker": ["core"], "scheduler": ["core"], "gateway": ["door", "core"], "ops": ["core"],
+        "front": ["edge", "door"], "front-grpc": ["edge", "door"],
+    }  # fmt: skip
+    ours = {name: one for name, one in services().items() if name in expected}
+    assert {name: one["networks"] for name, one in ours.items()} == expected
+    assert [name for name, one in ours.items() if one.get("ports")] == ["front", "front-grpc"]
+    assert services()["keys"]["network_mode"] == "none"
+
+
+def test_a_front_passes_on_the_port_that_a_gateway_has() -> None:
+    gateway, config = services()["gateway"]["environment"], (ROOT / "deploy" / "front.cfg").read_text()
+    for name, port in (("front", gateway["ORCINUS_PORT"]), ("front-grpc", gateway["ORCINUS_GRPC_PORT"])):
+        one = services()[name]
+        assert one["environment"] == {"FRONT_PORT": port}
+        (published,) = one["ports"]
+        assert published.endswith(f":{port}")
+        assert one["stop_signal"] == "SIGUSR1"  # at SIGTERM HAProxy cuts streams
+    assert f"check port {gateway['ORCINUS_PORT']} " in config
+    (address,) = re.findall(r"bind (127\.0\.0\.1:\d+)", config)
+    assert address in str(services()["front"]["healthcheck"]["test"])
+    assert services()["front-grpc"]["profiles"] == ["grpc"] and "profiles" not in services()["front"]
+
+
+def test_each_service_has_the_password_of_its_own_user_of_redis_alone() -> None:
+    for role in redis_users.ROLES:
+        one = services()[role]
+        mounted = [volume for volume in one["volumes"] if "/secrets/redis" in volume]
+        assert mounted == [f"redis-{role}:/secrets/redis:ro"]
+        assert one["environment"]["ORCINUS_REDIS_USERNAME"] == role
+
+
+def test_secrets_are_made_once_and_rules_follow_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "SECRETS", tmp_path)
+    monkeypatch.setattr(keys, "API_KEYS", tmp_path / "api" / "keys")
+    for name in ("api", "redis-users", *(f"redis-{role}" for role in redis_users.ROLES)):
+        (tmp_path / name).mkdir()
+    umask = os.umask(0o077)
+    try:
+        assert keys.main([]) == 0
+        made = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+        (tmp_path / "redis-users" / "users.acl").write_text("the rules of an older version")
+        assert keys.main([]) == 0
+    finally:
+        os.umask(umask)
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == made
+    passwords = [(tmp_path / f"redis-{role}" / "password").read_text() for role in redis_users.ROLES]
+    acl = made[tmp_path / "redis-users" / "users.acl"]
+    assert len(set(passwords)) == 4 and not [one for one in passwords if one in acl]
+    assert [line.split()[1] for line in acl.splitlines()] == ["default", *redis_users.ROLES] and "{gateway}" not in acl
+    assert all(path.stat().st_mode & 0o777 in (0o600, 0o640) for path in made)
+
+
+def test_images_take_the_pins_of_pyproject_and_for_a_gpu_no_build_for_cpus() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    torch = next(pin for pin in document["project"]["dependencies"] if pin.startswith("torch=="))
+    assert printed("--only", "torch") == [torch]
+    (exact,) = printed("--only", "torch", "--exact")
+    version = torch.removeprefix("torch==")
+    # What pip makes of it: 1.0+cpu satisfies ==1.0, but not ===1.0.
+    assert (SpecifierSet(exact.removeprefix("torch")).contains(version), torch != exact) == (True, True)
+    assert not SpecifierSet(exact.removeprefix("torch")).contains(f"{version}+cpu")
+    assert printed("--extra", "cuda") == document["project"]["optional-dependencies"]["cuda"]
+    assert [pin.split("==")[0] for pin in printed("--extra", "dev", "--only", "nvidia-cuda-nvrtc")] == [
+        "nvidia-cuda-nvrtc"
+    ]
+
+
+def test_every_stage_that_an_image_copies_from_exists_and_carries_the_kernels() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM \S+ AS (\S+)", text, re.MULTILINE)
+    assert set(re.findall(r"--from=(\S+)", text)) <= set(stages)
+    last = {name: part for name, part in zip(stages, re.split(r"^FROM ", text, flags=re.MULTILINE)[1:], strict=True)}
+    carried = loader.PREBUILT.relative_to(ROOT)
+    assert f"COPY --from=cuda-kernels /build/{carried} /app/{carried}" in last["worker-gpu"]
+    assert "cuda" not in last["worker"] and "cuda" not in last["control"]
+    for name in ("control", "worker", "worker-gpu", "front"):
+        assert "USER 10001:10001" in last[name]
+
+
+def test_what_was_built_in_a_checkout_does_not_get_into_an_image() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"kernels/cpu/lib", "kernels/cuda/lib"} <= set(ignored)
+    tracked = (ROOT / ".gitignore").read_text().split()
+    assert {"kernels/cpu/lib/", "kernels/cuda/lib/"} <= set(tracked)

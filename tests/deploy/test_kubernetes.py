@@ -1,0 +1,324 @@
+"""deploy/kubernetes: each overlay builds and validates, and names only what images, settings and routes have.
+
+Nothing here talks to a cluster. `make k8s-check` runs this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from deploy import healthcheck, redis_users
+from services.gateway.http.middleware import OPEN_PATHS
+from services.gateway.metrics import Metrics as GatewayMetrics
+from services.scheduler.metrics import Metrics as SchedulerMetrics
+from services.worker.metrics import Metrics as WorkerMetrics
+from shared.settings import ROOT, CommonSettings, GatewaySettings, SchedulerSettings, WorkerSettings
+from tests.deploy.kubernetes_files import (
+    MONITORING,
+    NAMES,
+    OUTSIDE,
+    OVERLAYS,
+    PLACE,
+    Object,
+    Pod,
+    built,
+    environment,
+    may_talk,
+    of_kind,
+    pods,
+    selects,
+    templates,
+    why_not,
+)
+from tests.deploy.test_observability import exported
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+SETTINGS: dict[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings, "scheduler": SchedulerSettings, "worker": WorkerSettings, "ops": CommonSettings,
+}  # fmt: skip
+OLDEST, NEWEST = "1.29", "1.37"
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+
+
+def ours(overlay: str) -> Iterator[tuple[Pod, Object]]:
+    """Pods in our own images."""
+    for pod in pods(overlay):
+        for container in pod.containers:
+            if container["image"].startswith("orcinus"):
+                yield pod, container
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_kubernetes_knows_every_field(version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    different: dict[str, Object] = {}
+    for overlay in OVERLAYS:
+        for one in built(overlay):
+            if f"{one['apiVersion']} {one['kind']}" in CUSTOM["kinds"]:
+                wholes = [{**POD_TEMPLATE, "template": template} for template in templates(one)]
+            else:
+                wholes = [one]
+            different |= {json.dumps(whole): whole for whole in wholes}
+    for whole in different.values():
+        kubernetes_validate.validate(whole, version, strict=True)
+    assert {one["kind"] for one in different.values()} >= {"Deployment", "StatefulSet", "PodTemplate", "NetworkPolicy"}
+
+
+POD_TEMPLATE = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
+CUSTOM: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "deploy" / "custom_resources.yaml").read_text())
+
+
+@each_overlay
+def test_kinds_of_others_have_only_fields_that_these_know(overlay: str) -> None:
+    for one in built(overlay):
+        schema = CUSTOM["kinds"].get(f"{one['apiVersion']} {one['kind']}")
+        if schema:
+            jsonschema.Draft202012Validator({**schema, "$defs": CUSTOM["$defs"]}).validate(one)
+
+
+def test_each_kind_of_others_is_in_some_overlay() -> None:
+    used = {f"{one['apiVersion']} {one['kind']}" for overlay in OVERLAYS for one in built(overlay)}
+    assert set(CUSTOM["kinds"]) <= used
+
+
+@each_overlay
+def test_images_are_targets_of_the_dockerfile_in_this_version_and_none_floats(overlay: str) -> None:
+    targets = re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for pod in pods(overlay):
+        for container in pod.containers:
+            name, _, tag = container["image"].partition(":")
+            if name.startswith("orcinus-"):
+                assert name.removeprefix("orcinus-") in targets and tag == version
+            else:
+                assert re.match(r"\d+\.\d+\.\d+", tag), container["image"]
+    assert f":{version}" in PAGE
+
+
+@each_overlay
+def test_every_variable_is_a_setting_of_the_service_that_gets_it(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod, container in ours(overlay):
+        settings = SETTINGS[pod.name]
+        found = environment(overlay, container)
+        named = {name.removeprefix("ORCINUS_").lower() for name in found if name.startswith("ORCINUS_")}
+        assert named <= settings.model_fields.keys(), pod.owner
+        with monkeypatch.context() as patch:
+            for name, value in found.items():
+                patch.setenv(name, value)
+            read = settings()
+        assert read.redis_url == "redis://redis:6379/0" and read.redis_username == pod.name
+        assert read.served_model_name == found["ORCINUS_SERVED_MODEL_NAME"]
+        if isinstance(read, GatewaySettings):
+            assert (read.host, read.port) == ("0.0.0.0", pod.port("http"))
+            assert str(read.api_key_file) in [f"{each['mountPath']}/keys" for each in container["volumeMounts"]]
+        if isinstance(read, SchedulerSettings):
+            assert (read.metrics_host, read.scheduler_metrics_port) == ("0.0.0.0", pod.port("metrics"))
+        if isinstance(read, WorkerSettings):
+            assert read.worker_id == "worker-6c9f7-x2v" and read.advertise == "10.0.0.7:50051"
+            if pod.probes():  # the rank that leads
+                assert read.listen == f"0.0.0.0:{pod.port('grpc')}"
+                assert read.worker_metrics_port == pod.port("metrics")
+
+
+@each_overlay
+def test_probes_ask_addresses_that_are_there_without_a_key(overlay: str) -> None:
+    text = (ROOT / "services" / "gateway" / "routes_info.py").read_text()
+    seen = set()
+    for pod in pods(overlay):
+        for kind, probe in pod.probes().items():
+            if "httpGet" in probe:
+                path = probe["httpGet"]["path"]
+                assert f'"{path}"' in text and path in OPEN_PATHS
+                assert pod.port(probe["httpGet"]["port"])
+                seen.add((pod.name, kind, path))
+            elif "exec" in probe and "healthcheck" in probe["exec"]["command"]:
+                script, _, service = probe["exec"]["command"]
+                assert (ROOT / script.removeprefix("/app/")).exists() and service == pod.name
+                assert service in healthcheck.CHECKS
+            elif "grpc" in probe or "tcpSocket" in probe:
+                assert pod.port((probe.get("grpc") or probe["tcpSocket"])["port"])
+    assert seen == {
+        ("gateway", "startupProbe", "/health/live"),
+        ("gateway", "readinessProbe", "/health/ready"),
+        ("gateway", "livenessProbe", "/health/live"),
+    }
+
+
+@each_overlay
+def test_what_serves_is_asked_whether_it_is_ready_and_no_other_service_makes_it_start_again(overlay: str) -> None:
+    for name in ("gateway", "scheduler", "worker", "redis"):
+        probes = [pod.probes() for pod in pods(overlay) if pod.name == name and pod.probes()]
+        assert len(probes) == 1, name
+        assert "readinessProbe" in probes[0]
+        # healthcheck and /health/ready also fail when Redis does.
+        assert "exec" not in probes[0]["livenessProbe"] and "ready" not in str(probes[0]["livenessProbe"])
+
+
+@each_overlay
+def test_a_pod_has_no_root_no_capability_no_writable_root_no_token_and_bounds(overlay: str) -> None:
+    (namespace,) = of_kind(overlay, "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for pod in pods(overlay):
+        spec, context = pod.spec, pod.spec["securityContext"]
+        assert spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & spec.keys()
+        assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
+        assert all(volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"] if "emptyDir" in volume)
+        assert context["runAsNonRoot"] is True and context["runAsUser"] == (999 if pod.name == "redis" else 10001)
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod.containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+            }  # fmt: skip
+            assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["memory"]
+
+
+@each_overlay
+def test_each_service_has_the_secrets_of_its_own_and_the_page_says_how_to_make_them(overlay: str) -> None:
+    assert not of_kind(overlay, "Secret")
+    for pod in pods(overlay):
+        secrets = {each["secret"]["secretName"] for each in pod.spec["volumes"] if "secret" in each}
+        wanted = {"redis": {"redis-users", "redis-ops"}, "gateway": {"redis-gateway", "api-key"}}
+        assert secrets == wanted.get(pod.name, {f"redis-{pod.name}"}), pod.owner
+        for each in pod.spec["volumes"]:
+            assert "secret" not in each or each["secret"]["defaultMode"] == 0o440
+        mounted = {each["name"] for each in pod.container["volumeMounts"]}
+        assert mounted - {"data"} == {each["name"] for each in pod.spec["volumes"]}
+    for role in redis_users.ROLES:
+        assert re.search(rf"for role in [a-z ]*\b{role}\b", PAGE)
+    assert "redis-$role --from-file=password=" in PAGE and "redis-users --from-file=users.acl=" in PAGE
+    assert "api-key --from-literal=keys=" in PAGE
+
+
+@each_overlay
+def test_only_the_gateway_is_reached_and_each_service_reaches_only_what_it_needs(overlay: str) -> None:
+    here = pods(overlay)
+    everybody = [*here, OUTSIDE, MONITORING]
+    ports = sorted({port["containerPort"] for pod in here for port in pod.container.get("ports", [])} | {29500})
+    found = {
+        (source.name, target.name, port)
+        for source in everybody
+        for target in [*here, OUTSIDE]
+        for port in ports
+        if source.labels or target.labels
+        if may_talk(overlay, source, target, port)
+    }
+    wanted = {(each.name, "gateway", 8000) for each in (OUTSIDE, MONITORING)}
+    wanted |= {(name, "redis", 6379) for name in ("gateway", "scheduler", "worker", "ops")}
+    wanted |= {("scheduler", "worker", 50051)}
+    if of_kind(overlay, "PodMonitor"):
+        wanted |= {("monitoring", name, port) for name in ("scheduler", "worker") for port in (9101, 9102)}
+    if of_kind(overlay, "LeaderWorkerSet"):
+        wanted |= {("worker", "worker", port) for port in ports}
+    assert found == wanted
+    for pod in here:
+        assert may_talk(overlay, pod, NAMES, 53, "UDP"), pod.name
+
+
+@each_overlay
+def test_every_selector_selects_pods_and_every_port_is_theirs(overlay: str) -> None:
+    here = pods(overlay)
+    for one in of_kind(overlay, "Service"):
+        chosen = [pod for pod in here if selects({"matchLabels": one["spec"]["selector"]}, pod.labels)]
+        assert {pod.name for pod in chosen} == {one["metadata"]["name"]}
+        assert all(chosen[0].port(port["targetPort"]) for port in one["spec"]["ports"])
+        assert one["spec"].get("type", "ClusterIP") == "ClusterIP"
+    for kind, path in {
+        "PodDisruptionBudget": "selector",
+        "NetworkPolicy": "podSelector",
+        "PodMonitor": "selector",
+    }.items():
+        for one in of_kind(overlay, kind):
+            chosen = [pod for pod in here if selects(one["spec"][path], pod.labels)]
+            assert chosen, (kind, one["metadata"]["name"])
+            for endpoint in one["spec"].get("podMetricsEndpoints", []):
+                assert chosen[0].port(endpoint["port"])
+    for one in of_kind(overlay, "InferencePool"):
+        chosen = [pod for pod in here if selects(one["spec"]["selector"], pod.labels)]
+        assert chosen and all(chosen[0].port(port["number"]) for port in one["spec"]["targetPorts"])
+    for one in [*of_kind(overlay, "Deployment"), *of_kind(overlay, "StatefulSet")]:
+        assert selects(one["spec"]["selector"], one["spec"]["template"]["metadata"]["labels"])
+
+
+@each_overlay
+def test_all_is_in_one_namespace_and_names_refer_to_objects_in_it(overlay: str) -> None:
+    there = {(one["kind"], one["metadata"]["name"]) for one in built(overlay)}
+    assert {one["metadata"].get("namespace") for one in built(overlay) if one["kind"] != "Namespace"} == {"orcinus"}
+    for one in [*of_kind(overlay, "ScaledObject"), *of_kind(overlay, "HorizontalPodAutoscaler")]:
+        target = one["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in there
+        (scaled,) = [each for each in of_kind(overlay, target["kind"]) if each["metadata"]["name"] == target["name"]]
+        assert "replicas" not in scaled["spec"], "applying the overlay again would undo the scaler's decision"
+    for one in of_kind(overlay, "HTTPRoute"):
+        for rule in one["spec"]["rules"]:
+            assert all((each["kind"], each["name"]) in there for each in rule["backendRefs"])
+    for pod in pods(overlay):
+        claims = [each["persistentVolumeClaim"] for each in pod.spec["volumes"] if "persistentVolumeClaim" in each]
+        assert all(("PersistentVolumeClaim", claim["claimName"]) in there and claim["readOnly"] for claim in claims)
+
+
+def test_a_group_of_pods_has_a_process_for_each_rank() -> None:
+    (group,) = of_kind("multi-gpu", "LeaderWorkerSet")
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    for pod in (pod for pod in pods("multi-gpu") if pod.name == "worker"):
+        (each,) = re.findall(r"--nproc-per-node=(\d+)", " ".join(pod.container["args"]))
+        found = environment("multi-gpu", pod.container)
+        assert size * int(each) == int(found["ORCINUS_TP"]) * int(found["ORCINUS_PP"])
+        assert int(each) == pod.container["resources"]["limits"]["nvidia.com/gpu"]
+        assert found["ORCINUS_RANK_LISTEN"] == "10.0.0.7:0"
+
+
+@each_overlay
+def test_streams_get_their_time_before_a_gateway_is_killed(overlay: str) -> None:
+    (gateway,) = [pod for pod in pods(overlay) if pod.name == "gateway"]
+    pause = int(gateway.container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert gateway.spec["terminationGracePeriodSeconds"] >= pause + GatewaySettings.model_fields["drain_s"].default + 10
+
+
+def test_scalers_ask_for_metrics_that_are_exported() -> None:
+    known = set().union(
+        *(exported(metrics().registry) for metrics in (GatewayMetrics, SchedulerMetrics, WorkerMetrics))
+    )
+    triggers = [each for one in of_kind("autoscaling", "ScaledObject") for each in one["spec"]["triggers"]]
+    named = {name for each in triggers for name in re.findall(r"\borcinus_\w+", each["metadata"]["query"])}
+    assert len(named) == 3 and named <= known
+
+
+def test_the_pod_that_fills_the_claim_is_confined_as_well() -> None:
+    loader = yaml.safe_load((PLACE / "loader.yaml").read_text())
+    pytest.importorskip("kubernetes_validate").validate(loader, NEWEST, strict=True)
+    (ops,) = [pod for pod in pods("gpu") if pod.name == "ops"]
+    (container,) = loader["spec"]["containers"]
+    assert loader["metadata"]["namespace"] == "orcinus"
+    assert container["image"] == ops.container["image"]
+    assert container["securityContext"] == ops.container["securityContext"]
+    for same in ("securityContext", "automountServiceAccountToken", "enableServiceLinks"):
+        assert loader["spec"][same] == ops.spec[same]
+    (claim,) = of_kind("gpu", "PersistentVolumeClaim")
+    assert loader["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+@each_overlay
+def test_the_page_names_each_overlay(overlay: str) -> None:
+    assert f"`{overlay}`" in PAGE
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [("paralellism", "Deployment"), ("imagPullPolicy", "Deployment")])
+def test_a_misspelt_field_is_an_error(wrong: str, kind: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    one = of_kind("cpu-trial", kind)[0]
+    container = {**one["spec"]["template"]["spec"]["containers"][0], wrong: "Always"}
+    spec = {**one["spec"]["template"]["spec"], "containers": [container]}
+    broken = {**one, "spec": {**one["spec"], "template": {**one["spec"]["template"], "spec": spec}}}
+    with pytest.raises(kubernetes_validate.ValidationError, match=wrong):
+        kubernetes_validate.validate(broken, NEWEST, strict=True)

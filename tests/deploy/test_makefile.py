@@ -1,0 +1,256 @@
+"""The Makefile on machines that lack something: what it says, and that it leaves no half-made environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.launcher.gpu_facts import NODES
+from tests.support.launcher import ROOT, clean_env
+
+TARGETS = ("run", "test", "lint", "format", "protos", "bench", "up", "down", "compose-test", "schemathesis", "doctor")
+
+
+def make(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    drop = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON"}
+    env = {name: value for name, value in clean_env().items() if name not in drop}
+    return subprocess.run(["make", *args], cwd=directory, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A fresh clone, as far as make looks at it before it installs."""
+    directory = tmp_path / "clone"
+    shutil.copytree(ROOT / "protos", directory / "protos", ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, directory)
+    return directory
+
+
+def python_that(checkout: Path, name: str, refuses: str) -> Path:
+    """A Python that works, but for programs that hold `refuses`."""
+    path = checkout / name
+    path.write_text(f'#!/bin/sh\ncase "$*" in *"{refuses}"*) exit 1;; esac\nexec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("refuses", "said"),
+    [
+        ("ensurepip", "sudo apt-get install python3-venv"),
+        ("sys.version_info < (3, 11)", "too old, 3.11 or 3.12 is needed: make PYTHON=python3.12"),
+        ("--version", "not found: sudo apt-get install python3 python3-venv"),
+    ],
+)
+def test_python_that_cannot_be_used_is_named_with_what_to_do(checkout: Path, refuses: str, said: str) -> None:
+    done = make(checkout, "run", f"PYTHON={python_that(checkout, 'broken-python', refuses)}")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (checkout / ".venv" / "bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("bundled", "on_path", "url", "said"),
+    [
+        (False, "", "", "sudo apt-get install redis-server"),
+        (True, "", "", ""),
+        (False, "redis-server", "", ""),
+        (False, "valkey-server", "", ""),
+        (False, "", "redis://elsewhere:6379/0", ""),
+    ],
+)
+def test_a_machine_without_redis_is_told_before_the_installation(
+    checkout: Path, bundled: bool, on_path: str, url: str, said: str
+) -> None:
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python_that(checkout, ".venv/bin/python", "no such program" if bundled else "platform.machine()")
+    (checkout / ".venv" / ".made").touch()
+    (checkout / "bin").mkdir()
+    for name in ("bash", "sh", "make", "sed", "cksum"):  # all of PATH, so without a Redis
+        found = shutil.which(name)
+        assert found, name
+        (checkout / "bin" / name).symlink_to(found)
+    if on_path:
+        shutil.copy(python, checkout / "bin" / on_path)
+    env = clean_env(PATH=str(checkout / "bin"), **({"ORCINUS_REDIS_URL": url} if url else {}))
+    env.pop("MAKEFLAGS", None)
+    done = subprocess.run(["make", "redis-at-hand"], cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr
+    order = make(checkout, "-n", "run").stdout
+    assert order.index("platform.machine()") < order.index("pip install")
+
+
+def test_help_lists_every_target(checkout: Path) -> None:
+    listed = {line.split()[0] for line in make(checkout).stdout.splitlines()}
+    assert listed >= set(TARGETS)
+
+
+def test_clean_removes_libraries_of_an_image_which_a_start_would_prefer(checkout: Path) -> None:
+    kept = checkout / "kernels" / "cpu" / "build.py"
+    gone = [checkout / "kernels" / "cpu" / "lib" / "avx2.so", checkout / "kernels" / "cuda" / "lib" / "rope.cubin"]
+    for file in (kept, *gone):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert make(checkout, "clean").returncode == 0
+    assert kept.exists() and not any(file.parent.exists() for file in gone)
+
+
+def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) -> None:
+    pins = checkout / "pyproject.toml"
+    text = pins.read_text()
+    version = next(line for line in text.splitlines() if '"torch==' in line).split("==")[1].rstrip('",')
+    pins.write_text(text.replace(f"torch=={version}", "torch==9.9.9"))
+    steps = [line for line in make(checkout, "-n", "run").stdout.splitlines() if "pip install" in line]
+    assert "torch==9.9.9" in steps[0]
+    assert not any("dev" in step or "bench" in step for step in steps)
+
+
+def test_index_for_torch_is_used_for_torch_alone(checkout: Path) -> None:
+    done = make(checkout, "-n", "run", "TORCH_INDEX=https://index.invalid/cpu")
+    steps = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert ["--index-url" in step for step in steps] == [True, *[False] * (len(steps) - 1)]
+
+
+def test_cuda_installs_torch_for_cuda_before_all_else_and_only_when_asked_for(checkout: Path) -> None:
+    plain, cuda = make(checkout, "-n", "run").stdout, make(checkout, "-n", "run", "DEVICE=cuda").stdout
+    assert "gpu_checks" not in plain and "cupy" not in plain and "===" not in plain
+    steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip install" in line]
+    assert "services.launcher.gpu_checks" in steps[0]
+    assert re.search(r"version\.cuda.* != \"(\S+)\".*\|\| .*pip install.* 'torch===\1'$", steps[1])
+    assert "cupy-cuda13x==" in steps[2]
+    assert re.search(r"pip install.* 'torch==\d", steps[3])
+    assert steps[4:] == [line for line in plain.splitlines() if "pip install" in line][1:]
+
+
+def test_an_index_of_torchs_builds_is_taken_for_cuda_too(checkout: Path) -> None:
+    cuda = make(checkout, "-n", "install", "DEVICE=cuda", "TORCH_INDEX=https://index.invalid/cu130").stdout
+    (step,) = [line for line in cuda.splitlines() if "--force-reinstall" in line]
+    assert "--index-url 'https://index.invalid/cu130' 'torch==" in step
+
+
+def test_cuda_on_a_machine_without_a_gpu_is_refused_before_anything_is_installed(checkout: Path) -> None:
+    if any(Path(node).exists() for node in NODES):
+        pytest.skip("this machine has a GPU")
+    for name in ("__init__", "launcher/__init__", "launcher/check", "launcher/gpu_checks", "launcher/gpu_facts"):
+        target = checkout / "services" / f"{name}.py"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "services" / f"{name}.py", target)
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # It installs nothing, whatever the Makefile asks for: its packages are those of these tests.
+    look = f'*gpu_checks*) exec "{sys.executable}" "$@";;'
+    python.write_text(f'#!/bin/sh\necho "$*" >> "{checkout / "asked"}"\ncase "$*" in {look} *) exit 3;; esac\n')
+    python.chmod(0o755)
+    (checkout / ".venv" / ".made").touch()
+    for target in ("install", "doctor", "run"):
+        done = make(checkout, target, "DEVICE=cuda", "ARGS=--redis-url=redis://elsewhere:6379/0")
+        assert done.returncode == 2
+        assert "error: DEVICE=cuda: " in done.stderr and "-> " in done.stderr
+    assert "pip" not in (checkout / "asked").read_text()
+
+
+def test_another_python_than_the_environments_is_refused(checkout: Path) -> None:
+    other = checkout / "python-2"
+    other.write_text("#!/bin/sh\necho '(2, 7)'\n")
+    other.chmod(0o755)
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    done = make(checkout, "run", f"PYTHON={other}")
+    assert done.returncode == 2
+    assert "made with another Python" in done.stderr
+    assert make(checkout, "help", f"PYTHON={other}").returncode == 0
+
+
+def test_settings_of_make_reach_the_launcher_as_one_word_each(checkout: Path) -> None:
+    done = make(checkout, "-n", "run", "MODEL=a b/it's", "PORT=81", "DEVICE=cpu", "POLICY=orca", "ARGS=--threads 2")
+    line = done.stdout.splitlines()[-1]
+    echoed = subprocess.run(
+        ["bash", "-c", line.replace("exec", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    options = {"--model": "a b/it's", "--port": "81", "--device": "cpu", "--policy": "orca", "--threads": "2"}
+    assert echoed[-10:] == [word for pair in options.items() for word in pair]
+
+
+STAGES = {
+    "install": "install-dev",
+    "lint": "lint",
+    "kernels-build": "kernels-build",
+    "test": "test",
+    "kernels-check": "kernels-check",
+    "compose-test": "compose-test",
+    "faults": "test",
+    "schemathesis": "schemathesis",
+    "sanitizers": "sanitizers",
+    "browser-and-clients": "browser clients",
+}
+"""Those that call make, in order, and the targets of each."""
+MADE = " ".join(STAGES.values()).split()
+TARGETS = tuple(dict.fromkeys(MADE))
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """The CI script over a Makefile whose targets only say their name."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "bin").mkdir()
+    for name in ("g++", "curl", "redis-server", "node", "npm"):  # no test installs packages
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "Makefile").write_text("".join(f"{target}:\n\t@echo did {target}; {{}}\n" for target in TARGETS))
+    return tmp_path
+
+
+def run_pipeline(directory: Path, **commands: str) -> tuple[int, str, list[str]]:
+    makefile = directory / "Makefile"
+    parts = makefile.read_text().split("{}")
+    endings = [commands.get(target.replace("-", "_"), "true") for target in TARGETS]
+    makefile.write_text("".join(part + end for part, end in zip(parts, [*endings, ""], strict=True)))
+    env = clean_env(PATH=f"{directory / 'bin'}:{os.environ['PATH']}")
+    done = subprocess.run([directory / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, [line[4:] for line in done.stdout.splitlines() if line.startswith("did ")]
+
+
+def test_ci_runs_every_stage_in_order_and_says_how_long_each_took(pipeline: Path) -> None:
+    code, said, did = run_pipeline(pipeline)
+    assert code == 0
+    assert did == MADE
+    for stage in ("packages", *STAGES):
+        assert f"ok  {stage}  " in said.split("== summary")[1]
+
+
+def test_ci_stops_at_the_first_red_stage_and_names_it(pipeline: Path) -> None:
+    code, said, did = run_pipeline(pipeline, test="exit 3")
+    assert code == 2
+    assert did == ["install-dev", "lint", "kernels-build", "test"]
+    assert "RED: test" in said.split("== summary")[1]
+
+
+def test_ci_gives_no_stage_a_terminal_to_ask_at(pipeline: Path) -> None:
+    code, _, did = run_pipeline(pipeline, lint="! read answer")
+    assert code == 0 and did == MADE
+
+
+def test_ci_ends_with_what_each_stage_of_tests_counted(pipeline: Path) -> None:
+    code, said, _ = run_pipeline(pipeline, test="echo 7 passed in 1 s", kernels_check="echo = 9 passed in 2 s =")
+    assert code == 0
+    assert said.splitlines()[-3:] == ["7 passed in 1 s", "= 9 passed in 2 s =", "7 passed in 1 s"]
+
+
+def test_each_test_runs_in_one_of_the_stages(pipeline: Path) -> None:
+    makefile = pipeline / "Makefile"
+    makefile.write_text(makefile.read_text().replace("@echo did test;", "@echo did test; echo chosen $(TESTS);"))
+    said = run_pipeline(pipeline)[1]
+    apart = ("emulator", "kernels", "engine", "chaos", "clients", "browser")
+    assert f"chosen tests {' '.join(f'--ignore=tests/{name}' for name in apart)}\n" in said
+    assert "chosen tests/chaos\n" in said
+    for name in ("emulator", "kernels", "engine", "browser", "clients"):
+        assert f"-m pytest tests/{name}\n" in (ROOT / "Makefile").read_text()

@@ -1,0 +1,154 @@
+"""Each PTX wrapper's twin, each warp function and atomic, against plain loops and numpy.
+
+The same source compiles for GPUs in tests/kernels/cuda/test_loader.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cuda.loader import SOURCES
+from kernels.emulator.program import FORWARD, REVERSE, Program
+
+if shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+
+PARAMS = np.dtype([("a", "u8"), ("b", "u8"), ("out", "u8"), ("n", "i4")], align=True)
+ORDERS = (FORWARD, REVERSE, 2)
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def program(request: pytest.FixtureRequest) -> Program:
+    return Program(Path(__file__).with_name("ptx.cu"), request.param, include=(SOURCES,))
+
+
+def run(
+    program: Program, name: str, a: Array, b: Array | None, out: Array, n: int = 0, grid: int = 1, block: int = 32
+) -> None:
+    params = np.array([(a.ctypes.data, 0 if b is None else b.ctypes.data, out.ctypes.data, n)], PARAMS)
+    program.launch(name, (grid, 1, 1), (block, 1, 1), 0, params)
+
+
+def halves(dtype: torch.dtype, *shape: int, seed: int = 0) -> tuple[Array, Array]:
+    """Random 16-bit numbers: their bits, and what they are."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return made.view(torch.int16).numpy().view(np.uint16), made.double().numpy()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_mma_multiplies_the_fragments_of_the_instruction_set_manual(
+    program: Program, name: str, dtype: torch.dtype
+) -> None:
+    (a, wide_a), (b, wide_b) = halves(dtype, 16, 16), halves(dtype, 16, 8, seed=1)
+    # Transcribed from the PTX ISA, "Matrix Fragments for mma.m16n8k16": group = lane >> 2, pair = lane % 4 * 2.
+    held_a, held_b = np.zeros((32, 8), np.uint16), np.zeros((32, 4), np.uint16)
+    expected = np.zeros((32, 4))
+    for lane in range(32):
+        group, pair = lane >> 2, lane % 4 * 2
+        for i in range(8):
+            held_a[lane, i] = a[group + 8 * (i % 4 >= 2), pair + (i & 1) + 8 * (i >= 4)]
+        for i in range(4):
+            held_b[lane, i] = b[pair + (i & 1) + 8 * (i >= 2), group]
+            expected[lane, i] = 3 + (wide_a @ wide_b)[group + 8 * (i >= 2), pair + (i & 1)]
+    found = np.full((32, 4), np.nan, np.float32)
+    run(program, f"mma_{name}_fragments", held_a, held_b, found, n=3)
+    assert np.allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("trans", [False, True])
+def test_ldmatrix_deals_four_matrices_to_the_lanes(program: Program, trans: bool) -> None:
+    a = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    # Lanes 0 .. 7 name the rows of the first matrix, 8 .. 15 of the second: one below the other; then to their right.
+    blocks = [a[:8, :8], a[8:, :8], a[:8, 8:], a[8:, 8:]]
+    expected = np.zeros((32, 4, 2), np.uint16)
+    for lane in range(32):
+        for matrix, block in enumerate(blocks):
+            for k in range(2):
+                i, j = lane // 4, lane % 4 * 2 + k
+                expected[lane, matrix, k] = block[j, i] if trans else block[i, j]
+    found = np.zeros((32, 4, 2), np.uint16)
+    run(program, "matrices_trans" if trans else "matrices_plain", a, None, found)
+    assert np.array_equal(found, expected)
+
+
+def test_copies_ldmatrix_and_mma_make_a_matrix_product(program: Program) -> None:
+    (a, wide_a), (b, wide_b) = halves(torch.bfloat16, 16, 16), halves(torch.bfloat16, 16, 8, seed=1)
+    found = np.full((2, 16, 8), np.nan, np.float32)
+    run(program, "product_", a, b, found)
+    assert np.allclose(found[0], wide_a @ wide_b, rtol=0, atol=1e-5)
+    assert (found[1] == 0).all(), "copies that are not valid write zeros"
+
+
+def test_float32_is_rounded_to_16_bits_as_torch_rounds(program: Program) -> None:
+    generator = np.random.default_rng(0)
+    ties = (generator.integers(0, 1 << 16, 2000, dtype=np.uint32) << 16) | 0x8000
+    half_ties = np.arange(1, 2000, dtype=np.float32) * np.float32(2**-25)  # between f16's smallest numbers
+    bits = np.concatenate(
+        [generator.integers(0, 1 << 32, 4000, dtype=np.uint32), ties, ties + 1, half_ties.view(np.uint32)]
+    )
+    numbers = np.concatenate([bits.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, 65504, 65519, 65520, 1e-8])])
+    numbers = np.ascontiguousarray(numbers[~np.isnan(numbers)])
+    found = np.zeros((6, len(numbers)), np.uint16)
+    run(program, "narrow_", numbers, None, found, n=len(numbers), grid=-(-len(numbers) // 256), block=256)
+    pairs = found[2:].ravel().view(np.uint32).reshape(2, -1)
+    for dtype, bits_found, packed in zip((torch.bfloat16, torch.float16), found[:2], pairs, strict=True):
+        expected = torch.from_numpy(numbers).to(dtype).view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(bits_found, expected)
+        assert np.array_equal(packed, expected | np.roll(expected, -1).astype(np.uint32) << 16)
+
+
+def test_nan_stays_nan_in_16_bits(program: Program) -> None:
+    numbers = np.float32([np.nan, -np.nan])
+    found = np.zeros((6, 2), np.uint16)
+    run(program, "narrow_", numbers, None, found, n=2)
+    assert (found == 0x7FFF).all()
+
+
+def test_every_16_bit_number_is_widened_exactly(program: Program) -> None:
+    exponents = np.float32([-200, -126, -1.5, 0, 0.5, 1, 127, np.inf, -np.inf])
+    found = np.zeros(131072 + len(exponents), np.float32)
+    run(program, "widen_", exponents, None, found, n=len(exponents), grid=256, block=256)
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).roll(32768)
+    for dtype, part in ((torch.bfloat16, found[:65536]), (torch.float16, found[65536:131072])):
+        expected = every.view(dtype).float().numpy()
+        assert np.array_equal(part, expected, equal_nan=True)
+    assert np.allclose(found[131072:], 2.0 ** exponents.astype(np.float64), rtol=1e-6, atol=1e-38)
+
+
+def test_shuffles_and_votes_are_those_of_the_programming_guide(program: Program) -> None:
+    x = np.random.default_rng(1).integers(0, 100, 32, dtype=np.int32)
+    found = np.zeros((8, 32), np.int32)
+    run(program, "warp_", x, None, found)
+    lanes = np.arange(32)
+    assert np.array_equal(found[0], x[(lanes * 7 + 3) % 32])
+    assert np.array_equal(found[1], x[lanes // 8 * 8 + 5])
+    assert np.array_equal(found[2], x[lanes ^ 17])
+    assert np.array_equal(found[3], [x[i - 3] if i % 16 >= 3 else x[i] for i in lanes])
+    assert np.array_equal(found[4], [x[i + 5] if i % 16 + 5 < 16 else x[i] for i in lanes])
+    assert (found[5].view(np.uint32) == sum(1 << int(i) for i in lanes if x[i] % 3 == 0)).all()
+    assert (found[6] == int((x == 7).any()) * 2 + 1).all()
+    assert np.array_equal(found[7], np.repeat([x[:16].sum(), x[16:].sum()], 16))
+
+
+def test_atomics_and_counting_barriers_see_every_thread(program: Program) -> None:
+    x = np.random.default_rng(2).integers(0, 1000, 192, dtype=np.int32)
+    x[70] = 3
+    found = np.zeros(32, np.int32)
+    found[2] = 5000
+    run(program, "counters_", x, None, found, grid=3, block=64)
+    assert list(found[:3]) == [x.sum(), x.max(), x.min()]
+    assert found[3:4].view(np.uint32)[0] == np.bitwise_or.reduce(np.uint32(1) << (x & 31).astype(np.uint32))
+    assert (found[4], found[6]) == (0, 1), "the last ticket sets the counter back"
+    assert found[5:6].view(np.float32)[0] == 96
+    assert found[8:10].view(np.uint64)[0] == 192 << 33
+    assert (found[7], found[10]) == (1, 77)
+    for block in range(3):
+        own = x[block * 64 : block * 64 + 64]
+        assert found[16 + block] == (own % 2 == 0).sum() * 4 + (own == 3).any() * 2 + 1

@@ -1,0 +1,123 @@
+"""What `orcinus bench engine` says of a model: which kernels ran, what an iteration must read, torch beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from bench.engine import cases as engine_cases
+from bench.engine import main as bench
+from bench.engine.cases import CASES, Case, TorchMatrices, work
+from kernels.cpu.library import load
+from protos import worker_pb2
+from services.worker.backend import layer_matrices
+from services.worker.models.config import load_config
+from shared.errors import ConfigurationError
+from shared.settings import DEMO_MODEL
+from tests.engine.driver import make_engine
+
+
+@pytest.fixture
+def _compiled() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    load()
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_int8_layers_are_read_as_bytes_and_the_rest_as_it_is_held() -> None:
+    case = Case("decode-1", 1, 160)
+    plain, int8 = (make_engine(DEMO_MODEL, block_size=16, quantize=q, deterministic=True) for q in ("none", "int8"))
+    c = plain.config
+    numbers = c.layers * sum(outputs * inputs for outputs, inputs in layer_matrices(c))
+    scales = c.layers * sum(outputs for outputs, _ in layer_matrices(c))
+    assert plain.dtype == torch.float32
+    assert work(plain, case, 8)[0] - work(int8, case, 8)[0] == 3 * numbers - 4 * scales
+    assert work(plain, case, 8)[1] == work(int8, case, 8)[1]
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize(("kernels", "remedy"), [("auto", "--deterministic"), ("reference", "--kernels cpu")])
+def test_what_cannot_be_profiled_names_an_option_that_helps(
+    kernels: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.backend.clearly_faster", lambda *_, **__: True)
+    engine = make_engine(DEMO_MODEL, block_size=16, kernels=kernels)
+    assert engine.matrices == "torch"
+    with pytest.raises(ConfigurationError, match=remedy):
+        engine.profile(worker_pb2.Step())
+
+
+def test_torchs_matrices_are_made_once_and_a_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(DEMO_MODEL)
+    monkeypatch.setattr(engine_cases, "TORCH_BYTES", 1)
+    monkeypatch.setattr(engine_cases, "TORCH_REPEATS", 1)
+    made = TorchMatrices(config, torch.float32)
+    rows: list[tuple[int, ...]] = []
+    now = iter([0.0, 2.0, 5.0])  # the layer takes 2 s, the head 3 s
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> None:
+        rows.append((x.shape[0], *weight.shape))
+
+    monkeypatch.setattr(engine_cases.F, "linear", linear)
+    monkeypatch.setattr(engine_cases, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    assert made.ms(9, 3) == pytest.approx(1000 * (2.0 * config.layers + 3.0))
+    assert rows == [*((9, *shape) for shape in layer_matrices(config)), (3, config.vocab_size, config.hidden_size)]
+
+
+def test_torchs_matrices_of_a_device_are_timed_by_its_clock() -> None:
+    config = load_config(DEMO_MODEL)
+    calls: list[int] = []
+
+    class Stopwatch:
+        def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        def eager(self, timed: list[Any]) -> float:
+            calls.append(len(timed))
+            return 100.0 if len(calls) == 1 else 7.0  # microseconds of a layer's matrix, then of the head
+
+    made = TorchMatrices(config, torch.bfloat16, cast(Any, Stopwatch()))
+    assert made.ms(9, 3) == pytest.approx((100.0 * config.layers * len(layer_matrices(config)) + 7.0) / 1000)
+    assert calls == [config.layers * len(layer_matrices(config)), 1]
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "order"),
+    [
+        (0, "give 1, answer 1, give 2, answer 2, give 3, answer 3"),
+        (1, "give 1, give 2, answer 1, give 3, answer 2, answer 3"),
+    ],
+)
+def test_an_engine_that_overlaps_is_given_a_step_before_it_answers_the_last(lookahead: int, order: str) -> None:
+    said: list[str] = []
+
+    class Recorder:
+        def submit(self, step: int) -> int:
+            said.append(f"give {step}")
+            return step
+
+        def finish(self, flight: int) -> int:
+            said.append(f"answer {flight}")
+            return flight
+
+    steps = iter([1, 2, 3])
+    driver = SimpleNamespace(next=lambda: next(steps), executed=lambda: None)
+    results, walls = engine_cases.run(cast(Any, Recorder()), cast(Any, driver), 3, lookahead)
+    assert ", ".join(said) == order
+    assert results == [1, 2, 3] and len(walls) == 3
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_the_json_says_whose_matrices_ran_and_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--deterministic", "--profile", "--cases", CASES[0].name, "--steps", "1", "--threads", "1", "--json"]
+    assert bench.main(given) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["model"]["backend"] == "cpu" and found["model"]["matrices"] == "own"
+    assert found["model"]["deterministic"] and found["model"]["quantize"] == "none"
+    assert found["results"][0]["profile_us"]["linear"] > 0

@@ -1,0 +1,135 @@
+"""Every family cut in two and in four, and what a rank holds of it. The oracle is transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import ops as kernel_ops
+from protos import worker_pb2
+from services.worker.models.checkpoint import open_weights
+from services.worker.models.config import load_config
+from services.worker.models.decoder import Decoder
+from services.worker.models.shard import shard_of
+from services.worker.parallel.state import Mesh
+from shared.errors import ConfigurationError
+from tests.engine.driver import Driver
+from tests.engine.ranks import Processes
+from tests.support.models import Reference, make_llama
+
+TOKENS = 20
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"kind": "mistral", "sliding_window": 13},
+    "qwen2": {"kind": "qwen2"},
+    "qwen3": {"kind": "qwen3", "attention_bias": True},
+    "gemma": {"kind": "gemma"},
+    "gemma3": {"kind": "gemma3", "sliding_window": 11, "sliding_window_pattern": 2},
+    "gpt2": {"kind": "gpt2"},
+    "bloom": {"kind": "bloom", "hidden_size": 96, "n_head": 6},
+    "opt": {"kind": "opt"},
+    "phi": {"kind": "phi"},
+    "phi3": {"kind": "phi3"},
+    "neox": {"kind": "neox"},
+    "neox-one-after-the-other": {"kind": "neox", "use_parallel_residual": False},
+}
+
+
+def run(processes: Processes, reference: Reference, tp: int, pp: int, kernels: str) -> None:
+    """Three sequences in chunks of 13 tokens."""
+    settings = {"kernels": kernels, "block_size": 16, "deterministic": kernels == "cpu"}
+    with processes.replica(tp, pp, reference.path, **settings) as replica:
+        driver = Driver(replica)
+        for slot, prompt in enumerate(reference.prompts):
+            driver.enter(slot, prompt)
+        while any(len(driver.outputs[slot]) < TOKENS for slot in range(3)):
+            driver.step({slot: 13 for slot in range(3) if len(driver.outputs[slot]) < TOKENS})
+        assert [driver.outputs[slot] for slot in range(3)] == reference.outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_cut_in_two_has_the_references_tokens(processes: Processes, family: str, tmp_path: Path) -> None:
+    """The MLP, the heads and the ids in halves, or the layers; with our own kernels and with torch's in turn."""
+    reference = make_llama(tmp_path / "tiny", seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[family])
+    run(processes, reference, 2, 1, "cpu")
+    run(processes, reference, 1, 2, "reference")
+
+
+@pytest.mark.parametrize(("vocab", "tied"), [(320, True), (322, False)])
+def test_fewer_kv_heads_than_ranks_are_held_by_several(
+    processes: Processes, tmp_path: Path, vocab: int, tied: bool
+) -> None:
+    """Two KV heads at four ranks; and a vocabulary that four do not divide."""
+    fields = {"vocab_size": vocab, "tie_word_embeddings": tied}
+    reference = make_llama(tmp_path / "tiny", seed=6, requests=3, output_tokens=TOKENS, **fields)
+    run(processes, reference, 4, 1, "cpu")
+
+
+def parts(decoder: Decoder) -> int:
+    """Bytes of the matrices."""
+    weights = decoder.weights
+    packed = [weights.tokens, weights.head, *(x for at in weights.layers for x in (at.qkv, at.out, at.up, at.down))]
+    distinct = {id(one): one.weight.nbytes for one in packed if one is not None}
+    return sum(distinct.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+def test_a_rank_holds_its_share_and_no_more(tmp_path: Path, kind: str) -> None:
+    fields = {"kind": kind} | ({} if kind == "gpt2" else {"num_key_value_heads": 4})
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **fields).path
+    ops, config = kernel_ops.create("reference", torch.device("cpu")), load_config(path)
+
+    def held(tp: int, pp: int, rank: int) -> int:
+        return parts(Decoder(config, open_weights(path, "auto"), ops, torch.float32, 64, mesh=Mesh(tp, pp, rank)))
+
+    whole, zeros = held(1, 1, 0), 4 * config.hidden_size  # one more row of the embedding, and of the head
+    for tp in (2, 4):
+        ranks = [held(tp, 1, rank) for rank in range(tp)]
+        assert max(ranks) <= whole // tp + 2 * zeros
+    stages = [held(1, 2, rank) for rank in range(2)]
+    tables = config.vocab_size * zeros
+    assert sum(stages) == whole + (tables if config.tied else 0)
+    assert max(stages) < whole
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "words"),
+    [
+        (3, 1, "--tp 3 does not divide the model's num_attention_heads 4; --tp 2 does"),
+        (4, 1, "--tp 4 does not divide the model's intermediate_size 90; --tp 3 does"),
+        (1, 3, "--pp 3 is more stages than the model's 2 layers; lower it"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_with_a_way_out(tmp_path: Path, tp: int, pp: int, words: str) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, intermediate_size=90).path
+    with pytest.raises(ConfigurationError, match=words):
+        shard_of(load_config(path), Mesh(tp, pp, 0))
+
+
+def test_the_stages_share_the_layers_as_evenly_as_can_be(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, num_hidden_layers=7).path
+    layers = [shard_of(load_config(path), Mesh(1, 3, rank)).layers for rank in range(3)]
+    assert [index for stage in layers for index in stage] == list(range(7))
+    assert sorted(len(stage) for stage in layers) == [2, 2, 3]
+
+
+def test_with_three_ranks_and_deterministic_logprobs_do_not_hang_on_chunks_and_batches(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Three numbers have more than one sum; where in its tensor a number stands must not choose among them."""
+    fields = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    reference = make_llama(tmp_path / "tiny", seed=6, requests=3, prompt_tokens=(30, 60), output_tokens=1, **fields)
+    settings = {"kernels": "cpu", "block_size": 16, "deterministic": True}
+    found = []
+    with processes.replica(3, 1, reference.path, **settings) as replica:
+        for chunk, together in ((4096, 1), (7, 1), (13, 3)):
+            replica.reset()
+            driver = Driver(replica)
+            for slot in range(together):
+                driver.enter(slot, reference.prompts[slot], sampling=worker_pb2.Sampling(top_p=1, logprobs=4))
+            while len(driver.outputs[0]) < TOKENS:
+                driver.step({slot: chunk for slot in range(together)})
+            found.append((driver.outputs[0], driver.logprobs[0]))
+    assert found[1:] == found[:-1]

@@ -1,0 +1,209 @@
+"""Replicas of several ranks give the tokens of one process: whatever the mesh, the policy and what is in flight.
+
+The oracle is transformers, whose two best logits are never close in these prompts (tests.support.models).
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from protos import worker_pb2
+from services.scheduler.core.types import NewRequest
+from services.worker.engine import Engine
+from shared.columns import pack, unpack
+from shared.errors import MeshError
+from shared.logprobs import unpack_records
+from tests.engine.driver import Driver, make_engine
+from tests.engine.ranks import Processes, Replica
+from tests.support import in_process
+from tests.support.models import VOCAB, Reference, make_llama, random_prompts
+from tests.support.shared_prefixes import Load, shared_prefixes
+
+SHAPE = {
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+}
+SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
+"""A pool in which policies have to preempt and to swap."""
+KERNELS: dict[str, dict[str, Any]] = {
+    "reference": {**SMALL, "kernels": "reference", "host_blocks": 32},
+    "cpu": {**SMALL, "kernels": "cpu", "host_blocks": 16, "block_size": 16, "kv_blocks": 10, "deterministic": True},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path = tmp_path_factory.mktemp("parallel") / "tiny"
+    return make_llama(path, seed=5, requests=4, prompt_tokens=(12, 40), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def load(reference: Reference) -> Load:
+    return shared_prefixes(reference)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "kernels"),
+    [(2, 1, "cpu"), (1, 2, "cpu"), (2, 2, "reference"), (2, 2, "cpu"), (1, 4, "cpu"), (3, 2, "reference")],
+)
+def test_chunking_preempting_and_swapping_give_the_references_tokens(
+    processes: Processes, reference: Reference, load: Load, tp: int, pp: int, kernels: str
+) -> None:
+    if kernels == "cpu" and shutil.which("g++") is None:
+        pytest.skip("no g++")
+    with processes.replica(tp, pp, reference.path, **KERNELS[kernels]) as replica:
+        assert replica.info().stages == pp
+        for policy, lookahead in (("orcinus:memory=watermark", 1), ("vllm", 0)):
+            recorded, core = in_process.run(replica, load.requests(), policy, microbatches=pp, lookahead=lookahead)
+            load.check(recorded)
+            stats = core.stats()
+            assert stats["preemptions"] > 0
+            assert stats["swapped_blocks"] > 0
+            assert stats["blocks_draining"] == 0
+
+
+class Ahead:
+    """Steps of two microbatches by hand, as many out as may be. Slot s has blocks 12 s .. 12 s + 11."""
+
+    def __init__(self, engine: Engine | Replica) -> None:
+        engine.reset()
+        self.engine = engine
+        self.id = 0
+        self.outputs: dict[int, list[int]] = {}
+        self.errors: dict[int, str] = {}
+        self.known: dict[int, int] = {}
+
+    def enter(self, slot: int, tokens: list[int], **fields: Any) -> worker_pb2.Enter:
+        self.known[slot] = len(tokens)
+        blocks = pack(np.arange(12 * slot, 12 * slot + 12))
+        return worker_pb2.Enter(slot=slot, tokens=pack(tokens), prompt_tokens=len(tokens), blocks=blocks, **fields)
+
+    def submit(self, slots: list[int], **fields: Any) -> Any:
+        """Computes all that is known of these slots, which then sample, or their last token."""
+        self.id += 1
+        entered = {enter.slot for enter in fields.get("enters", ())}
+        starts = [0 if slot in entered else self.known[slot] - 1 for slot in slots]
+        lengths = [self.known[slot] - start for slot, start in zip(slots, starts, strict=True)]
+        for slot in slots:
+            self.known[slot] += 1
+        columns = {"chunk_slots": slots, "chunk_starts": starts, "chunk_lengths": lengths}
+        packed = {name: pack(column) for name, column in columns.items()}
+        return self.engine.submit(worker_pb2.Step(epoch=1, id=self.id, **packed, **fields))
+
+    def finish(self, flight: Any) -> worker_pb2.Result:
+        result = self.engine.finish(flight)
+        for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
+            self.outputs.setdefault(slot, []).append(token)
+        self.errors |= {error.slot: error.code for error in result.errors}
+        return result
+
+
+def test_a_slot_that_is_freed_and_taken_while_its_step_is_in_the_pipe_belongs_to_the_new_sequence(
+    processes: Processes, reference: Reference
+) -> None:
+    with processes.replica(1, 2, reference.path, kernels="reference") as replica:
+        ahead, prompts = Ahead(replica), reference.prompts
+        first = ahead.submit([0], enters=[ahead.enter(0, prompts[0])])
+        second = ahead.submit([1], enters=[ahead.enter(1, prompts[1])])
+        third = ahead.submit([0])
+        # The client of slot 0 has left while two of its steps are out, and another sequence comes.
+        fourth = ahead.submit([0], free_slots=pack([0]), enters=[ahead.enter(0, prompts[2])])
+        for flight in (first, second, third, fourth):
+            ahead.finish(flight)
+        assert ahead.outputs[0] == [*reference.outputs[0][:2], reference.outputs[2][0]]
+        for _ in range(8):
+            for flight in [ahead.submit([0]), ahead.submit([1])]:
+                ahead.finish(flight)
+        assert ahead.outputs[0][2:] == reference.outputs[2][:9]
+        assert ahead.outputs[1] == reference.outputs[1][:9]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_a_sequence_that_cannot_be_drawn_fails_alone_at_every_rank(
+    processes: Processes, reference: Reference, tp: int, pp: int
+) -> None:
+    """Steps of it that are in flight fail too; the others go on, and its slot serves the next sequence."""
+    everything = pack(list(range(VOCAB)))
+    with processes.replica(tp, pp, reference.path, kernels="reference") as replica:
+        ahead, prompts = Ahead(replica), reference.prompts
+        enters = [
+            ahead.enter(0, prompts[0]),
+            ahead.enter(1, prompts[1], sampling=worker_pb2.Sampling(top_p=1, banned_ids=everything)),
+            ahead.enter(2, prompts[2], sampling=worker_pb2.Sampling(top_p=1, grammar="not a grammar")),
+            ahead.enter(3, prompts[3], sampling=worker_pb2.Sampling(top_p=7)),
+        ]
+        ahead.finish(ahead.submit([0, 1, 2, 3], enters=enters))
+        assert ahead.errors == {1: "nothing_allowed", 2: "grammar", 3: "invalid_sampling"}
+        ahead.errors.clear()
+        ahead.finish(ahead.submit([0, 1, 2, 3]))
+        assert ahead.errors == {1: "nothing_allowed", 2: "grammar", 3: "invalid_sampling"}
+        fresh = [ahead.enter(slot, prompts[slot]) for slot in (1, 2)]
+        ahead.finish(ahead.submit([0, 1, 2], free_slots=pack([1, 2, 3]), enters=fresh))
+        for _ in range(4):
+            ahead.finish(ahead.submit([0, 1, 2]))
+        assert ahead.outputs[0] == reference.outputs[0][:7]
+        assert [ahead.outputs[slot] for slot in (1, 2)] == [reference.outputs[slot][:5] for slot in (1, 2)]
+
+
+def sampled(engine: Engine | Replica, pp: int) -> in_process.Recorded:
+    """Temperatures, penalties, a grammar and log-probabilities."""
+    digits = LLMatcher.grammar_from_regex("[0-9]{40}")
+
+    def request(at: int, prompt: list[int]) -> NewRequest:
+        grammar = digits if at == 5 else ""
+        return in_process.request(
+            f"r{at}", prompt, 16, temperature=0.9 * (at % 3), seed=40 + at, repetition_penalty=1.5,
+            presence_penalty=0.4, top_k=12, logprobs=at % 4, grammar=grammar,
+        )  # fmt: skip
+
+    prompts = random_prompts(6, (2, 40), 11)
+    made = [request(at, prompt) for at, prompt in enumerate(prompts)]
+    return in_process.run(engine, made, "orcinus", microbatches=pp, lookahead=1)[0]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_draws_with_seeds_penalties_grammars_and_logprobs_are_those_of_one_process(
+    processes: Processes, reference: Reference, tp: int, pp: int
+) -> None:
+    expected = sampled(make_engine(reference.path, kernels="reference"), 1)
+    with processes.replica(tp, pp, reference.path, kernels="reference") as replica:
+        found = sampled(replica, pp)
+    assert not expected.errors and not found.errors
+    assert found.tokens == expected.tokens
+    assert all(token in range(ord("0"), ord("9") + 1) for token in found.tokens["r5", 0])
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    assert any(expected.logprobs.values())
+    for at, records in expected.logprobs.items():
+        wanted = int(at[0][1:]) % 4
+        for one, other in zip(unpack_records(found.logprobs[at], wanted), unpack_records(records, wanted), strict=True):
+            assert one.sampled == pytest.approx(other.sampled, abs=1e-3)
+            assert dict(one.best) == pytest.approx(dict(other.best), abs=1e-3)
+
+
+def test_the_warm_up_of_all_ranks_tells_how_long_steps_take(processes: Processes, reference: Reference) -> None:
+    with processes.replica(2, 2, reference.path, kernels="reference", **SMALL) as replica:
+        replica.warm_up()
+        assert replica.info().largest_step_ms > 0
+        assert Driver(replica).share > 0
+
+
+def test_the_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> None:
+    own = Processes()
+    try:
+        with own.replica(1, 2, reference.path, kernels="reference") as replica:
+            ahead = Ahead(replica)
+            ahead.finish(ahead.submit([0], enters=[ahead.enter(0, reference.prompts[0])]))
+            own.kill(0)
+            with pytest.raises(MeshError):
+                for _ in range(4):
+                    ahead.finish(ahead.submit([0]))
+    finally:
+        own.stop()

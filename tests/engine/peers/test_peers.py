@@ -1,0 +1,380 @@
+"""KV of a sequence that one worker has swapped out, taken up by another: through files that both map.
+
+The oracle is transformers: what the second one goes on with are the reference's tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.worker.kv.share_folder import ID
+from services.worker.server import OPTIONS
+from shared.columns import pack, unpack
+from shared.errors import ConfigurationError, ProtocolError
+from tests.engine.driver import Driver, make_engine
+from tests.engine.late_engine import make_late_engine
+from tests.engine.ranks import Processes
+from tests.engine.worker.test_process import start_worker
+from tests.engine.worker.test_server import Client, chunk
+from tests.kernels.cuda.programs import needs_compiler
+from tests.support.models import Reference, make_llama, random_prompts
+from tests.support.waiting import free_port, until
+
+OUTPUTS = 12
+HOST_BLOCKS = 40
+EMULATED = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
+GAP = 0.25
+"""Of the two best logits in float16, which reach 30: a hundred times what it is off."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("peers") / "tiny", seed=11, requests=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def sharing(model: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"model": model, "host_blocks": HOST_BLOCKS, "kv_share_dir": folder, **settings}
+
+
+def peer_of(info: worker_pb2.WorkerInfo, number: int = 0) -> worker_pb2.Peer:
+    return worker_pb2.Peer(number=number, host_tier=info.host_tier, host_blocks=info.host_blocks)
+
+
+def tiers(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != ID)
+
+
+def prefilled(driver: Driver, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """The first token, and the host blocks in which the KV of the prompt lies."""
+    driver.enter(0, prompt)
+    driver.step({0: len(prompt)})
+    used = driver.blocks(0)[: -(-len(prompt) // driver.size)]
+    host = np.random.default_rng(4).permutation(HOST_BLOCKS)[: len(used)].astype(np.int32)
+    driver.free(0)
+    acked = driver.step({}, swap_out_gpu=pack(used), swap_out_host=pack(host))
+    assert unpack(acked.swap_out_acks).tolist() == used.tolist()
+    return driver.outputs[0], host
+
+
+def goes_on(driver: Driver, prompt: list[int], first: list[int], host: np.ndarray, number: int = 0) -> list[int]:
+    """All outputs, with the KV of the prompt from a peer."""
+    there = driver.blocks(5)[: len(host)]
+    peers = pack([number] * len(host))
+    acked = driver.step({}, swap_in_host=pack(host), swap_in_gpu=pack(there), swap_in_peers=peers)
+    assert unpack(acked.swap_in_acks).tolist() == host.tolist()
+    driver.enter(5, prompt + first, prompt=len(prompt), computed=len(prompt))
+    return driver.run(5, OUTPUTS)
+
+
+@pytest.mark.parametrize(("kernels", "block_size"), [("reference", 4), ("cpu", 16)])
+def test_another_worker_goes_on_with_the_references_tokens(
+    reference: Reference, folder: Path, kernels: str, block_size: int
+) -> None:
+    given = sharing(reference.path, folder, kernels=kernels, block_size=block_size)
+    ours, theirs = Driver(make_engine(**given)), Driver(make_engine(**given))
+    infos = [driver.engine.info() for driver in (ours, theirs)]
+    assert infos[0].kv_format == infos[1].kv_format and infos[0].host_tier != infos[1].host_tier
+    assert infos[0].host_tier.partition("/")[0] == infos[1].host_tier.partition("/")[0]
+    assert unpack(theirs.step({}, peers=[peer_of(infos[0], 7)]).peer_acks).tolist() == [7]
+    for prompt, outputs in zip(reference.prompts, reference.outputs, strict=True):
+        ours.engine.reset()
+        first, host = prefilled(ours, prompt)
+        assert goes_on(theirs, prompt, first, host, 7) == outputs[:OUTPUTS]
+        theirs.free(5)
+
+
+@needs_compiler
+def test_emulated_gpus_copy_out_of_memory_that_they_registered(tmp_path: Path, folder: Path) -> None:
+    reference = make_llama(tmp_path / "tiny", seed=9, requests=1, output_tokens=1, **EMULATED)
+    prompts = random_prompts(30, (20, 40), 3)
+    outputs, gaps = reference.run(prompts, OUTPUTS)
+    at = next(at for at, gap in enumerate(gaps) if gap > GAP)
+    small = {"kernels": "emulator", "dtype": "auto", "max_seqs": 6, "max_step_tokens": 48, "block_size": 16}
+    given = sharing(reference.path, folder, **small, max_input_tokens=44, max_output_tokens=16)
+    ours, theirs = Driver(make_engine(**given)), Driver(make_engine(**given))
+    assert unpack(theirs.step({}, peers=[peer_of(ours.engine.info())]).peer_acks).tolist() == [0]
+    first, host = prefilled(ours, prompts[at])
+    assert goes_on(theirs, prompts[at], first, host) == outputs[at]
+
+
+def test_own_blocks_and_those_of_two_peers_come_in_one_step(reference: Reference, folder: Path) -> None:
+    drivers = [Driver(make_engine(**sharing(reference.path, folder))) for _ in range(3)]
+    last = drivers[2].engine
+    held = []
+    for driver, prompt in zip(drivers, reference.prompts, strict=True):
+        _, host = prefilled(driver, prompt)
+        used = driver.blocks(0)[: len(host)]
+        held.append((host[0], driver.engine.read_block(int(used[0]))))
+    drivers[2].step({}, peers=[peer_of(driver.engine.info(), at) for at, driver in enumerate(drivers[:2])])
+    rows = [1, 2, 0, 1]
+    there = pack([100, 101, 102, 103])
+    peers = pack([-1 if at == 2 else at for at in rows])
+    acked = drivers[2].step({}, swap_in_host=pack([held[at][0] for at in rows]), swap_in_gpu=there, swap_in_peers=peers)
+    assert unpack(acked.swap_in_acks).tolist() == [held[at][0] for at in rows]
+    for block, at in zip((100, 101, 102, 103), rows, strict=True):
+        assert last.read_block(block).equal(held[at][1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"host_tier": "0" * 32 + "/" + "0" * 32}, "not in this worker's --kv-share-dir"),
+        ({"host_tier": "none/at/all"}, "not in this worker's --kv-share-dir"),
+        ({"name": "0" * 32}, "No such file"),
+        ({"name": "../../etc/passwd"}, "no name of a host tier"),
+        ({"name": ID}, "no name of a host tier"),
+        ({"host_blocks": HOST_BLOCKS + 1}, "bytes instead of"),
+        ({"link": True}, "symbolic link"),
+    ],
+)
+def test_a_tier_that_cannot_be_read_is_not_acknowledged_and_never_used(
+    reference: Reference, folder: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], said: str
+) -> None:
+    ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
+    good, driver = peer_of(ours.info(), 1), Driver(theirs)
+    bad = worker_pb2.Peer(number=2, host_tier=good.host_tier, host_blocks=change.get("host_blocks", HOST_BLOCKS))
+    bad.host_tier = change.get("host_tier", bad.host_tier)
+    if "link" in change:
+        change = {"name": "f" * 32}
+        (folder / f"{change['name']}-0").symlink_to(folder / tiers(folder)[0])
+    if "name" in change:
+        bad.host_tier = f"{good.host_tier.partition('/')[0]}/{change['name']}"
+    assert unpack(driver.step({}, peers=[bad, good]).peer_acks).tolist() == [1]
+    assert said in caplog.text
+    copy = {"swap_in_host": pack([0]), "swap_in_gpu": pack([0])}
+    driver.step({}, **copy, swap_in_peers=pack([1]))
+    with pytest.raises(ProtocolError, match="peer 2 was not acknowledged"):
+        driver.step({}, **copy, swap_in_peers=pack([2]))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "peers", "said"),
+    [
+        ([0, 1], [1], "columns of 2 and 1 entries"),
+        ([HOST_BLOCKS], [1], "swap_in_host of peer 1: 40 is outside 0..39"),
+        ([-1], [1], "swap_in_host of peer 1: -1 is outside 0..39"),
+        ([3], [-1], "swap_in_host of peer -1: 3 is outside 0..2"),
+        ([0], [-2], "peer -2 was not acknowledged"),
+    ],
+)
+def test_a_swap_in_that_cannot_be_meant_is_refused(
+    reference: Reference, folder: Path, hosts: list[int], peers: list[int], said: str
+) -> None:
+    ours = make_engine(**sharing(reference.path, folder))
+    driver = Driver(make_engine(**sharing(reference.path, folder, host_blocks=3)))
+    driver.step({}, peers=[peer_of(ours.info(), 1)])
+    with pytest.raises(ProtocolError, match=said):
+        driver.step({}, swap_in_host=pack(hosts), swap_in_gpu=pack(range(len(hosts))), swap_in_peers=pack(peers))
+
+
+def test_a_peer_that_is_gone_is_let_go_when_nothing_is_read_from_it_any_more(
+    reference: Reference, folder: Path
+) -> None:
+    """The device is late: the copy begins after the scheduler has said that the tier is gone, and its process is."""
+    prompt, outputs = reference.prompts[0], reference.outputs[0]
+    ours = make_engine(**sharing(reference.path, folder))
+    first, host = prefilled(Driver(ours), prompt)
+    late = make_late_engine(seed=3, **sharing(reference.path, folder))
+    driver = Driver(late)
+    driver.step({}, peers=[peer_of(ours.info())])
+    (folder / f"{ours.info().host_tier.partition('/')[2]}-0").unlink()
+    there = driver.blocks(5)[: len(host)]
+    begun = late.submit(
+        worker_pb2.Step(
+            epoch=1,
+            id=driver.next_id,
+            swap_in_host=pack(host),
+            swap_in_gpu=pack(there),
+            swap_in_peers=pack([0] * len(host)),
+        )
+    )
+    before = mapped(folder)
+    gone = late.submit(worker_pb2.Step(epoch=1, id=driver.next_id + 1, peers=[worker_pb2.Peer(number=0)]))
+    assert mapped(folder) == before
+    assert unpack(late.finish(begun).swap_in_acks).tolist() == host.tolist()
+    late.finish(gone)
+    del begun, gone
+    assert mapped(folder) == before - 1
+    driver.next_id += 2
+    driver.enter(5, prompt + first, prompt=len(prompt), computed=len(prompt))
+    assert driver.run(5, OUTPUTS) == outputs[:OUTPUTS]
+
+
+def test_a_new_run_knows_no_peer_of_the_one_before(reference: Reference, folder: Path) -> None:
+    ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
+    driver = Driver(theirs)
+    driver.step({}, peers=[peer_of(ours.info())])
+    before = mapped(folder)
+    theirs.reset()
+    assert mapped(folder) == before - 1
+    with pytest.raises(ProtocolError, match="peer 0 was not acknowledged"):
+        driver.step({}, swap_in_host=pack([0]), swap_in_gpu=pack([0]), swap_in_peers=pack([0]))
+
+
+def mapped(folder: Path) -> int:
+    """How many files of the folder this process has mapped, each as often as it has."""
+    return sum(f"{folder}/" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_each_rank_copies_from_its_counterpart_and_all_must_be_able_to(
+    processes: Processes, reference: Reference, folder: Path, tmp_path: Path, tp: int, pp: int
+) -> None:
+    prompt, outputs = reference.prompts[0], reference.outputs[0]
+    given = sharing(reference.path, folder)
+    model = given.pop("model")
+    kept, name = tmp_path / "kept", "5" * 32
+    kept.mkdir()
+    with processes.replica(tp, pp, model, **given) as replica:
+        driver = Driver(replica)
+        ours = peer_of(replica.info())
+        first, host = prefilled(driver, prompt)
+        own = ours.host_tier.partition("/")[2]
+        for rank in range(2):  # as if its processes went on
+            (kept / f"{name}-{rank}").write_bytes((folder / f"{own}-{rank}").read_bytes())
+        ours.host_tier = ours.host_tier.replace(own, name)
+    with processes.replica(tp, pp, model, **given) as replica:
+        for file in kept.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        driver = Driver(replica)
+        assert unpack(driver.step({}, peers=[ours]).peer_acks).tolist() == [0]
+        assert goes_on(driver, prompt, first, host) == outputs[:OUTPUTS]
+        (folder / f"{name}-1").unlink()
+        again = worker_pb2.Peer(number=1, host_tier=ours.host_tier, host_blocks=HOST_BLOCKS)
+        assert unpack(driver.step({}, peers=[again]).peer_acks).tolist() == []
+
+
+@pytest.fixture
+def workers(reference: Reference, folder: Path) -> Iterator[list[tuple[Any, str]]]:
+    """Two processes and their addresses."""
+    with ExitStack() as stack:
+        made = []
+        for _ in range(2):
+            made.append(start(stack, reference.path, folder))
+        yield made
+
+
+def start(stack: ExitStack, model: Path, folder: Path) -> tuple[Any, str]:
+    address = f"127.0.0.1:{free_port()}"
+    values = {"DTYPE": "float32", "HOST_BLOCKS": HOST_BLOCKS, "KV_SHARE_DIR": folder, "DEVICE": "cpu"}
+    process = start_worker(model, "redis://127.0.0.1:1/0", address, **values)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process, address
+
+
+def describe(address: str) -> worker_pb2.WorkerInfo:
+    """When it has loaded."""
+    infos: list[worker_pb2.WorkerInfo] = []
+
+    def answers() -> bool:
+        with grpc.insecure_channel(address) as channel:
+            try:
+                infos.append(worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=10))
+            except grpc.RpcError:
+                return False
+        return True
+
+    until("the worker has loaded", answers, 60)
+    return infos[-1]
+
+
+def test_two_processes_hand_a_sequence_over_and_a_killed_ones_file_goes_with_the_next_start(
+    reference: Reference, folder: Path, workers: list[tuple[Any, str]]
+) -> None:
+    prompt, outputs = reference.prompts[1], reference.outputs[1]
+    infos = [describe(address) for _, address in workers]
+    assert (folder.stat().st_mode & 0o777, {(folder / name).stat().st_mode & 0o777 for name in tiers(folder)}) == (
+        0o700,
+        {0o600},
+    )
+    size = infos[0].block_size
+    used = -(-len(prompt) // size)
+    blocks = list(range(used + 3))
+    with ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(address, options=OPTIONS)) for _, address in workers]
+        ours, theirs = (Client(channel, epoch=1) for channel in channels)
+        entering = worker_pb2.Enter(slot=0, tokens=pack(prompt), prompt_tokens=len(prompt), blocks=pack(blocks))
+        ours.send(1, enters=[entering], **chunk(0, len(prompt)))
+        first = unpack(next(ours.call).tokens).tolist()
+        ours.send(2, free_slots=pack([0]), swap_out_gpu=pack(blocks[:used]), swap_out_host=pack(blocks[:used]))
+        assert unpack(next(ours.call).swap_out_acks).tolist() == blocks[:used]
+        theirs.send(1, peers=[peer_of(infos[0])])
+        assert unpack(next(theirs.call).peer_acks).tolist() == [0]
+        workers[0][0].send_signal(signal.SIGKILL)
+        workers[0][0].wait()
+        assert len(tiers(folder)) == 2, "nobody was there to remove it"
+        swap = {"swap_in_host": pack(blocks[:used]), "swap_in_gpu": pack(blocks[:used])}
+        theirs.send(2, **swap, swap_in_peers=pack([0] * used))
+        assert unpack(next(theirs.call).swap_in_acks).tolist() == blocks[:used]
+        found = list(first)
+        entering = worker_pb2.Enter(
+            slot=0, tokens=pack(prompt + first), prompt_tokens=len(prompt), computed=len(prompt), blocks=pack(blocks)
+        )
+        for at in range(OUTPUTS - 1):
+            theirs.send(3 + at, enters=[] if at else [entering], **chunk(len(prompt) + at, 1))
+            found += unpack(next(theirs.call).tokens).tolist()
+        assert found == outputs[:OUTPUTS]
+        theirs.close()
+        new, address = start(stack, reference.path, folder)
+        names = {info.host_tier.partition("/")[2] for info in (infos[1], describe(address))}
+        assert tiers(folder) == sorted(f"{name}-0" for name in names)
+        for process in (workers[1][0], new):
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+    assert tiers(folder) == []
+
+
+def test_a_folder_that_others_could_read_is_refused(reference: Reference, tmp_path: Path) -> None:
+    for mode in (0o755, 0o710, 0o703):
+        path = tmp_path / f"{mode:o}"
+        path.mkdir()
+        path.chmod(mode)
+        with pytest.raises(ConfigurationError, match=rf"--kv-share-dir {path} .*mode {mode:o}.*mode 700"):
+            make_engine(**sharing(reference.path, path))
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*No such file"):
+        make_engine(**sharing(reference.path, tmp_path / "no" / "such"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*Not a directory"):
+        make_engine(**sharing(reference.path, tmp_path / "file"))
+
+
+def test_missing_room_is_an_error_at_the_start_that_names_need_and_remedy(
+    reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(ConfigurationError, match=r"no room .*No space left.*needs 4 MiB.*lower --host-blocks"):
+        make_engine(**sharing(reference.path, folder, host_blocks=2048))
+    assert tiers(folder) == []
+
+
+def test_a_prefill_worker_has_a_host_tier_and_roles_need_a_folder(reference: Reference, folder: Path) -> None:
+    given = sharing(reference.path, folder, host_blocks=None)
+    model = given.pop("model")
+    infos = {role: make_engine(model, **given, worker_role=role).info() for role in ("both", "prefill", "decode")}
+    assert [infos[role].role for role in infos] == ["", "prefill", "decode"]
+    assert [infos[role].host_blocks > 0 for role in infos] == [False, True, False]
+    assert all(info.host_tier for info in infos.values()), "without blocks of its own it still reads those of others"
+    with pytest.raises(ConfigurationError, match=r"prefill worker.*raise --host-blocks"):
+        make_engine(model, **given | {"host_blocks": 0}, worker_role="prefill")
+    with pytest.raises(ValueError, match="prefill needs ORCINUS_KV_SHARE_DIR"):
+        make_engine(model, worker_role="prefill")
+    assert make_engine(model).info().host_tier == ""

@@ -1,0 +1,97 @@
+"""Memory of other workers is mapped for as long as a Run needs it, and what is told of it can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import worker_pb2
+from services.worker.server import OPTIONS
+from shared.columns import pack, unpack
+from shared.errors import ProtocolError
+from tests.engine.driver import Driver, make_engine
+from tests.engine.peers.test_peers import mapped, peer_of, sharing
+from tests.engine.worker.test_ranks import Replica
+from tests.engine.worker.test_server import Client
+from tests.support.models import Reference, make_llama
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("ends") / "tiny", seed=9, requests=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def replica(reference: Reference, folder: Path) -> Iterator[Replica]:
+    """Three ranks of this process."""
+    made = Replica(reference, kv_share_dir=folder, host_blocks=4)
+    yield made
+    made.stop()
+
+
+def test_every_rank_lets_go_of_what_it_read_when_the_run_ends_however_it_does(
+    reference: Reference, folder: Path, replica: Replica
+) -> None:
+    ours = make_engine(**sharing(reference.path, folder))
+    peer, before = peer_of(ours.info()), mapped(folder)
+    with grpc.insecure_channel(replica.leader.address, options=OPTIONS) as channel:
+        for epoch in (1, 2):
+            run = Client(channel, epoch=epoch)
+            run.send(1, peers=[peer])
+            assert unpack(next(run.call).peer_acks).tolist() == [0]
+            until("every rank has mapped it", lambda: mapped(folder) == before + 3)
+            if epoch == 1:
+                run.close()
+            else:
+                run.call.cancel()
+            until("no rank has it any more", lambda: mapped(folder) == before)
+        old = Client(channel, epoch=3)
+        old.send(1)
+        next(old.call)
+        state = replica.leader._current
+        assert state is not None and state.epoch == 3
+        new = Client(channel, epoch=4)
+        new.send(1, peers=[peer])
+        assert unpack(next(new.call).peer_acks).tolist() == [0]
+        assert old.ended_with() == grpc.StatusCode.ABORTED
+        replica.leader._pipeline.over(state)  # as late as it can come
+        new.send(2, swap_in_host=pack([3]), swap_in_gpu=pack([5]), swap_in_peers=pack([0]))
+        assert unpack(next(new.call).swap_in_acks).tolist() == [3]
+        new.call.cancel()
+        until("no rank has it any more", lambda: mapped(folder) == before)
+    assert not replica.lost
+
+
+def test_what_is_read_and_never_acknowledged_is_let_go_as_well(reference: Reference, folder: Path) -> None:
+    ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
+    before, driver = mapped(folder), Driver(theirs)
+    driver.step({}, peers=[peer_of(ours.info())])
+    assert mapped(folder) == before + 1
+    columns = {"swap_in_host": pack([0]), "swap_in_gpu": pack([0]), "swap_in_peers": pack([0])}
+    theirs.submit(worker_pb2.Step(epoch=1, id=driver.next_id, **columns))
+    theirs.end_run()
+    assert mapped(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ({"peers": [worker_pb2.Peer(number=1 << 31, host_tier="a/b", host_blocks=1)]}, "number 2147483648 is outside"),
+        ({"swap_in_peers": pack([-1])}, "swap_in_host, swap_in_peers: columns of 0 and 1 entries"),
+    ],
+)
+def test_what_no_scheduler_can_mean_breaks_the_contract(
+    reference: Reference, folder: Path, step: dict[str, object], said: str
+) -> None:
+    driver = Driver(make_engine(**sharing(reference.path, folder)))
+    with pytest.raises(ProtocolError, match=said):
+        driver.step({}, **step)

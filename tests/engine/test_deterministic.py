@@ -1,0 +1,104 @@
+"""With --deterministic a request's logits and KV are the same bits alone, in any batch, in any chunks, after recompute.
+
+Logits are compared as the compiled pass returned them, for every token of every request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protos import worker_pb2
+from services.worker.engine import Engine
+from shared.columns import unpack
+from tests.engine.driver import Driver, make_engine
+from tests.support.models import Reference, make_llama
+
+OUTPUTS = 20
+SEED = 20261120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(
+        tmp_path_factory.mktemp("deterministic") / "tiny", seed=11, requests=5, prompt_tokens=(3, 150), hidden_size=96
+    )
+
+
+class Recorder(Driver):
+    """Keeps the logits of every sampled token, by slot."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.logits: dict[int, list[torch.Tensor]] = {}
+        compiled = engine._compiled
+        self._last = torch.zeros(0)
+
+        def keep(prepared: Any) -> torch.Tensor:
+            found = compiled(prepared)
+            self._last = found.clone()
+            return found
+
+        engine._compiled = keep
+
+    def step(self, chunks: dict[int, int], **fields: Any) -> worker_pb2.Result:
+        result = super().step(chunks, **fields)
+        for row, slot in enumerate(unpack(result.slots).tolist()):
+            self.logits.setdefault(slot, []).append(self._last[row])
+        return result
+
+
+def engine_of(model: Reference, dtype: str, threads: int) -> Engine:
+    return make_engine(
+        model.path,
+        block_size=16,
+        kernels="cpu",
+        deterministic=True,
+        dtype=dtype,
+        threads=threads,
+        max_seqs=6,
+        max_step_tokens=512,
+    )
+
+
+def alone(model: Reference, dtype: str, prompt: list[int]) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
+    """Tokens, logits and KV blocks of one request that runs by itself, its prompt in one chunk, on one thread."""
+    driver = Recorder(engine_of(model, dtype, threads=1))
+    driver.enter(0, prompt)
+    tokens = list(driver.run(0, OUTPUTS))
+    used = driver.blocks(0)[: -(-(len(prompt) + OUTPUTS - 1) // 16)]
+    return tokens, driver.logits[0], [driver.engine.read_block(int(block)) for block in used]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_logits_do_not_depend_on_what_else_runs(model: Reference, dtype: str, threads: int) -> None:
+    rng = np.random.default_rng(SEED + threads)
+    expected = [alone(model, dtype, prompt) for prompt in model.prompts]
+    driver = Recorder(engine_of(model, dtype, threads))
+    for slot, prompt in enumerate(model.prompts):
+        driver.enter(slot, prompt)
+    recomputed = 2
+    while any(len(driver.outputs[slot]) < OUTPUTS for slot in range(len(model.prompts))):
+        running = [slot for slot in range(len(model.prompts)) if len(driver.outputs[slot]) < OUTPUTS]
+        picked = rng.permutation(running)[: rng.integers(1, len(running) + 1)]
+        driver.step({int(slot): int(rng.integers(1, 90)) for slot in picked})
+        if recomputed >= 0 and len(driver.outputs[recomputed]) == OUTPUTS // 2:
+            # Preempted: its blocks are lost, everything it has is computed again in chunks of another size.
+            known = [*model.prompts[recomputed], *driver.outputs[recomputed]]
+            driver.free(recomputed)
+            driver.enter(recomputed, known, prompt=len(model.prompts[recomputed]))
+            recomputed = -1
+    for slot, (tokens, logits, blocks) in enumerate(expected):
+        assert driver.outputs[slot] == tokens
+        assert len(driver.logits[slot]) == len(logits) == OUTPUTS
+        for found, wanted in zip(driver.logits[slot], logits, strict=True):
+            assert torch.equal(found, wanted)
+        written = len(model.prompts[slot]) + OUTPUTS - 1
+        for index, wanted in enumerate(blocks):
+            rows = min(16, written - 16 * index)
+            found = driver.engine.read_block(int(driver.blocks(slot)[index]))
+            assert torch.equal(found[..., :rows, :], wanted[..., :rows, :])

@@ -1,0 +1,208 @@
+"""Sequences bound by grammars on the engine: what comes out is valid, and the same whatever the engine does meanwhile.
+
+Core and engine in one process, random weights, temperature 1. The oracles are json, jsonschema and re.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from protos import worker_pb2
+from services.scheduler.core.types import Finish, NewRequest
+from services.worker import grammar as grammar_module
+from services.worker.engine import Engine
+from shared import grammars as grammars_module
+from shared.columns import pack, unpack
+from shared.grammars import NOT_FOLLOWED
+from tests.engine.driver import Driver, make_engine
+from tests.engine.late_engine import make_late_engine
+from tests.support import in_process
+from tests.support.models import BOS, EOS, IM_END, make_llama, random_prompts
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5, "pattern": "^[a-z]+$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "ü"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PATTERN = r"(\+[0-9]{1,3} )?[0-9]{3}-[0-9]{4}|n/a"
+CHOICES = ["yes", "no", "yesterday", "né🐋"]
+COUNT = 40
+SMALL = {"kv_blocks": 36, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 96, "max_step_tokens": 512}
+"""A pool in which sequences have to be preempted."""
+
+
+def _json(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+KINDS: list[tuple[str, Callable[[str], Any]]] = [
+    (LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False}), _json),
+    (LLMatcher.grammar_from_regex(PATTERN), re.compile(PATTERN).fullmatch),
+    (LLMatcher.grammar_from_regex("|".join(map(re.escape, CHOICES))), CHOICES.__contains__),
+    ("", lambda _: True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("grammars") / "tiny", requests=1, output_tokens=1, hidden_size=32).path
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return make_engine(model)
+
+
+def requests(count: int) -> list[NewRequest]:
+    """Of every kind in turn, ended by the model's end of text."""
+    made = []
+    for at, prompt in enumerate(random_prompts(count, (2, 40), 11)):
+        grammar, _ = KINDS[at % len(KINDS)]
+        most = 96 if grammar else 20
+        request = in_process.request(f"r{at}", prompt, most, temperature=1.0, seed=at, grammar=grammar)
+        request.stop_ids = np.array([EOS], np.int32)
+        made.append(request)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> in_process.Recorded:
+    """The reference: no lookahead, room for all."""
+    recorded, _ = in_process.run(engine, requests(COUNT), "orcinus")
+    return recorded
+
+
+def text_of(tokens: list[int]) -> str:
+    assert tokens[-1] == EOS
+    return bytes(tokens[:-1]).decode()
+
+
+def test_outputs_are_valid_and_end_where_the_grammar_is_complete(engine: Engine) -> None:
+    recorded, _ = in_process.run(engine, requests(240), "orcinus", lookahead=1)
+    assert not recorded.errors
+    for at in range(240):
+        grammar, valid = KINDS[at % len(KINDS)]
+        if grammar:
+            assert recorded.finish[f"r{at}", 0] == Finish.STOP
+            assert valid(text_of(recorded.tokens[f"r{at}", 0]))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+def test_tokens_are_the_same_ahead_in_chunks_preempted_and_on_a_device_that_keeps_them(
+    model: Path, alone: in_process.Recorded, late: bool, lookahead: int
+) -> None:
+    make = make_late_engine if late else make_engine
+    crowded = make(model, host_blocks=0, **SMALL)
+    recorded, core = in_process.run(
+        crowded, requests(COUNT), "sarathi", microbatches=1 + lookahead, lookahead=lookahead, step_tokens=17
+    )
+    assert recorded.tokens == alone.tokens and recorded.finish == alone.finish
+    assert core.stats()["preemptions"] > 0, "nothing was preempted: the pool is too large"
+
+
+def test_a_sequence_goes_on_elsewhere_with_the_tokens_that_it_has(engine: Engine, alone: in_process.Recorded) -> None:
+    moved, known = requests(COUNT), in_process.Recorded()
+    for at, request in enumerate(moved):
+        had = alone.tokens[request.id, 0][: at % 12][:-1]
+        request.outputs = [np.array(had, np.int32)]
+        known.tokens[request.id, 0] = list(had)
+    recorded, _ = in_process.run(engine, moved, "orcinus", lookahead=1, known=known)
+    assert recorded.tokens == alone.tokens and recorded.finish == alone.finish
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("not a grammar", "the grammar cannot be followed"),
+        (LLMatcher.grammar_from_regex("(a"), "unclosed group"),
+        (LLMatcher.grammar_from_json_schema({"$ref": "http://example.org/x"}), "does not fetch"),
+        ('{"grammars": [{"lark_grammar": "' + " " * 70_000 + '"}]}', "longer than 65536 bytes"),
+    ],
+)
+def test_a_sequence_whose_grammar_cannot_be_used_fails_alone(engine: Engine, grammar: str, words: str) -> None:
+    driver = Driver(engine)
+    engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar))
+    result = driver.step({0: 64, 2: 64})
+    assert [(error.slot, error.code) for error in result.errors] == [(2, "grammar")]
+    assert words in result.errors[0].message
+    assert unpack(result.slots).tolist() == [0]
+
+
+def test_a_grammar_that_breaks_a_bound_on_the_way_says_that_it_cannot_be_followed(engine: Engine) -> None:
+    """Gateways compile it without a fault, as its first row is small; they answer 400 by these words."""
+    grammar = LLMatcher.grammar_from_lark("start: " + " ".join(f'"a{at}"?' for at in range(5000)))
+    driver = Driver(engine)
+    engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar))
+    results = [driver.step({0: 64, 2: 64}) for _ in range(2)]
+    assert not results[0].errors
+    assert [(error.slot, error.code) for error in results[1].errors] == [(2, "grammar")]
+    assert results[1].errors[0].message.startswith(f"{NOT_FOLLOWED}: ")
+    assert "max is" in results[1].errors[0].message
+    assert unpack(results[1].slots).tolist() == [0]
+
+
+def test_a_grammar_that_is_not_compiled_in_time_fails_its_sequence_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(grammar_module, "COMPILE_S", 0.0)
+    monkeypatch.setattr(engine._grammars, "_make", lambda *_: done.wait(60))
+    driver = Driver(engine)
+    engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[1][0]))
+    result = driver.step({0: 64, 2: 64})
+    done.set()
+    assert [(error.slot, error.code) for error in result.errors] == [(2, "grammar")]
+    assert "not compiled within" in result.errors[0].message
+
+
+def test_sequences_of_one_grammar_do_not_use_up_the_states_of_its_lexer_for_each_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
+    limits = {"max_lexer_states": 90, "verbose_errors": False}  # enough for one
+    monkeypatch.setattr(grammars_module, "LIMITS", limits)
+    pattern = "[ab ]*a[ab ]{14}c"
+    driver = Driver(engine)
+    engine.reset()
+    for slot in range(8):
+        ambiguous = worker_pb2.Sampling(
+            grammar=LLMatcher.grammar_from_regex(pattern), temperature=1, top_p=1, seed=slot, stop_ids=pack([EOS])
+        )
+        driver.enter(slot, random_prompts(1, (9, 9), slot)[0], sampling=ambiguous)
+    for _ in range(40):
+        result = driver.step(dict.fromkeys(range(8), 64))
+        assert not result.errors, result.errors[0].message
+
+
+def test_control_tokens_are_never_part_of_what_a_grammar_allows(engine: Engine) -> None:
+    driver = Driver(engine)
+    engine.reset()
+    anything = worker_pb2.Sampling(grammar=LLMatcher.grammar_from_regex("(?s:.*)"), temperature=1.0, top_p=1.0)
+    for token in (BOS, IM_END):
+        anything.bias_ids += np.int32(token).tobytes()
+        anything.bias_values += np.float32(100).tobytes()
+    driver.enter(1, [1, 2, 3], sampling=anything)
+    assert not {BOS, IM_END} & set(driver.run(1, 24))

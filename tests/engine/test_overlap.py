@@ -1,0 +1,315 @@
+"""Steps that are given to the device before the one before them is finished: the same tokens, errors and acks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protos import worker_pb2
+from services.worker.engine import Engine
+from services.worker.in_flight import Flight
+from services.worker.slots import SlotTable
+from shared.columns import pack, unpack
+from shared.logprobs import unpack_records
+from tests.engine.driver import make_engine
+from tests.engine.late_engine import make_late_engine
+from tests.support import in_process
+from tests.support.models import VOCAB, Reference, make_llama
+from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
+
+SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
+"""A pool in which policies have to preempt."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return policy_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def load(shared: Reference) -> Load:
+    return shared_prefixes(shared)
+
+
+@pytest.fixture(scope="module")
+def crowded(shared: Reference) -> Engine:
+    return make_late_engine(shared.path, seed=5, host_blocks=32, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("overlap") / "tiny", seed=3, requests=4, prompt_tokens=(12, 40))
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference) -> Engine:
+    return make_late_engine(reference.path, host_blocks=16)
+
+
+class Ahead:
+    """Submits steps of an engine by hand. Slot s has blocks 12 s .. 12 s + 11 of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        engine.reset()
+        self.engine = engine
+        self.id = 0
+        self.outputs: dict[int, list[int]] = {}
+
+    def submit(self, chunks: dict[int, tuple[int, int]], **fields: Any) -> Flight:
+        """chunks: slot -> (start, length)."""
+        self.id += 1
+        columns = list(chunks.values())
+        return self.engine.submit(
+            worker_pb2.Step(
+                epoch=1,
+                id=self.id,
+                chunk_slots=pack(list(chunks)),
+                chunk_starts=pack([start for start, _ in columns]),
+                chunk_lengths=pack([length for _, length in columns]),
+                **fields,
+            )
+        )
+
+    def finish(self, flight: Flight, more: bool = False) -> worker_pb2.Result:
+        result = self.engine.finish(flight, lambda: more)
+        assert not result.error
+        for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
+            self.outputs.setdefault(slot, []).append(token)
+        return result
+
+
+def enter(slot: int, tokens: list[int], **fields: Any) -> worker_pb2.Enter:
+    blocks = pack(np.arange(12 * slot, 12 * slot + 12))
+    return worker_pb2.Enter(slot=slot, tokens=pack(tokens), prompt_tokens=len(tokens), blocks=blocks, **fields)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "orcinus:memory=watermark"])
+def test_preempting_and_swapping_beside_steps_in_flight_gives_the_references_tokens(
+    crowded: Engine, load: Load, policy: str, lookahead: int
+) -> None:
+    recorded, core = in_process.run(crowded, load.requests(), policy, lookahead=lookahead)
+    load.check(recorded)
+    stats = core.stats()
+    assert stats["preemptions"] > 0
+    assert policy == "sarathi" or stats["swapped_blocks"] > 0
+    assert stats["blocks_draining"] == 0
+
+
+def test_draws_with_seeds_and_penalties_are_those_of_the_engine_that_waits(
+    reference: Reference, engine: Engine
+) -> None:
+    """Penalties read the last token, which the host does not know yet."""
+
+    def requests() -> list[Any]:
+        return [
+            in_process.request(f"r{i}", prompt, 24, temperature=0.9 * (i % 3), seed=40 + i, repetition_penalty=1.5,
+                               frequency_penalty=2.0 * (i % 2), top_k=30, logprobs=i % 3 + i % 2)
+            for i, prompt in enumerate(reference.prompts)
+        ]  # fmt: skip
+
+    calm = make_engine(reference.path, host_blocks=16)
+    assert engine.overlaps and not calm.overlaps
+    waits, _ = in_process.run(calm, requests(), "orcinus", lookahead=1)
+    late, _ = in_process.run(engine, requests(), "orcinus", lookahead=1)
+    assert late.tokens == waits.tokens
+    for i in range(len(reference.prompts)):
+        wanted = i % 3 + i % 2  # not all ask, and for different numbers
+        told, expected = (unpack_records(one.logprobs.get((f"r{i}", 0), b""), wanted) for one in (late, waits))
+        assert len(told) == len(expected) == 24 * (wanted > 0)
+        assert [one.sampled for one in told] == pytest.approx([one.sampled for one in expected], abs=1e-4)
+        assert [best for one in told for best, _ in one.best] == [best for one in expected for best, _ in one.best]
+    assert [late.tokens[f"r{i}", 0] for i in range(4)] != reference.outputs
+
+
+def test_a_token_that_only_the_device_knows_is_named_by_its_slot_until_it_is_told() -> None:
+    table = SlotTable(max_seqs=3, max_model_len=16, block_size=4, blocks=8, host_blocks=0, vocab=VOCAB)
+    table.known[:], table.active[:] = 5, True
+    slots = np.array([2, 0], np.int32)
+    places = table.known[slots]
+    table.expect(slots, places)
+    assert table.known.tolist() == [6, 5, 6]
+    assert table.tokens[:, 5].tolist() == [~0, 0, ~2]
+    table.record(slots, places, np.array([71, 72], np.int32))
+    assert table.tokens[:, 5].tolist() == [72, 0, 71]
+    before = table.departures
+    table._free(np.array([2], np.int32))
+    assert table.departures > before and table.generation.tolist() == [0, 0, 1]
+
+
+def test_a_slot_that_is_freed_and_taken_again_before_its_last_token_came_keeps_the_new_sequence(
+    engine: Engine, reference: Reference
+) -> None:
+    old, new = reference.prompts[0][:12], reference.prompts[1]
+    ahead = Ahead(engine)
+    ahead.finish(ahead.submit({0: (0, 12)}, enters=[enter(0, old)]))
+    last = ahead.submit({0: (12, 1)})
+    # Place 13 of the slot belonged to the token of `last`; it holds a token of the new prompt now.
+    assert len(new) > 14
+    flights = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[enter(0, new)])]
+    told = ahead.finish(last)
+    assert unpack(told.slots).tolist() == [0]
+    assert engine._slots.tokens[0, : len(new)].tolist() == new
+    assert ahead.finish(flights[0]).slots == b""
+    ahead.outputs.clear()
+    flights = [ahead.submit({0: (4, len(new) - 4)})]
+    for place in range(len(new), len(new) + 10):
+        flights.append(ahead.submit({0: (place, 1)}))
+        ahead.finish(flights.pop(0))
+    ahead.finish(flights.pop())
+    assert ahead.outputs[0] == reference.outputs[1][:11]
+
+
+@pytest.fixture
+def poison(engine: Engine, reference: Reference) -> Iterator[int]:
+    """A token after which the model gives NaN."""
+    embedding = engine._decoder.weights.tokens.weight
+    used = {token for tokens in reference.prompts + reference.outputs for token in tokens}
+    token = next(t for t in range(VOCAB) if t not in used)
+    kept = embedding[token].clone()
+    embedding[token] = float("nan")
+    yield token
+    embedding[token] = kept
+
+
+def test_a_sequence_that_fails_with_a_step_in_flight_fails_there_too_and_its_slot_can_be_used_again(
+    engine: Engine, reference: Reference, poison: int
+) -> None:
+    good, other = reference.prompts[0], reference.prompts[1]
+    ahead = Ahead(engine)
+    size = len(good)
+    first = ahead.submit({0: (0, size), 1: (0, 3)}, enters=[enter(0, good), enter(1, [1, 2, poison])])
+    second = ahead.submit({1: (3, 1), 0: (size, 1)})
+    for flight in (first, second):
+        result = ahead.finish(flight)
+        assert [(error.slot, error.code) for error in result.errors] == [(1, "nan_logits")]
+        assert unpack(result.slots).tolist() == [0]
+    third = ahead.submit({1: (4, 1), 0: (size + 1, 1)})  # on its way before the scheduler read of the error
+    fourth = ahead.submit({1: (0, len(other)), 0: (size + 2, 1)}, free_slots=pack([1]), enters=[enter(1, other)])
+    assert [error.slot for error in ahead.finish(third).errors] == [1]
+    assert not ahead.finish(fourth).errors
+    assert ahead.outputs == {0: reference.outputs[0][:4], 1: reference.outputs[1][:1]}
+
+
+def test_a_failure_of_one_draw_alone_is_told_again_by_the_step_in_flight(engine: Engine, reference: Reference) -> None:
+    prompt = reference.prompts[0]
+    nothing = worker_pb2.Sampling(stop_ids=pack(range(VOCAB)), min_tokens=1)
+    ahead = Ahead(engine)
+    first = ahead.submit({1: (0, len(prompt))}, enters=[enter(1, prompt, sampling=nothing)])
+    second = ahead.submit({1: (len(prompt), 1)})  # the ban was for one token: this draw would be fine
+    for flight in (first, second):
+        result = ahead.finish(flight)
+        assert [(error.slot, error.code) for error in result.errors] == [(1, "nothing_allowed")]
+        assert not result.slots
+
+
+def test_a_sequence_that_fails_after_its_slot_was_taken_again_does_not_fail_the_new_one(
+    engine: Engine, reference: Reference, poison: int
+) -> None:
+    ahead = Ahead(engine)
+    first = ahead.submit({1: (0, 3)}, enters=[enter(1, [1, 2, poison])])
+    new = reference.prompts[1]
+    second = ahead.submit({1: (0, len(new))}, free_slots=pack([1]), enters=[enter(1, new)])
+    assert [(error.slot, error.code) for error in ahead.finish(first).errors] == [(1, "nan_logits")]
+    assert not ahead.finish(second).errors
+    third = ahead.submit({1: (len(new), 1)})
+    assert not ahead.finish(third).errors
+    assert ahead.outputs == {1: reference.outputs[1][:2]}
+
+
+def test_a_grammar_that_is_none_fails_its_sequence_here_and_in_the_step_in_flight(
+    engine: Engine, reference: Reference
+) -> None:
+    prompt = reference.prompts[0]
+    masked = enter(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
+    ahead = Ahead(engine)
+    flights = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, enter(0, prompt)])]
+    flights.append(ahead.submit({0: (len(prompt), 1), 1: (len(prompt), 1)}))
+    for flight in flights:
+        result = ahead.finish(flight)
+        assert [(error.slot, error.code) for error in result.errors] == [(1, "grammar")]
+    assert ahead.outputs == {0: reference.outputs[0][:2]}
+
+
+def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, reference: Reference) -> None:
+    old, new = reference.prompts[0][:12], reference.prompts[1]
+    ahead = Ahead(engine)
+    copies = {"swap_out_gpu": pack([90]), "swap_out_host": pack([3]), "swap_in_host": pack([3])}
+    flights = [
+        ahead.submit({0: (0, 12)}, enters=[enter(0, old)], **copies, swap_in_gpu=pack([1])),
+        ahead.submit({0: (12, 1)}),
+    ]
+    after = Ahead(engine)  # resets
+    begun = after.submit({0: (0, len(new))}, enters=[enter(0, new)])
+    block = engine.read_block(1)
+    assert block.any()
+    for flight in flights:  # as the server does: somebody waits for them, nobody reads them
+        ahead.finish(flight)
+    assert engine._slots.tokens[0, : len(new)].tolist() == new
+    assert after.finish(begun).swap_out_acks == b"", "these are of another Run"
+    assert torch.equal(engine.read_block(1), block), "a copy of the Run before went on"
+    for place in range(len(new), len(new) + 5):
+        after.finish(after.submit({0: (place, 1)}))
+    assert after.outputs[0] == reference.outputs[1][:6]
+
+
+def test_copies_are_acknowledged_once_in_order_by_the_result_that_finds_them_complete(
+    engine: Engine, reference: Reference
+) -> None:
+    prompt = reference.prompts[0]
+    ahead = Ahead(engine)
+    ahead.finish(ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]))
+    acks: list[tuple[list[int], list[int], int]] = []
+
+    def note(result: worker_pb2.Result) -> None:
+        timings = result.timings
+        acks.append((unpack(result.swap_out_acks).tolist(), unpack(result.swap_in_acks).tolist(), timings.swap_ns))
+
+    out = ahead.submit({0: (len(prompt), 1)}, swap_out_gpu=pack([1, 0]), swap_out_host=pack([5, 6]))
+    in_ = ahead.submit({}, swap_in_host=pack([5]), swap_in_gpu=pack([80]))
+    pending = out.copies._begun[0].pending[0]
+    pending._patience = 1  # type: ignore[attr-defined]
+    note(ahead.finish(out, more=True))
+    last = ahead.submit({0: (len(prompt) + 1, 1)})
+    note(ahead.finish(in_, more=False))
+    note(ahead.finish(last))
+    assert acks == [([], [], 0), ([1, 0], [5], 2000), ([], [], 0)]
+    same = engine.read_block(80), engine.read_block(1)
+    assert torch.equal(*same) and same[0].any()
+
+
+def test_a_step_that_only_copies_waits_for_its_copies_when_nothing_follows(engine: Engine) -> None:
+    ahead = Ahead(engine)
+    for host in range(6):  # whatever the patience of the copy
+        flight = ahead.submit({}, swap_out_gpu=pack([host]), swap_out_host=pack([host]))
+        assert unpack(ahead.finish(flight).swap_out_acks).tolist() == [host]
+
+
+def test_timings_are_the_devices_and_idle_is_between_flights(
+    engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0
+
+    def later(ns: int) -> int:
+        nonlocal clock
+        clock += ns
+        return clock
+
+    prepare = engine._ops.prepare
+    monkeypatch.setattr(engine._ops, "mark", lambda: later(1))
+    monkeypatch.setattr(engine._ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
+    monkeypatch.setattr(engine, "_compiled", lambda given, run=engine._compiled: (later(30), run(given))[1])
+    monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
+    prompt = reference.prompts[0]
+    ahead = Ahead(engine)
+    flights = [ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]
+    results = [ahead.finish(flights[0])]
+    flights.append(ahead.submit({0: (len(prompt) + 1, 1)}))
+    results += [ahead.finish(flight) for flight in flights[1:]]
+    names = ("idle_ns", "forward_ns", "sample_ns", "total_ns")
+    found = [tuple(getattr(result.timings, name) for name in names) for result in results]
+    assert found == [(0, 31, 10, 41)] + [(102, 31, 10, 41)] * 2, "what the host prepares is no step of the device's"

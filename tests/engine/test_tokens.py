@@ -1,0 +1,317 @@
+"""The engine in process against transformers: the same greedy tokens, close logits, however it is batched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.ops import Batch
+from protos import worker_pb2
+from shared.columns import pack, unpack
+from shared.logprobs import TokenLogprobs
+from tests.engine.driver import Driver, make_engine
+from tests.support.models import MIN_GAP, Reference, make_llama
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "every-head-its-own": {"num_key_value_heads": 4},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"kind": "qwen2"},
+    "mistral": {"kind": "mistral"},
+    "wide-heads": {"head_dim": 24},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}},
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "sharded": {"shards": 4},
+    "bfloat16-on-disk": {"dtype": "bfloat16"},
+    "float16-on-disk": {"dtype": "float16"},
+}
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("grouped") / "tiny", seed=3, requests=6)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Fail when a logit differs by more than 1e-4 of the largest one."""
+    error = float((found - expected).abs().max())
+    assert error <= 1e-4 * max(1.0, float(expected.abs().max())), error
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_and_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    reference = make_llama(tmp_path / "tiny", seed=7, requests=3, output_tokens=16, **VARIANTS[variant])
+    if variant == "sharded":
+        assert len(list(reference.path.glob("model-*.safetensors"))) > 1
+    engine = make_engine(reference.path)
+    driver = Driver(engine)
+    for slot, prompt in enumerate(reference.prompts):
+        driver.enter(slot, prompt)
+    for _ in range(16):
+        driver.step(dict.fromkeys(range(3), 4096))
+    assert [driver.outputs[slot] for slot in range(3)] == reference.outputs
+    close(all_logits(engine, reference.prompts[0]), reference.logits(reference.prompts[0]))
+
+
+def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits of every position in one pass over blocks 0, 1, 2, ..."""
+    count, size = len(tokens), engine.info().block_size
+    positions = np.arange(count, dtype=np.int32)
+    batch = Batch(
+        tokens=np.array(tokens, np.int32),
+        positions=positions,
+        query_start=np.array([0, count], np.int32),
+        context=np.array([count], np.int32),
+        tables=np.arange(-(-count // size), dtype=np.int32)[None],
+        write_blocks=positions // size,
+        write_offsets=positions % size,
+        sample_rows=positions,
+    )
+    with torch.inference_mode():
+        prepared = engine._ops.prepare(batch, engine._cache)
+        return engine._decoder.forward(prepared, engine._cache).clone()
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_and_block_sizes_change_no_token(grouped: Reference, chunk: int, block_size: int) -> None:
+    driver = Driver(make_engine(grouped.path, block_size=block_size))
+    for slot, (prompt, output) in enumerate(zip(grouped.prompts, grouped.outputs, strict=True)):
+        driver.enter(slot, prompt)
+        assert driver.run(slot, len(output), chunk) == output
+
+
+def test_sequences_that_come_and_go_in_one_batch_change_no_token(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path, max_seqs=3))
+    waiting = list(range(6))
+    running: dict[int, int] = {}  # slot -> request
+    done = 0
+    rng = np.random.default_rng(4)
+    while done < 6:
+        for slot in range(3):
+            if slot in running and len(driver.outputs[slot]) >= 24:
+                assert driver.outputs[slot][:24] == grouped.outputs[running.pop(slot)]
+                driver.free(slot)
+                done += 1
+            if slot not in running and waiting and rng.random() < 0.4:
+                running[slot] = waiting.pop()
+                driver.enter(slot, grouped.prompts[running[slot]])
+        driver.step({slot: int(rng.integers(1, 20)) for slot in running if len(driver.outputs[slot]) < 24})
+
+
+def test_blocks_appended_one_by_one_serve_as_well_as_a_full_table(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path))
+    own = {slot: driver.blocks(slot).tolist() for slot in (0, 1)}
+    for slot in (0, 1):
+        first = [own[slot].pop(0) for _ in range(-(-len(grouped.prompts[slot]) // 4))]
+        driver.enter(slot, grouped.prompts[slot], blocks=pack(first))
+    held = {slot: -(-len(grouped.prompts[slot]) // 4) for slot in (0, 1)}
+    twice = False
+    for _ in range(24):
+        slots, blocks = [], []
+        for slot in (0, 1):
+            while held[slot] * 4 < driver.known[slot] + 9:  # ahead, so that a slot appears twice
+                slots.append(slot)
+                blocks.append(own[slot].pop(0))
+                held[slot] += 1
+        driver.step({0: 64, 1: 64}, append_slots=pack(slots[::-1]), append_blocks=pack(blocks[::-1]))
+        for slot in (0, 1):  # the order of one slot's appends is their order in the column
+            mine = [b for s, b in zip(slots[::-1], blocks[::-1], strict=True) if s == slot]
+            table = driver.engine._slots.tables[slot, held[slot] - len(mine) : held[slot]]
+            assert table.tolist() == mine
+            twice = twice or len(mine) > 1
+    assert twice
+    assert [driver.outputs[0], driver.outputs[1]] == grouped.outputs[:2]
+
+
+def test_a_sequence_that_re_enters_elsewhere_goes_on_with_the_same_tokens(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path))
+    driver.enter(0, grouped.prompts[0])
+    before = list(driver.run(0, 9))
+    driver.free(0)
+    driver.enter(5, grouped.prompts[0] + before, prompt=len(grouped.prompts[0]))
+    assert driver.run(5, 24, chunk=7) == grouped.outputs[0]
+
+
+def test_a_shared_prefix_is_read_from_another_sequences_blocks(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path))
+    prompt = max(grouped.prompts, key=len)
+    expected = grouped.outputs[grouped.prompts.index(prompt)]
+    driver.enter(0, prompt)
+    driver.run(0, 1)
+    shared = (len(prompt) - 1) // 4
+    driver.enter(1, prompt, computed=4 * shared, blocks=pack([*driver.blocks(0)[:shared], *driver.blocks(1)[shared:]]))
+    assert driver.run(1, 24) == expected
+    assert driver.engine._slots.computed[1] == len(prompt) + 23
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_swapping_out_and_in_restores_the_bits_and_the_tokens(
+    grouped: Reference, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The KV bytes, the logits of every further step and the tokens are those of a sequence that was left in peace."""
+    engine = make_engine(grouped.path, host_blocks=64, dtype=dtype)
+    logits: list[Tensor] = []
+    forward = engine._decoder.forward
+
+    def seen(*arguments: Any) -> Tensor:
+        logits.append(forward(*arguments))
+        return logits[-1].clone()
+
+    monkeypatch.setattr(engine._decoder, "forward", seen)
+    prompt = max(grouped.prompts, key=len)
+    calm = Driver(engine)
+    calm.enter(0, prompt)
+    expected = list(calm.run(0, 24))
+    undisturbed = logits[6:]
+    engine.reset()
+    driver = Driver(engine)
+    driver.enter(0, prompt)
+    before = list(driver.run(0, 6))
+    used = driver.blocks(0)[: -(-driver.computed[0] // 4)]
+    kept = [engine.read_block(int(block)) for block in used]
+    host = np.arange(len(used), dtype=np.int32)[::-1].copy()
+    driver.free(0)
+    acked = driver.step({}, swap_out_gpu=pack(used), swap_out_host=pack(host))
+    assert unpack(acked.swap_out_acks).tolist() == used.tolist()
+    assert 0 < acked.timings.swap_ns <= acked.timings.total_ns
+    driver.enter(3, grouped.prompts[0])
+    driver.enter(0, grouped.prompts[1])  # overwrites what was swapped out
+    assert driver.step({0: 64, 3: 64}).timings.swap_ns == 0
+    driver.free(0)
+    there = driver.blocks(6)[: len(used)]
+    acked = driver.step({}, swap_in_host=pack(host), swap_in_gpu=pack(there))
+    assert unpack(acked.swap_in_acks).tolist() == host.tolist()
+    assert all(same_bits(engine.read_block(int(b)), old) for b, old in zip(there, kept, strict=True))
+    tokens = prompt + before
+    driver.enter(6, tokens, prompt=len(prompt), computed=len(tokens) - 1)
+    logits.clear()
+    assert driver.run(6, 24) == expected
+    assert len(logits) == len(undisturbed) == 18
+    assert all(same_bits(got, wanted) for got, wanted in zip(logits, undisturbed, strict=True))
+    if dtype == "float32":
+        assert expected == grouped.outputs[grouped.prompts.index(prompt)]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def test_bfloat16_stays_near_the_reference(grouped: Reference) -> None:
+    engine = make_engine(grouped.path, dtype="bfloat16")
+    expected = grouped.logits(grouped.prompts[0])
+    error = (all_logits(engine, grouped.prompts[0]) - expected).abs().max()
+    assert MIN_GAP < error < 0.1 * expected.abs().max()
+    assert engine.info().dtype == "bfloat16"
+
+
+def test_the_checkpoints_type_is_the_default_and_float16_is_widened(tmp_path: Path, grouped: Reference) -> None:
+    for dtype, expected in (("bfloat16", "bfloat16"), ("float16", "float32")):
+        path = make_llama(tmp_path / dtype, requests=1, output_tokens=1, dtype=dtype).path
+        assert make_engine(path, dtype="auto").info().dtype == expected
+    assert make_engine(grouped.path, dtype="auto").info().dtype == "float32"
+
+
+def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
+    sampling = worker_pb2.Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=77)
+    engine = make_engine(grouped.path)
+    alone = Driver(engine)
+    alone.enter(0, grouped.prompts[0], sampling=sampling)
+    expected = list(alone.run(0, 20))
+    assert expected != grouped.outputs[0][:20]
+    engine.reset()
+    busy = Driver(engine)
+    busy.enter(4, grouped.prompts[0], sampling=sampling)
+    busy.enter(2, grouped.prompts[1], sampling=worker_pb2.Sampling(temperature=1.5, top_p=1, seed=5))
+    busy.enter(7, grouped.prompts[2])
+    while len(busy.outputs[4]) < 8:
+        busy.step({7: 3, 4: 5, 2: 64})
+    before = list(busy.outputs[4])
+    busy.free(4)
+    busy.enter(1, grouped.prompts[0] + before, prompt=len(grouped.prompts[0]), sampling=sampling)
+    while len(busy.outputs[1]) < 20:
+        busy.step({1: 11, 2: 64})
+    assert busy.outputs[1] == expected
+    engine.reset()
+    other = Driver(engine)
+    sampling.seed = 78
+    other.enter(0, grouped.prompts[0], sampling=sampling)
+    assert other.run(0, 20) != expected
+
+
+def test_log_probabilities_are_the_references(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path))
+    prompt, output = grouped.prompts[1], grouped.outputs[1]
+    driver.enter(0, prompt, sampling=worker_pb2.Sampling(logprobs=6))
+    driver.enter(1, grouped.prompts[0])
+    driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
+    for _ in range(10):
+        driver.step({0: 64, 1: 64, 2: 64})
+    exact = grouped.logits(prompt + output).double().log_softmax(-1)[len(prompt) - 1 :]
+    for i in range(10):
+        assert driver.logprobs[0][i].sampled == pytest.approx(float(exact[i, output[i]]), abs=1e-3)
+        assert_likely(driver.logprobs[0][i].best, exact[i], 5)
+    assert driver.logprobs[1] == []
+    assert driver.logprobs[2] == [TokenLogprobs(one.sampled, []) for one in driver.logprobs[0]]
+
+
+def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preemption(grouped: Reference) -> None:
+    """Temperature, penalties and bias change the choice and not the model's own distribution."""
+    sampling = worker_pb2.Sampling(
+        temperature=1.3, top_p=0.9, seed=9, repetition_penalty=1.2, logprobs=21,
+        bias_ids=pack([7]), bias_values=np.float32(4).tobytes(),
+    )  # fmt: skip
+    prompt = grouped.prompts[0]
+    driver = Driver(make_engine(grouped.path))
+    driver.enter(4, prompt, sampling=sampling)
+    driver.enter(7, grouped.prompts[2])
+    while len(driver.outputs[4]) < 6:
+        driver.step({7: 3, 4: 5})
+    before, first = list(driver.outputs[4]), list(driver.logprobs[4])
+    driver.free(4)
+    driver.enter(1, prompt + before, prompt=len(prompt), sampling=sampling)
+    while len(driver.outputs[1]) < 10:
+        driver.step({1: 11, 7: 64})
+    tokens, found = driver.outputs[1], first + driver.logprobs[1]
+    exact = grouped.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 :]
+    assert len(found) == len(tokens)
+    for i, token in enumerate(tokens):
+        assert found[i].sampled == pytest.approx(float(exact[i, token]), abs=1e-3)
+        assert_likely(found[i].best, exact[i], 20)
+
+
+def test_one_who_asks_for_too_many_log_probabilities_fails_alone(grouped: Reference) -> None:
+    driver = Driver(make_engine(grouped.path))
+    driver.enter(0, grouped.prompts[0], sampling=worker_pb2.Sampling(logprobs=22))
+    driver.enter(1, grouped.prompts[1])
+    result = driver.step({0: 64, 1: 64})
+    assert [(error.slot, error.code) for error in result.errors] == [(0, "invalid_sampling")]
+    assert "at most 20" in result.errors[0].message
+    assert driver.outputs[1] == grouped.outputs[1][:1]
+
+
+def assert_likely(found: list[tuple[int, float]], exact: Tensor, most: int) -> None:
+    """found: the `most` likely ids of exact [V], best first."""
+    best = exact.topk(most).values
+    assert len({token for token, _ in found}) == most
+    assert [value for _, value in found] == pytest.approx(best.tolist(), abs=1e-3)
+    assert [float(exact[token]) for token, _ in found] == pytest.approx(best.tolist(), abs=1e-3)

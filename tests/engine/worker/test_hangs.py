@@ -1,0 +1,318 @@
+"""What never ends must not keep the worker: a hung step, a client that is gone without a word, a stop in a long step.
+
+The engine of the worker processes here is the real one, except that a step first waits for a line from a named pipe,
+either when it is submitted or when it is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.worker import server as server_module
+from services.worker import watchdog
+from services.worker.pipeline import QUEUED_STEPS
+from services.worker.server import WorkerServer
+from services.worker.watchdog import StepWatchdog
+from shared.columns import pack, unpack
+from shared.settings import ROOT
+from tests.engine.driver import make_engine
+from tests.support.models import Reference, make_llama
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port, until
+
+WAITING_ENGINE = """
+import sys
+from services.worker import main
+from shared.settings import WorkerSettings
+
+class Waiting(main.Engine):
+    warm = False
+
+    def warm_up(self):
+        super().warm_up()
+        self.warm = True
+
+    @property
+    def overlaps(self):
+        return sys.argv[2] == "finish"
+
+    def wait(self, where):
+        if self.warm and sys.argv[2] == where:
+            print("the step waits", file=sys.stderr, flush=True)
+            with open(sys.argv[1]) as pipe:
+                pipe.read()
+
+    def submit(self, step, received_ns=0):
+        self.wait("submit")
+        return super().submit(step, received_ns)
+
+    def finish(self, flight, *more):
+        self.wait("finish")
+        return super().finish(flight, *more)
+
+main.Engine = Waiting
+sys.exit(main.run(WorkerSettings()))
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("hangs") / "tiny", seed=23, requests=1)
+
+
+def entering(prompt: list[int], id: int = 1) -> worker_pb2.Step:
+    enter = worker_pb2.Enter(slot=0, tokens=pack(prompt), prompt_tokens=len(prompt), blocks=pack(list(range(8))))
+    chunk = {"chunk_slots": pack([0]), "chunk_starts": pack([0]), "chunk_lengths": pack([len(prompt)])}
+    return worker_pb2.Step(epoch=1, id=id, enters=[enter], **chunk)
+
+
+def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:
+    """A Run with these steps, whose requests stay open."""
+    requests: queue.Queue[worker_pb2.Step | None] = queue.Queue()
+    for step in (worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0")), *steps):
+        requests.put(step)
+    call = worker_pb2_grpc.WorkerStub(channel).Run(iter(requests.get, None), timeout=120)
+    call.add_done_callback(lambda _: requests.put(None))
+    return call
+
+
+class WaitingWorker:
+    """A worker process whose steps wait for `gate`."""
+
+    def __init__(self, directory: Path, model: Path, redis_url: str, where: str, **settings: Any) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.gate = directory / "gate"
+        os.mkfifo(self.gate)
+        values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": self.address, "THREADS": 1, "DTYPE": "float32"}
+        values |= {"KV_BLOCKS": 64, "MAX_SEQS": 4, "MAX_STEP_TOKENS": 256} | settings
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WAITING_ENGINE, str(self.gate), where],
+            cwd=ROOT,
+            env={**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr or []))
+        self._reader.start()
+
+    def says(self, words: str) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the worker ended: {self.lines}")
+        return any(words in line for line in self.lines)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+
+
+@contextlib.contextmanager
+def waiting_worker(
+    directory: Path, model: Path, where: str = "submit", **settings: Any
+) -> Iterator[tuple[WaitingWorker, RedisServer]]:
+    with RedisServer(directory / "redis") as redis:
+        worker = WaitingWorker(directory, model, redis.url, where, **settings)
+        try:
+            until("it is ready", lambda: worker.says("ready:"), 90)
+            yield worker, redis
+        finally:
+            worker.close()
+
+
+@pytest.mark.parametrize(("where", "stopping"), [("submit", False), ("submit", True), ("finish", True)])
+def test_a_worker_whose_step_hangs_says_so_and_exits_also_while_it_stops(
+    reference: Reference, tmp_path: Path, where: str, stopping: bool
+) -> None:
+    with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, _):
+        with grpc.insecure_channel(worker.address) as channel:
+            call = begin(channel, entering(reference.prompts[0][:8]))
+            until("the step hangs", lambda: worker.says("the step waits"))
+            if stopping:
+                worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(30) == 1
+            with contextlib.suppress(grpc.RpcError):
+                assert all(result.draining for result in call)
+        worker.close()
+        said = [line for line in worker.lines if "step 1 of epoch 1 has run for" in line]
+        assert len(said) == 1 and "3.0 s is the most" in said[0]
+        assert any(f"in {where}" in line for line in worker.lines)  # where it hung
+
+
+def test_a_stop_in_a_long_step_leaves_redis_at_once_and_ends_after_the_step(
+    reference: Reference, tmp_path: Path
+) -> None:
+    with waiting_worker(tmp_path, reference.path) as (worker, redis):
+        registered = redis.client.exists
+        until("it registers", lambda: registered("orcinus:{tiny}:worker:worker-0"))
+        with grpc.insecure_channel(worker.address) as channel:
+            # More steps than the queue holds: those that cannot be queued must not keep the process either.
+            steps = [entering(reference.prompts[0][:8], id) for id in range(1, QUEUED_STEPS + 10)]
+            call = begin(channel, *steps)
+            until("the step runs", lambda: worker.says("the step waits"))
+            worker.process.send_signal(signal.SIGTERM)
+            assert next(call).draining
+            call.cancel()  # a scheduler waits for the answers to what it sent; this one does not
+            until("it left Redis", lambda: not redis.client.keys("orcinus:*"))
+            assert worker.process.poll() is None
+            worker.gate.write_text("go on\n")
+            assert worker.process.wait(20) == 0
+        worker.close()
+        assert sum("the step waits" in line for line in worker.lines) == 1
+
+
+class Wire:
+    """A TCP relay to the worker that can fall silent without closing anything: a half-open connection."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        self._cut = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
+
+    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self._cut.is_set():
+                    sink.sendall(data)
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def close(self) -> None:
+        for one in (self._listener, *self._sockets):
+            one.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "silent"])
+def test_a_run_whose_client_is_gone_ends_and_the_next_begins(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    # The same options, ten times as fast.
+    hasty = [(name, value // 10 if name.endswith("_ms") else value) for name, value in server_module.OPTIONS]
+    monkeypatch.setattr(server_module, "OPTIONS", hasty)
+    server = WorkerServer("127.0.0.1:0")
+    wire = Wire(server.address)
+    readers = sum(thread.name == "run-reader" for thread in threading.enumerate())
+    try:
+        server.serve(make_engine(reference.path))
+        with grpc.insecure_channel(wire.address) as channel:
+            call = begin(channel, entering(reference.prompts[0]))
+            assert unpack(next(call).tokens).tolist() == reference.outputs[0][:1]
+            run = server._current
+            assert run is not None and not run.ended.is_set()
+            if how == "silent":
+                wire.cut()
+            else:
+                call.cancel()
+            until("the run ends", run.ended.is_set)
+            until(
+                "its reader ends",
+                lambda: sum(thread.name == "run-reader" for thread in threading.enumerate()) == readers,
+                10,
+            )
+        with grpc.insecure_channel(server.address) as channel:
+            again = begin(channel, entering(reference.prompts[0]))
+            assert unpack(next(again).tokens).tolist() == reference.outputs[0][:1]
+            again.cancel()
+    finally:
+        server.stop()
+        wire.close()
+
+
+def test_only_one_step_that_is_too_long_counts_and_not_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    said: list[str] = []
+    dog = StepWatchdog(said.append)
+    dog.start()
+    for number in range(10):
+        step = dog.begin(f"step {number}", 0.5)
+        threading.Event().wait(0.1)
+        dog.end(step)
+    assert not said
+    dog.begin("the long one", 0.5)
+    until("it is seen", lambda: said)
+    assert said[0].startswith("the long one has run for")
+    dog.stop()
+
+
+def test_a_step_that_was_submitted_early_has_its_time_from_the_end_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    said: list[str] = []
+    dog = StepWatchdog(said.append)
+    dog.start()
+    steps = [dog.begin("step 0", 0.5)]
+    for number in range(1, 10):
+        steps.append(dog.begin(f"step {number}", 0.5))  # two are out
+        threading.Event().wait(0.1)
+        dog.end(steps.pop(0))
+    assert not said
+    dog.begin("step 10", 60.0)
+    until("it is seen", lambda: said)
+    assert said[0].startswith("step 9 has run for")
+    dog.stop()
+
+
+def test_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    polls: list[float] = []
+
+    def monotonic() -> float:
+        """An hour passes between any two looks at the clock after the second."""
+        polls.append(time.monotonic() + 3600 * max(0, len(polls) - 1))
+        return polls[-1]
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
+    said: list[str] = []
+    dog = StepWatchdog(said.append)
+    dog.begin("a step", 5.0)
+    dog.start()
+    until("it has looked often", lambda: len(polls) > 20)
+    assert not said
+    dog.stop()
+
+
+def test_the_limit_follows_the_measured_step_unless_one_is_set(reference: Reference) -> None:
+    engine = make_engine(reference.path, max_step_tokens=200)
+    assert engine.info().largest_step_ms == 0
+    assert engine.speed.predicted_s(200) == 0
+    engine.warm_up()
+    assert engine.info().largest_step_ms >= 1
+    assert engine.speed.predicted_s(200) > 0
+    assert engine.speed.predicted_s(400_000) == pytest.approx(2000 * engine.speed.prefill_s)
+    assert engine.speed.predicted_s(1) == max(engine.speed.decode_s, engine.speed.prefill_s / 200)
+    assert watchdog.limit_s(0.0, 0.0) == watchdog.limit_s(6.0, 0.0) == 60
+    assert watchdog.limit_s(6.5, 0.0) == 65
+    assert watchdog.limit_s(6.5, 2.0) == 2

@@ -1,0 +1,283 @@
+"""Reading weights: memory at its peak, made-up weights, names and files as checkpoints really have them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import kernels.reference  # noqa: F401 - registers the backend
+from kernels import ops as kernel_ops
+from kernels.cpu.memory import large
+from services.worker.kv.cache import room_for
+from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
+from services.worker.models.config import load_config
+from services.worker.models.decoder import Decoder
+from services.worker.models.weights import check_matrices
+from shared.errors import ConfigurationError, ModelError
+from shared.settings import WorkerSettings
+from tests.engine.driver import Driver, make_engine
+from tests.engine.test_model_families import FAMILIES
+from tests.engine.test_tokens import all_logits
+from tests.support.models import make_llama
+
+LOADS_A_MODEL = """
+import sys, torch
+from pathlib import Path
+import kernels.cpu, kernels.reference
+from kernels import ops
+from services.worker.parallel.state import Mesh
+from services.worker.models.config import load_config
+from services.worker.models.decoder import Decoder
+from services.worker.models.checkpoint import Checkpoint
+
+def kilobytes(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field + ":"))
+
+path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+backend = ops.create(sys.argv[3], torch.device("cpu"))
+torch.ones(8, 8) @ torch.ones(8, 8)
+open("/proc/self/clear_refs", "w").write("5")  # proc(5): the peak starts anew
+before = kilobytes("VmRSS")
+mesh = Mesh(*map(int, sys.argv[4:]))
+decoder = Decoder(load_config(path), Checkpoint(path), backend, dtype, 64, mesh=mesh)
+print(kilobytes("VmHWM") - before)
+"""
+LARGE: dict[str, tuple[Any, str, str]] = {
+    # What takes most of the memory: two matrices of the vocabulary, or one of them and wide layers.
+    "llama": (
+        transformers.LlamaConfig(
+            vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8
+        ),
+        "bfloat16",
+        "float32",
+    ),
+    "few-wide-layers": (
+        transformers.LlamaConfig(
+            vocab_size=4000, hidden_size=1024, intermediate_size=7168, num_hidden_layers=2, num_attention_heads=8
+        ),
+        "float32",
+        "float32",
+    ),
+    "gpt2": (transformers.GPT2Config(n_embd=640, n_layer=13, n_head=8), "float32", "bfloat16"),
+    "bloom": (transformers.BloomConfig(hidden_size=512, n_layer=8, n_head=8, vocab_size=50000), "float16", "float32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "mesh"),
+    [
+        *((name, "reference", (1, 1, 0)) for name in LARGE),
+        ("llama", "cpu", (1, 1, 0)),
+        ("llama", "cpu", (2, 2, 0)),
+        ("gpt2", "reference", (2, 1, 1)),
+    ],
+)
+def test_the_peak_of_memory_while_loading_is_little_more_than_the_weights(
+    name: str, kernels: str, mesh: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Everything counts: what is allocated and the pages of files that are in memory. mesh: tp, pp and the rank."""
+    if kernels == "cpu" and shutil.which("g++") is None:
+        pytest.skip("no g++")
+    config, on_disk, held = LARGE[name]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    parameters = dict(model.named_parameters())
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    save_file(
+        {key: torch.zeros(value.shape, dtype=getattr(torch, on_disk)) for key, value in parameters.items()},
+        tmp_path / "model.safetensors",
+    )
+    bytes_held = sum(value.numel() for value in parameters.values()) * getattr(torch, held).itemsize
+    bytes_held //= mesh[0] * mesh[1]
+    assert bytes_held > 50 << 20
+    arguments = [str(tmp_path), held, kernels, *map(str, mesh)]
+    ran = subprocess.run([sys.executable, "-c", LOADS_A_MODEL, *arguments], capture_output=True, text=True, check=True)
+    peak = int(ran.stdout) * 1024
+    print(f"{name}, {kernels}: {peak / bytes_held:.3f} of {bytes_held >> 20} MiB")
+    assert 0.95 * bytes_held < peak < 1.2 * bytes_held
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "phi", "opt"])
+def test_dummy_weights_serve_any_config_and_are_the_same_every_time(family: str, tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[family]).path
+    real = make_engine(path).model_hash
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        make_engine(path)
+    first, second = (make_engine(path, load_format="dummy") for _ in range(2))
+    logits = all_logits(first, [1, 2, 3, 200])
+    assert logits.isfinite().all() and 0.01 < logits.std() < 100
+    assert torch.equal(logits, all_logits(second, [1, 2, 3, 200]))
+    assert first.model_hash.startswith("dummy-") and first.model_hash == second.model_hash != real
+    driver = Driver(first)
+    driver.enter(0, [1, 2, 3])
+    assert len(driver.run(0, 8)) == 8
+
+
+def test_dummy_weights_differ_from_tensor_to_tensor_and_piece_to_piece() -> None:
+    dummy, shape = Dummy(Path()), (4096, 4096)
+    pieces = list(dummy.pieces("a.weight", shape, torch.float32, range(shape[0]), range(shape[1])))
+    assert len(pieces) > 1 and sum(len(piece) for piece in pieces) == 4096
+    assert not torch.equal(pieces[0], pieces[1])
+    assert not torch.equal(dummy.take("b.weight", (8, 8), torch.float32), dummy.take("a.weight", (8, 8), torch.float32))
+    assert float(pieces[0].std()) == pytest.approx(4096**-0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_matrices_of_every_family_are_checked_before_anything_is_held(name: str, tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
+    config, source = load_config(path), Checkpoint(path)
+    check_matrices(config, source)
+    tensors = load_file(path / "model.safetensors")
+    checked = {key for key, value in tensors.items() if value.ndim == 2}
+    for key in checked:
+        save_file({**tensors, key: torch.zeros(3, 5)}, path / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"{key} has shape \[3, 5\]"):
+            check_matrices(config, Checkpoint(path))
+
+
+def test_an_absurd_size_is_a_misshapen_tensor_before_any_memory_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1).path
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 1 << 24}))
+    monkeypatch.setattr("services.worker.engine.choose", lambda *_: pytest.fail("memory was asked for"))
+    with pytest.raises(ModelError, match=r"gate_proj.weight has shape"):
+        make_engine(path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_made_up_weights_that_no_memory_holds_are_refused(tied: bool, tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1).path
+    raw = json.loads((path / "config.json").read_text())
+    size = {"vocab_size": 1 << 24, "hidden_size": 1 << 24, "tie_word_embeddings": tied}
+    (path / "config.json").write_text(json.dumps(raw | size))
+    with pytest.raises(ConfigurationError, match=r"no memory for the weights .*; use a smaller model"):
+        make_engine(path, load_format="dummy", kernels="auto" if tied else "reference")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda: torch.empty(1 << 45), lambda: mmap.mmap(-1, 1 << 45), lambda: np.zeros(1 << 45), lambda: large(1 << 45)],
+)
+def test_memory_that_the_system_refuses_is_an_error_of_configuration_with_a_remedy(ask: Any) -> None:
+    with (
+        pytest.raises(ConfigurationError, match=r"no memory for the pool \(.*; lower it"),
+        room_for("the pool", "lower it"),
+    ):
+        ask()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2"), PermissionError(13, "no"), ValueError("x")])
+def test_errors_that_are_not_about_memory_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)), room_for("the pool", "lower it"):
+        raise error
+
+
+def test_a_size_that_no_step_can_have_is_refused_as_a_setting() -> None:
+    for name in ("max_step_tokens", "kv_blocks", "host_blocks"):
+        with pytest.raises(ValueError, match=name):
+            WorkerSettings.model_validate({name: 10**12})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "opt"])
+def test_names_without_what_stands_before_all_of_them_are_found(family: str, tmp_path: Path) -> None:
+    """GPT-2 and BLOOM on the Hub were saved without their head, and so without `transformer.`."""
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[family]).path
+    before = all_logits(make_engine(path), [3, 1, 4, 1, 5])
+    base = "model." if family == "opt" else "transformer."
+    tensors = load_file(path / "model.safetensors")
+    assert all(name.startswith(base) for name in tensors)
+    save_file({name.removeprefix(base): value for name, value in tensors.items()}, path / "model.safetensors")
+    assert torch.equal(all_logits(make_engine(path), [3, 1, 4, 1, 5]), before)
+
+
+def test_tensors_of_no_use_are_named_unless_they_are_known_buffers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, tie_word_embeddings=True).path
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    make_engine(path)
+    assert "of no use" not in caplog.text
+    save_file({**tensors, "vision.proj.weight": torch.ones(2, 2)}, path / "model.safetensors")
+    make_engine(path)
+    assert "1 tensors are of no use to LlamaForCausalLM: vision.proj.weight" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "phi3", "gemma3"])
+def test_shards_and_half_precision_of_fused_matrices_are_read_right(family: str, tmp_path: Path) -> None:
+    reference = make_llama(
+        tmp_path / "tiny", seed=9, requests=1, output_tokens=8, shards=3, dtype="float16", **FAMILIES[family]
+    )
+    assert len(list(reference.path.glob("model-*.safetensors"))) > 1
+    driver = Driver(make_engine(reference.path))
+    driver.enter(0, reference.prompts[0])
+    assert driver.run(0, 8) == reference.outputs[0]
+
+
+def test_progress_counts_every_byte_of_pieces_and_whole_tensors(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES["bloom"]).path
+    seen: list[tuple[int, int]] = []
+    source = open_weights(path, "auto", lambda done, of: seen.append((done, of)))
+    Decoder(load_config(path), source, kernel_ops.create("reference", torch.device("cpu")), torch.float32, 64)
+    size = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert seen[-1][0] == size < seen[-1][1] == (path / "model.safetensors").stat().st_size
+
+
+def header_of(path: Path, header: object, data: bytes = b"") -> None:
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 16]}, "size is not that of its shape"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "of no size"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "cut off"),
+        ({"dtype": "F32", "shape": [2]}, "data_offsets"),
+        (3, "'int' object"),
+    ],
+)
+def test_a_header_that_is_not_what_the_format_allows_is_refused(entry: object, message: str, tmp_path: Path) -> None:
+    header_of(tmp_path / "model.safetensors", {"__metadata__": {"format": "pt"}, "x": entry}, bytes(8))
+    with pytest.raises(ModelError, match=rf"model\.safetensors.*{message}"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_that_is_no_safetensors_at_all_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"\x80\x02", b"<html>not found</html>" * 40, (2).to_bytes(8, "little") + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
+            Checkpoint(tmp_path)
+
+
+def test_the_fingerprint_changes_with_the_config_and_with_numbers_of_any_tensor(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "m", seed=1, requests=1, output_tokens=2).path
+    before = Checkpoint(path).fingerprint()
+    assert before == Checkpoint(shutil.copytree(path, tmp_path / "same")).fingerprint()
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
+    found = [before, Checkpoint(path).fingerprint()]
+    tensors = load_file(path / "model.safetensors")
+    for name, at in (("model.norm.weight", 63), ("model.embed_tokens.weight", 0), ("model.embed_tokens.weight", -1)):
+        tensors[name].view(-1)[at] += 1
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        found.append(Checkpoint(path).fingerprint())
+    assert len(set(found)) == len(found)

@@ -1,0 +1,220 @@
+"""The worker's pipeline over gRPC while steps overlap: order, at most two flights, errors, acks, a lost device."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from protos import worker_pb2
+from services.worker import pipeline
+from services.worker.engine import FLIGHTS, Engine
+from services.worker.in_flight import Flight, Flights
+from services.worker.pipeline import Item, RunState
+from services.worker.server import OPTIONS, WorkerServer
+from shared.columns import pack, unpack
+from tests.engine.late_engine import make_late_engine
+from tests.engine.worker.test_server import DEADLINE_S, Client, chunk, first_step
+from tests.support.models import Reference, make_llama
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("overlap") / "tiny", seed=9, requests=2)
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference) -> Engine:
+    return make_late_engine(reference.path, host_blocks=8)
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[WorkerServer]:
+    server = WorkerServer("127.0.0.1:0")
+    server.serve(engine)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def channel(server: WorkerServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
+        yield channel
+
+
+class Held:
+    """The engine with its finishing held until `go` is set; `submitted` and `finished` are step ids in order.
+
+    The step `failing` fails when it is to be finished and the next is out.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
+        self.failing = failing
+        self.submitted: deque[int] = deque()
+        self.flights: list[Flight] = []
+        self.finished: deque[int] = deque()
+        self.most = 0
+        self.go = threading.Event()
+        self._submit, self._finish = engine.submit, engine.finish
+        monkeypatch.setattr(engine, "submit", self.submit)
+        monkeypatch.setattr(engine, "finish", self.finish)
+
+    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
+        flight = self._submit(step, received_ns)
+        self.flights.append(flight)
+        self.submitted.append(step.id)
+        self.most = max(self.most, len(self.submitted) - len(self.finished))
+        return flight
+
+    def finish(self, flight: Flight, more: Callable[[], bool]) -> worker_pb2.Result:
+        if not self.go.wait(DEADLINE_S):
+            raise TimeoutError("the test never let the step end")
+        if flight.id == self.failing:
+            until("the next is out", lambda: flight.id + 1 in self.submitted)
+            raise MemoryError("no memory left for the tokens")
+        result = self._finish(flight, more)
+        self.finished.append(flight.id)
+        return result
+
+
+def decodes(run: Client, prompt: list[int], count: int, first: int = 2) -> None:
+    for k in range(count):
+        run.send(first + k, **chunk(len(prompt) + first - 2 + k, 1))
+
+
+def test_a_step_is_submitted_while_the_one_before_runs_and_never_a_third(
+    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(engine, monkeypatch)
+    prompt, output = reference.prompts[0], reference.outputs[0]
+    run = Client(channel, epoch=1)
+    run.send(1, **first_step(prompt, 24))
+    decodes(run, prompt, 23)
+    run.close()
+    until("two are out", lambda: len(held.submitted) == FLIGHTS == 2)
+    held.go.set()
+    results = list(run.call)
+    assert [result.id for result in results] == list(held.finished) == list(range(1, 25))
+    assert [unpack(result.tokens).tolist() for result in results] == [[token] for token in output]
+    assert held.most == 2
+
+
+def test_a_failure_while_steps_are_out_is_the_answer_of_that_step_and_of_all_behind_it(
+    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, output = reference.prompts[0], reference.outputs[0]
+    with monkeypatch.context() as patch:
+        held = Held(engine, patch, failing=2)
+        run = Client(channel, epoch=1)
+        run.send(1, **first_step(prompt, 24))
+        decodes(run, prompt, 3)
+        until("two are out", lambda: len(held.submitted) == 2)
+        held.go.set()
+        results = [next(run.call) for _ in range(4)]
+    assert unpack(results[0].tokens).tolist() == output[:1]
+    assert results[1].error == "MemoryError: no memory left for the tokens"
+    assert all("begin a new Run" in result.error and not result.tokens for result in results[2:])
+    again = Client(channel, epoch=1)
+    again.send(1, **first_step(prompt, 24))
+    assert unpack(next(again.call).tokens).tolist() == output[:1]
+    again.call.cancel()
+
+
+def test_a_step_that_is_refused_leaves_the_answers_of_those_before_it_alone(
+    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(engine, monkeypatch)
+    run = Client(channel, epoch=1)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    run.send(2, free_slots=pack([3]))
+    run.send(3)
+    until("the first is out", lambda: list(held.submitted) == [1])
+    held.go.set()
+    results = [next(run.call) for _ in range(3)]
+    assert unpack(results[0].tokens).tolist() == reference.outputs[0][:1]
+    assert "slot 3 holds no sequence" in results[1].error
+    assert "begin a new Run" in results[2].error
+    run.call.cancel()
+
+
+def test_a_new_run_begins_while_steps_of_the_old_are_out(
+    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(engine, monkeypatch)
+    old = Client(channel, epoch=1)
+    old.send(1, **first_step(reference.prompts[0], 24))
+    decodes(old, reference.prompts[0], 10)
+    until("two are out", lambda: len(held.submitted) == 2)
+    new = Client(channel, epoch=2)
+    prompt, output = reference.prompts[1], reference.outputs[1]
+    new.send(1, **first_step(prompt, 24))
+    decodes(new, prompt, 23)
+    assert old.ended_with() == grpc.StatusCode.ABORTED
+    held.go.set()
+    assert [unpack(next(new.call).tokens).tolist() for _ in range(24)] == [[token] for token in output]
+    assert list(held.submitted)[:2] == [1, 2] and len(held.submitted) == 26
+    new.call.cancel()
+
+
+def test_copies_are_acknowledged_without_a_further_step(
+    channel: grpc.Channel, engine: Engine, reference: Reference
+) -> None:
+    """Nobody would send one: the scheduler waits for them."""
+    run = Client(channel, epoch=1)
+    for step in range(1, 7):
+        run.send(step, swap_out_gpu=pack([step, 20 + step]), swap_out_host=pack([0, step]))
+        acks = unpack(next(run.call).swap_out_acks).tolist()
+        assert acks == [step, 20 + step]
+    run.call.cancel()
+
+
+def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
+    channel: grpc.Channel, server: WorkerServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(engine, monkeypatch)
+    older = RunState(epoch=0)
+    older.end()
+    run = Client(channel, epoch=1)
+    run.send(1, swap_out_gpu=pack([3]), swap_out_host=pack([0]))
+    until("it is out", lambda: held.flights)
+    held.flights[0].copies._begun[0].pending[0]._patience = 5  # type: ignore[attr-defined]
+    for id in range(1, 5):
+        server._pipeline.put(Item(older, worker_pb2.Step(id=id), 0))
+    held.go.set()
+    assert unpack(next(run.call).swap_out_acks).tolist() == [3]
+    run.call.cancel()
+
+
+def test_copies_of_steps_sent_ahead_are_acknowledged_once_and_in_order(channel: grpc.Channel) -> None:
+    run = Client(channel, epoch=1)
+    for step in range(1, 13):
+        run.send(step, swap_out_gpu=pack([step]), swap_out_host=pack([step % 8]))
+    acks = [unpack(next(run.call).swap_out_acks).tolist() for _ in range(12)]
+    assert sum(acks, []) == list(range(1, 13))  # noqa: RUF017 - twelve short lists
+    assert all(max(found, default=0) <= step for step, found in enumerate(acks, 1))
+    run.call.cancel()
+
+
+def test_a_lost_device_ends_the_process(
+    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process it would stay lost, whatever comes."""
+    said: list[str] = []
+    monkeypatch.setattr(pipeline, "end_process", said.append)
+
+    def lost(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    run = Client(channel, epoch=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Flights, "settle", lost)
+        run.send(1, **first_step(reference.prompts[0], 24))
+        assert "illegal memory access" in next(run.call).error
+    assert len(said) == 1 and "the worker ends itself" in said[0]
+    run.call.cancel()

@@ -1,0 +1,334 @@
+"""The worker as a process: limits checked at start, registration in a real Redis, a clean stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from kernels.ops import CacheShape
+from protos import worker_pb2, worker_pb2_grpc
+from services.worker.kv import cache
+from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
+from services.worker.models.config import load_config
+from services.worker.registration import TTL_MS, WORKERS_MS, Registration
+from shared.columns import pack
+from shared.errors import ConfigurationError
+from shared.settings import ROOT, WorkerSettings
+from tests.engine.driver import Driver, make_engine
+from tests.support.models import Reference, make_llama
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port, until
+
+SHAPE = CacheShape(1, 0, 2, 2, 16, 16, torch.float32)  # 8 KiB a block
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("process") / "tiny", seed=11, requests=1)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+def settings(model: Path, **values: Any) -> WorkerSettings:
+    return WorkerSettings(model=model, device="cpu", **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, Lengths(256, 255, 255)),
+        ({"max_input_tokens": 100}, Lengths(256, 100, 255)),
+        ({"max_output_tokens": 40}, Lengths(256, 255, 40)),
+        ({"max_input_tokens": 100, "max_output_tokens": 40}, Lengths(140, 100, 40)),
+        ({"max_input_tokens": 200, "max_output_tokens": 56}, Lengths(256, 200, 56)),
+    ],
+)
+def test_lengths_follow_from_the_settings_and_the_context(
+    reference: Reference, values: dict[str, int], expected: Lengths
+) -> None:
+    assert wanted_lengths(settings(reference.path, **values), load_config(reference.path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_input_tokens": 256}, ["--max-input-tokens 256", "context of 256", "255"]),
+        ({"max_output_tokens": 9999}, ["--max-output-tokens 9999", "context of 256"]),
+        ({"max_input_tokens": 200, "max_output_tokens": 60}, ["200", "60", "lower one of them by 4"]),
+    ],
+)
+def test_lengths_beyond_the_context_name_the_setting_and_the_remedy(
+    reference: Reference, values: dict[str, int], words: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        wanted_lengths(settings(reference.path, **values), load_config(reference.path))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_pool_takes_its_fraction_and_no_more_than_the_slots_can_use(reference: Reference) -> None:
+    lengths = Lengths(256, 255, 255)
+    given = settings(reference.path, kv_memory_fraction=0.5, max_seqs=10)
+    assert plan_blocks(given, SHAPE.block_bytes, lengths, 1 * MIB) == (64, lengths)
+    assert plan_blocks(given, SHAPE.block_bytes, lengths, 100 * MIB) == (160, lengths)
+    assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE.block_bytes, lengths, 0) == (21, lengths)
+
+
+def test_heads_that_the_cpu_kernels_pad_count_as_large_as_they_are_held(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((reference.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 72}))
+    monkeypatch.setattr(cache, "free_memory_bytes", lambda: 4 * MIB)
+    engine = make_engine(
+        tmp_path, block_size=16, kernels="cpu", load_format="dummy", kv_blocks=0, kv_memory_fraction=0.5
+    )
+    info, held = engine.info(), engine._cache.blocks.nbytes
+    assert info.block_bytes == 2 * 2 * 2 * 16 * 80 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
+    assert info.gpu_blocks * info.block_bytes == held
+    assert 2 * MIB - info.block_bytes < held <= 2 * MIB
+
+
+def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(reference: Reference) -> None:
+    lengths = Lengths(256, 255, 255)
+    assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE.block_bytes, lengths, 0) == (5, Lengths(80, 79, 79))
+    asked = settings(reference.path, kv_blocks=5, max_input_tokens=70, max_output_tokens=10)
+    assert plan_blocks(asked, SHAPE.block_bytes, Lengths(80, 70, 10), 0) == (5, Lengths(80, 70, 10))
+    for values in ({"max_input_tokens": 71, "max_output_tokens": 10}, {"max_input_tokens": 80}):
+        asked = settings(reference.path, kv_blocks=5, **values)
+        with pytest.raises(
+            ConfigurationError, match=r"--kv-blocks 5 gives 5 KV blocks = 80 tokens.*--max-input-tokens"
+        ):
+            plan_blocks(asked, SHAPE.block_bytes, wanted_lengths(asked, load_config(reference.path)), 0)
+    with pytest.raises(ConfigurationError, match=r"--kv-memory-fraction 0\.2 of 0 MiB free gives 0 KV blocks"):
+        plan_blocks(settings(reference.path), SHAPE.block_bytes, lengths, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "blocks", "free_mib", "expected"),
+    [
+        (None, 100, 1000, 100),  # as many as the pool has
+        (None, 100, 10, 64),  # 5 % of what is free
+        (None, 1270, 10, 10),  # what the pool leaves
+        (None, 4096, 1000, 0),  # 256 sequences of 256 tokens fit into the pool
+        (None, 4095, 1000, 4095),
+        (50, 4096, 1000, 50),
+        (0, 100, 1000, 0),
+        (7, 100, 1000, 7),
+        (500, 0, 10, 500),
+    ],
+)
+def test_the_host_tier_is_as_large_as_asked_or_as_the_pool_within_bounds(
+    reference: Reference, wanted: int | None, blocks: int, free_mib: int, expected: int
+) -> None:
+    given = settings(reference.path, host_blocks=wanted)
+    assert plan_host_blocks(given, blocks, Lengths(256, 255, 255), SHAPE.block_bytes, free_mib * MIB) == expected
+
+
+def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -> None:
+    with pytest.raises(ConfigurationError, match=r"--host-blocks 1200 needs 9 MiB.*leaves 2 MiB"):
+        plan_host_blocks(
+            settings(reference.path, host_blocks=1200), 1000, Lengths(256, 255, 255), SHAPE.block_bytes, 10 * MIB
+        )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_step_tokens": 3},
+        {"max_seqs": 1, "max_step_tokens": 1},
+        {"kv_blocks": 1, "block_size": 2},
+        {"max_seqs": 64, "kv_blocks": 4, "max_step_tokens": 50},
+        {"max_input_tokens": 1, "max_output_tokens": 1},
+    ],
+)
+def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, values: dict[str, Any]) -> None:
+    engine = make_engine(reference.path, **values)
+    engine.warm_up()
+    assert not engine._slots.active.any()
+    driver = Driver(engine)
+    driver.enter(0, reference.prompts[0][:1], blocks=pack([0]))
+    assert len(driver.step({0: 1}).tokens) == 4
+
+
+@pytest.mark.parametrize(("host_blocks", "copied"), [(0, []), (3, [3, 3]), (100, [16, 16])])
+def test_warming_up_copies_as_much_as_the_longest_sequence_has(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, host_blocks: int, copied: list[int]
+) -> None:
+    engine = make_engine(reference.path, host_blocks=host_blocks, block_size=16)
+    seen = []
+    for name in ("copy_out", "copy_in"):
+        copy = getattr(engine._cache, name)
+        monkeypatch.setattr(engine._cache, name, lambda *a, copy=copy: (seen.append(len(a[0])), copy(*a)))
+    engine.warm_up()
+    assert seen == copied
+
+
+def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) -> None:
+    driver = Driver(make_engine(reference.path, step_log=tmp_path / "steps.jsonl"))
+    driver.enter(0, reference.prompts[0])
+    driver.run(0, 3)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    prompt = len(reference.prompts[0])
+    assert len(lines) == 3 and f'"tokens":{prompt}' in lines[0]
+    found = [(line["decode_context"], line["prefill_context"]) for line in map(json.loads, lines)]
+    assert found == [(0, prompt * (prompt + 1) / 2), (prompt, 0), (prompt + 1, 0)]
+    with pytest.raises(ConfigurationError, match="--step-log"):
+        make_engine(reference.path, step_log=tmp_path / "no" / "such" / "place")
+
+
+def make_registration(url: str, identity: str = "abc", step: int = 4, name: str = "worker-7") -> Registration:
+    given = WorkerSettings(redis_url=url, served_model_name="tiny", worker_id=name)
+    return Registration(given, {"address": "127.0.0.1:1", "identity": identity, "ready": "1"}, lambda: step)
+
+
+RECORD, ALIVE = "orcinus:{tiny}:worker:worker-7", "orcinus:{tiny}:alive:worker:worker-7"
+WORKERS = "orcinus:{tiny}:workers"
+
+
+def test_the_record_is_refreshed_without_touching_the_shard_and_leaves_with_the_worker(redis: RedisServer) -> None:
+    registration = make_registration(redis.url)
+    registration.start()
+    until("the record is there", lambda: redis.client.hget(RECORD, "ready") == b"1")
+    assert 0 < redis.client.pttl(RECORD) <= TTL_MS and 0 < redis.client.pttl(ALIVE) <= TTL_MS
+    assert redis.client.get(ALIVE) == b"4"
+    redis.client.hset(RECORD, "shard", "shard-0")
+    redis.client.hset(RECORD, "address", "stale")
+    until("the record is written again", lambda: redis.client.hget(RECORD, "address") == b"127.0.0.1:1")
+    assert redis.client.hget(RECORD, "shard") == b"shard-0"
+    registration.stop()
+    assert not redis.client.exists(RECORD, ALIVE)
+
+
+def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer) -> None:
+    old, new = make_registration(redis.url, "old"), make_registration(redis.url, "new")
+    old.start()
+    until("the old one is there", lambda: redis.client.hget(RECORD, "identity") == b"old")
+    old._stop.set()
+    old._thread.join()
+    new.refresh()
+    old.stop()
+    assert redis.client.hget(RECORD, "identity") == b"new"
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"worker-7"]
+
+
+def test_workers_are_listed_by_when_they_were_seen_and_the_lost_ones_go(redis: RedisServer) -> None:
+    def now_ms() -> int:
+        seconds, micros = redis.client.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    one, other = make_registration(redis.url), make_registration(redis.url, name="worker-8")
+    began = now_ms()
+    redis.client.zadd(WORKERS, {"lost": began - WORKERS_MS - 1, "seen": began - WORKERS_MS + 30_000})
+    one.refresh()
+    other.refresh()
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"seen", b"worker-7", b"worker-8"]
+    score = redis.client.zscore(WORKERS, "worker-7")
+    assert score is not None and began <= score <= now_ms()
+    assert 0 < redis.client.pttl(WORKERS) <= WORKERS_MS
+    one.start()
+    one.stop()
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"seen", b"worker-8"]
+    other.start()
+    other.stop()
+    assert redis.client.zrange(WORKERS, 0, -1) == [b"seen"]
+
+
+def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    registration = make_registration(server.url)
+    registration.start()
+    try:
+        with server:
+            until("the record is there", lambda: server.client.exists(RECORD))
+            server.client.flushall()
+            until("the record is there again", lambda: server.client.exists(RECORD))
+        with server:
+            until("the record is there after a restart", lambda: server.client.hget(RECORD, "ready") == b"1")
+    finally:
+        registration.stop()
+
+
+def test_a_password_that_redis_refuses_is_said_once_with_what_to_do_and_nothing_of_it_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        server.client.acl_setuser("worker", enabled=True, passwords=["+right"], categories=["+@all"], keys=["*"])
+        registration = make_registration(server.url.replace("redis://", "redis://worker:wrong@"))
+        tries: list[float] = []
+        refresh = registration.refresh
+        registration.refresh = lambda: (tries.append(0.0), refresh())[1]
+        registration.start()
+        until("it has tried again", lambda: len(tries) >= 3)
+        server.client.acl_setuser("worker", enabled=True, passwords=["+wrong"])
+        until("it registers when the password is right", lambda: server.client.exists(RECORD))
+        registration.stop()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "wrong@" not in said[0]
+    assert f"127.0.0.1:{server.port} refuses the user 'worker'" in said[0] and "ORCINUS_REDIS_PASSWORD" in said[0]
+
+
+def start_worker(model: Path, redis_url: str, listen: str, **settings: Any) -> subprocess.Popen[str]:
+    code = (
+        "import sys; from services.worker.main import run; from shared.settings import WorkerSettings; "
+        "sys.exit(run(WorkerSettings()))"
+    )
+    values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1} | settings
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+    environment = {**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_serves_without_redis_registers_when_it_comes_and_stops_clean(
+    reference: Reference, tmp_path: Path, number: int
+) -> None:
+    server = RedisServer(tmp_path / "redis")
+    address = f"127.0.0.1:{free_port()}"
+    process = start_worker(reference.path, server.url, address)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr or []))
+    reader.start()
+    try:
+        until("it says that it waits for Redis", lambda: any("waiting for Redis" in line for line in lines), 60)
+        with grpc.insecure_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            info = stub.Describe(worker_pb2.DescribeRequest(), timeout=30)
+        with server:
+            key = server.client
+            until("it registers", lambda: key.hget("orcinus:{tiny}:worker:worker-0", "ready") == b"1")
+            record = key.hgetall("orcinus:{tiny}:worker:worker-0")
+            assert record[b"address"].decode() == address
+            assert record[b"identity"].decode() == info.identity
+            assert record[b"pid"] == str(process.pid).encode()
+            process.send_signal(number)
+            assert process.wait(20) == 0
+            assert not key.keys("orcinus:*")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        reader.join()
+    assert any("ready" in line and address in line for line in lines)
+
+
+def test_an_engine_tells_another_identity_at_each_start(reference: Reference) -> None:
+    first, second = make_engine(reference.path).info(), make_engine(reference.path).info()
+    assert first.identity != second.identity and first.model_hash == second.model_hash

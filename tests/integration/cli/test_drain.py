@@ -1,0 +1,88 @@
+"""`orcinus drain` against a real Redis: whom it means, what it writes, what it waits for."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from protos import queue_pb2
+from services.cli.drain import drain
+from shared.errors import ConfigurationError
+from shared.settings import CommonSettings, LauncherSettings
+from tests.support.scripted_scheduler import ScriptedScheduler
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port, until
+
+
+@pytest.fixture
+def settings(redis_server: RedisServer, model: Path) -> CommonSettings:
+    return CommonSettings(redis_url=redis_server.url, model=str(model))
+
+
+@pytest.fixture
+def shard(redis_server: RedisServer, settings: CommonSettings) -> ScriptedScheduler:
+    """A shard with a worker, both with a gateway beside them."""
+    scheduler = ScriptedScheduler(redis_server.client, settings.keys).lead(running=3, waiting=2)
+    redis_server.client.zadd(settings.keys.workers, {"worker-0": 1})
+    redis_server.client.set(settings.keys.alive("gateway", "gateway-x"), 7)
+    return scheduler
+
+
+def test_who_does_not_leave_in_time_is_named_with_what_it_still_has(
+    shard: ScriptedScheduler, settings: CommonSettings
+) -> None:
+    said: list[str] = []
+    (end,) = drain("shard-0", settings, LauncherSettings(), 0.3, said.append)
+    assert (end.role, end.id, end.drained) == ("scheduler", "shard-0", False)
+    assert end.text == "is still there after 0.3 s: 3 sequences run, 2 wait"
+    assert said == ["scheduler shard-0 drains: 3 sequences run, 2 wait"]
+    rows = shard.client.xrange(shard.keys.control("shard-0"))
+    assert [queue_pb2.Control.FromString(fields[b"c"]).WhichOneof("command") for _, fields in rows] == ["drain"]
+
+
+def test_a_worker_is_named_with_this_start_of_it_and_has_left_when_another_has_come(
+    shard: ScriptedScheduler, settings: CommonSettings
+) -> None:
+    keys, client = settings.keys, shard.client
+
+    def restart() -> None:
+        until("it is asked to", lambda: client.get(keys.drain("worker", "worker-0")) == b"x")
+        client.hset(keys.worker("worker-0"), "identity", "the next start")
+
+    other = threading.Thread(target=restart)
+    other.start()
+    (end,) = drain("worker", settings, LauncherSettings(), 20.0, lambda _: None)
+    other.join()
+    assert (end.id, end.drained) == ("worker-0", True)
+    assert 0 < client.pttl(keys.drain("worker", "worker-0")) <= 60_000
+
+
+def test_a_gateway_has_left_when_its_heartbeat_is_gone(shard: ScriptedScheduler, settings: CommonSettings) -> None:
+    client, key = shard.client, settings.keys.drain("gateway", "gateway-x")
+
+    def leave() -> None:
+        until("it is asked to", lambda: client.exists(key))
+        client.delete(settings.keys.alive("gateway", "gateway-x"))
+
+    other = threading.Thread(target=leave)
+    other.start()
+    said: list[str] = []
+    (end,) = drain("gateway-x", settings, LauncherSettings(), 20.0, said.append)
+    other.join()
+    assert end.drained and said[-1].startswith("gateway gateway-x has left after ")
+
+
+@pytest.mark.usefixtures("shard")
+def test_a_name_that_nobody_has_is_an_error_that_says_who_is_there(settings: CommonSettings) -> None:
+    with pytest.raises(ConfigurationError, match="called worker-9; there is gateway-x, shard-0, worker-0"):
+        drain("worker-9", settings, LauncherSettings(), 1.0, lambda _: None)
+
+
+def test_a_wait_that_is_no_time_and_a_silent_redis_are_errors_of_the_command() -> None:
+    nowhere = CommonSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(ConfigurationError, match="--timeout-s nan"):
+        drain("worker", nowhere, LauncherSettings(), float("nan"), lambda _: None)
+    with pytest.raises(ConfigurationError, match="Redis"):
+        drain("worker", nowhere, LauncherSettings(), 1.0, lambda _: None)

@@ -1,0 +1,167 @@
+"""The command line: every setting is an option, every mistake names its option, secrets are never printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.app import EVERYTHING, SERVICES, run_tool
+from services.cli.options import build, env_name, fields_of, flag, shown, source, without_password
+from shared.errors import ConfigurationError
+from shared.settings import GatewaySettings, WorkerSettings
+from tests.support.launcher import ROOT, clean_env
+
+
+def orcinus(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli", *args]
+    return subprocess.run(command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", [*SERVICES, "up", "config", "doctor"])
+def test_every_setting_of_a_command_is_an_option_that_names_its_variable(command: str) -> None:
+    text = " ".join(orcinus(command, "--help").stdout.split())
+    classes = [SERVICES[command]] if command in SERVICES else EVERYTHING
+    for name, field in fields_of(*classes).items():
+        assert flag(name) in text
+        assert env_name(name) in text
+        if field.description:
+            assert " ".join(field.description.split()) in text
+
+
+def test_help_imports_no_service_no_torch_and_no_web_framework() -> None:
+    program = (
+        "import sys\nsys.argv = ['orcinus', '--help']\nfrom services.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'grpc', 'redis', 'transformers', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[]"
+    assert "doctor" in done.stdout
+
+
+def test_unknown_option_ends_with_2() -> None:
+    done = orcinus("up", "--no-such-thing", "1")
+    assert done.returncode == 2
+    assert "--no-such-thing" in done.stderr
+    assert done.stdout == ""
+
+
+def test_bad_value_of_an_option_names_the_option_the_value_and_the_limit() -> None:
+    done = orcinus("worker", "--max-seqs", "0")
+    assert done.returncode == 2
+    assert done.stderr == "error: --max-seqs=0: input should be greater than or equal to 1\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "policy", "words"),
+    [
+        ("up", "best", "--policy=best: no policy 'best'; there are fastgen, "),
+        ("config", "orcinus:order=odd", "--policy=orcinus:order=odd: no order 'odd'; there are fcfs, "),
+        ("doctor", "orca:tokens=fixed", "no tokens 'fixed'; there are unlimited, fixed-N, "),
+        ("scheduler", "orca:colour=red", "no part 'colour=red'"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused_with_those_that_do(command: str, policy: str, words: str) -> None:
+    done = orcinus(command, "--policy", policy)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+def test_a_policy_of_parts_is_an_effective_setting() -> None:
+    policy = "sarathi:order=fair,relief=newest-swap+slo"
+    done = orcinus("config", "--json", ORCINUS_POLICY=policy)
+    assert json.loads(done.stdout)["scheduler"]["policy"] == policy
+
+
+def test_bad_value_of_a_variable_names_the_variable() -> None:
+    done = orcinus("gateway", ORCINUS_PORT="eighty")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ORCINUS_PORT=eighty: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_bad_value_is_named_at_once() -> None:
+    with pytest.raises(ConfigurationError, match=r"--device=gpu: .*--max-seqs=x: "):
+        build(WorkerSettings, {"max_seqs": "x", "device": "gpu"})
+
+
+def test_rule_between_settings_is_told_without_pydantics_words() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build(WorkerSettings, {"served_model_name": "Demo Model"})
+    assert str(caught.value).startswith("served model name 'Demo Model' may hold only")
+
+
+def test_option_wins_over_variable_and_variable_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCINUS_PORT", "9001")
+    monkeypatch.setenv("ORCINUS_HOST", "localhost")
+    settings = build(GatewaySettings, {"port": "9002"})
+    assert (settings.port, settings.host, settings.ops_port) == (9002, "localhost", 9003)
+    origin = {name: source(settings, name, {"port": "9002"}) for name in ("port", "host", "drain_s", "ops_port")}
+    assert origin == {"port": "option", "host": "environment", "drain_s": "default", "ops_port": "derived"}
+
+
+def test_config_prints_one_json_object_with_every_setting_and_no_secret(tmp_path: Path) -> None:
+    done = orcinus(
+        "config", "--json", "--redis-url", "redis://me:url-secret@example:1/0", "--port", "8100",
+        ORCINUS_API_KEY="key-secret", ORCINUS_REDIS_PASSWORD="redis-secret", ORCINUS_RUN_DIR=str(tmp_path),
+    )  # fmt: skip
+    effective = json.loads(done.stdout)
+    assert set(effective) == {"gateway", "scheduler", "worker", "up"}
+    assert set(effective["worker"]) == set(WorkerSettings.model_fields)
+    assert effective["gateway"]["port"] == 8100
+    assert effective["gateway"]["ops_port"] == 8101
+    assert effective["gateway"]["redis_url"] == "redis://me:********@example:1/0"
+    assert effective["up"]["run_dir"] == str(tmp_path)
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_config_for_people_shows_where_each_value_comes_from_and_no_secret() -> None:
+    done = orcinus("config", "--max-seqs", "7", ORCINUS_API_KEY="key-secret", ORCINUS_LOG_LEVEL="debug")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["max_seqs", "7", "option", "ORCINUS_MAX_SEQS"] in lines
+    assert ["log_level", "debug", "environment", "ORCINUS_LOG_LEVEL"] in lines
+    assert ["api_key", "********", "environment", "ORCINUS_API_KEY"] in lines
+    assert "key-secret" not in done.stdout
+
+
+def test_bad_secret_is_not_repeated_in_the_error() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build(GatewaySettings, {"api_key": ["key-secret"]})
+    assert "key-secret" not in str(caught.value) and "--api-key" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "safe"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://:pw@h:1/0", "redis://:********@h:1/0"),
+        ("redis://token@h:1", "redis://********@h:1"),
+        ("unix:///run/redis.sock?db=1&password=pw", "unix:///run/redis.sock?db=1&password=********"),
+    ],
+)
+def test_url_is_shown_without_its_password(url: str, safe: str) -> None:
+    assert without_password(url) == shown(url) == safe
+
+
+def test_version_is_the_projects() -> None:
+    number = json.loads(orcinus("version", "--json").stdout)["version"]
+    assert f'version = "{number}"' in (ROOT / "pyproject.toml").read_text()
+    assert orcinus("version").stdout == f"orcinus {number}\n"
+
+
+def test_tool_that_is_not_installed_says_where_to_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.app.entry_points", lambda **wanted: ())
+    with pytest.raises(ConfigurationError, match="orcinus chaos: not part of this installation"):
+        run_tool("chaos", [])
+
+
+def test_bench_passes_its_options_on() -> None:
+    done = orcinus("bench", "serve", "--help")
+    assert done.returncode == 0
+    assert "--concurrency" in done.stdout
+    assert orcinus("bench", "serve", "--no-such-thing").returncode == 2

@@ -1,0 +1,38 @@
+"""`orcinus policy` against a real Redis: what it says when the change does not come in time, and when Redis is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protos import queue_pb2
+from services.cli.policy import switch
+from shared.errors import ConfigurationError
+from shared.keys import Keys
+from shared.settings import CommonSettings, LauncherSettings
+from tests.support.scripted_scheduler import ScriptedScheduler
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port
+
+
+def test_a_change_that_does_not_come_in_time_is_said_to_be_pending_with_the_way_back(
+    redis_server: RedisServer, model: Path
+) -> None:
+    settings = CommonSettings(redis_url=redis_server.url, model=str(model))
+    scheduler = ScriptedScheduler(redis_server.client, Keys(settings.keys.model)).lead(policy="orca", running=3)
+    answer = switch("tgi:order=fair", settings, LauncherSettings(), 0.3)
+    assert not answer.changed
+    for words in ("orca is still in force after 0.3 s", "3 sequences", "tgi:order=fair stays pending"):
+        assert words in answer.text
+    assert "nobody enters until then; `orcinus policy orca` undoes it" in answer.text
+    rows = redis_server.client.xrange(scheduler.keys.control("shard-0"))
+    assert [queue_pb2.Control.FromString(fields[b"c"]).policy.name for _, fields in rows] == ["tgi:order=fair"]
+
+
+def test_a_silent_redis_and_a_number_out_of_bounds_are_errors_of_the_command() -> None:
+    nowhere = CommonSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(ConfigurationError, match="Redis"):
+        switch("tgi", nowhere, LauncherSettings(), 0.3)
+    with pytest.raises(ConfigurationError, match="1 to 2147483647, not 99999999999999999999999"):
+        switch("sarathi:batch=chunked-99999999999999999999999", nowhere, LauncherSettings(), 0.3)

@@ -1,0 +1,169 @@
+"""`orcinus top` over a real Redis with known figures, its screen driven by textual's own pilot."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from services.cli.top.command import Source
+from services.cli.top.screen import Top
+from services.cli.top.words import bars, count, milliseconds, plain
+from shared.keys import Keys
+from shared.settings import CommonSettings, LauncherSettings
+from shared.stack_view import View
+from tests.support.launcher import ROOT, clean_env
+from tests.support.stack import RedisServer
+from tests.support.written_stack import REPLICA, STATS, WrittenStack
+
+MODEL = "tiny"
+ESCAPE = "\x1b]0;owned\x07\x1b[31m[bold]loud[/bold]"
+
+
+@pytest.fixture
+def written(redis_server: RedisServer) -> Iterator[WrittenStack]:
+    redis_server.client.flushall()
+    stack = WrittenStack(redis_server.client, Keys(MODEL)).lead()
+    stack.worker()
+    for number in range(40):
+        stack.iterations.add(1_000_000, 9_000_000, 12, 340 if number % 8 == 0 else 0, 0)
+    stack.replica()
+    stack.replica(f"evil{ESCAPE}", role=ESCAPE, dock=1)
+    stack.event("worker_lost", ESCAPE)
+    stack.tell()
+    yield stack
+
+
+def settings(redis_server: RedisServer) -> CommonSettings:
+    return CommonSettings(redis_url=redis_server.url, served_model_name=MODEL)
+
+
+def words_of(app: Top) -> str:
+    """What stands on the screen."""
+    return " ".join(unescape(part) for part in re.findall(r">([^<>]+)<", app.export_screenshot())).replace("\xa0", " ")
+
+
+async def shown(app: Top, pilot: object, text: str) -> str:
+    """Waits until the screen says `text`, letting the application run meanwhile."""
+    for _ in range(600):
+        if text in (words := words_of(app)):
+            return words
+        await pilot.pause(0.05)  # type: ignore[attr-defined]
+    raise TimeoutError(f"{text!r} is not on the screen: {words_of(app)}")
+
+
+async def test_the_screen_shows_what_redis_says_and_follows_it(
+    redis_server: RedisServer, written: WrittenStack
+) -> None:
+    app = Top(Source(settings(redis_server), LauncherSettings()))
+    async with app.run_test(size=(130, 50)) as pilot:
+        words = await shown(app, pilot, f"{count(STATS['tok_s'])} tok/s")
+        for text in (
+            "policy sarathi",
+            "87.5 ms",
+            "p99 1.53 s",
+            "3 swapped",
+            "60 %",
+            "600 of 1,000",
+            "prefill worker of shard-0",
+            "██░░░░░░ 16 of 64",
+            "█████░░░ 60 %",
+        ):
+            assert text in words, text
+        assert "340" in words and "█" in words, "the last iterations"
+        written.tell(tok_s=88, running=0, waiting=0)
+        await shown(app, pilot, "88 tok/s")
+        await shown(app, pilot, "idle")
+        written.leave()
+        await shown(app, pilot, "no scheduler leads shard-0")
+        await pilot.press("d", "s", "q")
+
+
+class Losing:
+    """A source whose Redis can go."""
+
+    def __init__(self, source: Source) -> None:
+        self.model = source.model
+        self.past = source.past
+        self.close = source.close
+        self.at = source
+        self.nowhere = Source(CommonSettings(redis_url="redis://127.0.0.1:1/0"), LauncherSettings())
+
+    async def look(self) -> View:
+        return await self.at.look()
+
+
+async def test_the_screen_fits_a_narrow_terminal_and_a_redis_that_is_gone_is_said(
+    redis_server: RedisServer, written: WrittenStack
+) -> None:
+    source = Losing(Source(settings(redis_server), LauncherSettings()))
+    app = Top(source)
+    async with app.run_test(size=(60, 40)) as pilot:
+        await shown(app, pilot, "sarathi")
+        assert app.query_one("#totals").region.width <= 60
+        source.at = source.nowhere
+        words = await shown(app, pilot, "does not answer")
+        assert re.search(r"running +17", words), "the last figures stay"
+
+
+def test_text_from_outside_reaches_the_terminal_without_its_control_characters(
+    redis_server: RedisServer, written: WrittenStack
+) -> None:
+    done = orcinus_top(redis_server, "--once")
+    assert "\x1b]0" not in done.stdout
+    assert "\x07" not in done.stdout
+    assert "[bold]loud[/bold]" in done.stdout.replace("\n", "")
+
+
+def orcinus_top(redis_server: RedisServer, *options: str, url: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli", "top", "--redis-url", url or redis_server.url, *options]
+    env = clean_env(ORCINUS_SERVED_MODEL_NAME=MODEL, COLUMNS="120")
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_program_gets_one_object_and_an_exit_code(redis_server: RedisServer, written: WrittenStack) -> None:
+    done = orcinus_top(redis_server, "--json")
+    view = json.loads(done.stdout)
+    assert (done.returncode, view["model"], view["shards"]["shard-0"]["stats"]["running"]) == (0, MODEL, 17)
+    assert view["shards"]["shard-0"]["replicas"]["worker-0"] == REPLICA
+    assert view["shards"]["shard-0"]["iterations"]["decode"] == [12] * 40
+    gone = orcinus_top(redis_server, "--json", url="redis://127.0.0.1:1/0")
+    assert gone.returncode == 1
+    assert "does not answer" in json.loads(gone.stdout)["error"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (5.25, "5.2"), (7, "7"), (1234, "1,234"), (452_000, "452 k"), (2.5e6, "2.50 M")]
+)
+def test_counts_are_short(value: float, text: str) -> None:
+    assert count(value) == text
+
+
+def test_bars_are_as_high_as_their_values_and_a_little_is_not_nothing() -> None:
+    assert bars([0, 1, 4, 8], 6) == "   ▁▄█"
+    assert bars([0.001, 8], 2) == "▁█"
+    assert bars([1, 2, 3, 4], 2, most=4) == "▆█"
+    assert bars([0, 0], 4) == "    "
+    assert (milliseconds(0), milliseconds(1530), milliseconds(12.25)) == ("–", "1.53 s", "12.2 ms")
+    assert plain("a\x1b[1m\nb") == "a·[1m·b"
+
+
+def test_the_example_of_the_redis_page_shows_a_stack(
+    redis_server: RedisServer, written: WrittenStack, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "redis.md").read_text().partition("### A board of your own")[2].partition("\n## ")[0]
+    code = textwrap.dedent("\n".join(line for line in page.splitlines() if line.startswith("    ") or not line))
+    (tmp_path / "board.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "board.py"), redis_server.url, MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, *iterations = done.stdout.splitlines()
+    assert first == "shard-0 (led): 17 running, 10 waiting, 1234.5 tokens/s, first token 87.5 ms, KV 60%"
+    assert iterations == ["      9.00 ms: 12 decodes, 0 prompt tokens"] * 5

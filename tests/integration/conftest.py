@@ -1,0 +1,64 @@
+"""A real gateway over a real Redis and a scripted scheduler, for the tests that ask it questions.
+
+A test module that needs another one defines the fixture itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.scripted_scheduler import ScriptedScheduler, answering
+from tests.support.stack import RedisServer
+from tests.support.tokenizers import byte_level, write_model
+
+KEY = "sk-test-0123456789"
+OTHER = "sk-other-9876543210"
+TEXT = "The quick brown fox 🐋 jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), "--maxmemory", "64mb") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    directory = tmp_path_factory.mktemp("gateway")
+    (directory / "keys").write_text(f"{KEY}\n\n{OTHER}\n")
+    with running_gateway(
+        directory, model, redis_server, api_key_file=directory / "keys", max_queued_tokens=1000, max_body_bytes=200_000
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def scheduler(gateway: GatewayProcess, redis_server: RedisServer) -> ScriptedScheduler:
+    redis_server.client.delete(gateway.keys.queue)
+    leading = ScriptedScheduler(redis_server.client, gateway.keys).lead()
+    gateway.wait_ready()
+    return leading
+
+
+@pytest.fixture
+def answers(scheduler: ScriptedScheduler, tokenizer: Tokenizer) -> Iterator[None]:
+    """Every request is answered with TEXT."""
+    with answering(scheduler, lambda _: tokenizer.encode(TEXT).ids):
+        yield

@@ -1,0 +1,194 @@
+"""What never becomes a request, at a real gateway over TLS: too many connections, long heads, slow senders, names."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy import certs
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.waiting import until
+
+MOST_CONNECTIONS = 12
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("bounds")
+    certs.make(found, [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def gateway(directory: Path, model: Path, redis_server: RedisServer) -> Iterator[GatewayProcess]:
+    """In the clear, with small bounds."""
+    bounds = {"max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 1.0}
+    with running_gateway(directory, model, redis_server, **bounds) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def over_tls(directory: Path, model: Path, redis_server: RedisServer) -> Iterator[GatewayProcess]:
+    files = {"tls_cert": directory / "gateway.pem", "tls_key": directory / "gateway-key.pem"}
+    process = GatewayProcess(directory, model, redis_server.url, **files)
+    process.start()
+    try:
+        until("the gateway listens", lambda: answers(process, trusting(directory)), 60)
+        yield process
+    finally:
+        process.stop()
+
+
+def trusting(directory: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(directory / "ca.pem"))
+
+
+def answers(process: GatewayProcess, context: ssl.SSLContext) -> bool:
+    try:
+        url = f"https://127.0.0.1:{process.port}/health/live"
+        return httpx.get(url, verify=context, timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def exchange(gateway: GatewayProcess, *parts: bytes) -> tuple[int, dict[str, Any]]:
+    """Sends the parts on one connection and reads to its end: status and error."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+        for part in parts:
+            connection.sendall(part)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 5000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"A%d: b\r\n" % i for i in range(101)) + b"\r\n",
+    ],
+    ids=["a long field", "a long address", "many fields"],
+)
+def test_a_head_beyond_the_bounds_gets_431(gateway: GatewayProcess, head: bytes) -> None:
+    assert exchange(gateway, head)[1]["code"] == "head_too_large"
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b"0\r\n" + b"A: b\r\n" * 2000, b"0\r\nA: " + b"a" * 12000, b"1;" + b"a" * 12000],
+    ids=["many trailers", "a long trailer", "a long chunk extension"],
+)
+def test_what_stands_beside_the_body_is_bounded_as_a_head_is(gateway: GatewayProcess, tail: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        assert b" 100 " in connection.recv(65536)  # so the head was read alone
+        connection.sendall(tail)
+        assert b"head_too_large" in connection.recv(65536)
+
+
+def test_trailers_within_the_bounds_are_passed_over(gateway: GatewayProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 3000 + b"0\r\nContent-Type: text/html\r\n\r\n"
+    assert exchange(gateway, head, chunks)[1]["code"] == "invalid_json"
+
+
+def test_a_head_without_an_end_is_cut_at_the_bound_and_not_kept(gateway: GatewayProcess) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nA: ")
+        sent = 0
+        with pytest.raises(OSError):
+            while sent < 256 << 20:
+                sent += connection.send(b"a" * 65536)
+    assert sent < 64 << 20  # what sockets on both sides may hold
+
+
+def test_a_request_that_does_not_come_in_time_gets_408(gateway: GatewayProcess) -> None:
+    half_a_head = b"POST /v1/completions HTTP/1.1\r\n"
+    half_a_body = half_a_head + b"Host: x\r\nContent-Length: 100\r\n\r\n{"
+    with ThreadPoolExecutor(3) as together:
+        answers = together.map(lambda part: exchange(gateway, part), (b"", half_a_head, half_a_body))
+        assert [(status, error["code"]) for status, error in answers] == [(408, "request_timeout")] * 3
+    assert "Traceback" not in gateway.log()
+
+
+def test_a_request_that_was_refused_before_its_body_was_there_gets_no_second_answer(gateway: GatewayProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+        connection.sendall(head + b"{")
+        told = b"".join(iter(lambda: connection.recv(65536), b""))  # until the time for the rest is over
+    assert told.startswith(b"HTTP/1.1 415") and told.count(b"HTTP/1.1") == 1
+
+
+def test_what_is_no_http_gets_400_in_openais_shape(gateway: GatewayProcess) -> None:
+    status, error = exchange(gateway, b"\x16\x03\x01 hello\r\n\r\n")
+    assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
+
+
+def test_connections_beyond_the_bound_get_503_and_the_others_go_on(gateway: GatewayProcess) -> None:
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    held = [socket.create_connection(("127.0.0.1", gateway.port), timeout=20) for _ in range(MOST_CONNECTIONS)]
+    try:
+        for connection in held:  # all of them were taken before the next one comes
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        status, error = exchange(gateway, request)
+        assert (status, error["code"]) == (503, "too_many_connections")
+    finally:
+        for connection in held:
+            connection.close()
+    until("there is room again", lambda: gateway.status("/health/live") == 200)
+
+
+def test_a_page_of_the_web_can_neither_ask_across_origins_nor_by_a_name_of_its_own(gateway: GatewayProcess) -> None:
+    asks = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for answer in (
+        httpx.options(gateway.url + "/v1/completions", headers=asks, timeout=10),
+        httpx.get(gateway.url + "/v1/models", headers=asks, timeout=10),
+    ):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    for host, status in (
+        ("evil.example", 403), ("localhost.evil.example:1", 403), ("", 403), ("localhost:1", 200), ("127.0.0.1", 200),
+        ("[::1]:9", 200), ("LOCALHOST", 200),
+    ):  # fmt: skip
+        answer = httpx.get(gateway.ops_url + "/metrics", headers={"Host": host}, timeout=10)
+        assert answer.status_code == status, host
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_gateway_with_a_certificate_speaks_tls_on_both_ports_and_takes_a_new_one_at_sighup(
+    over_tls: GatewayProcess, directory: Path
+) -> None:
+    assert over_tls.process is not None
+    before = trusting(directory)
+    for port in (over_tls.port, over_tls.ops_port):
+        path = "/metrics" if port == over_tls.ops_port else "/v1/models"
+        assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=before, timeout=10).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10)
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"https://127.0.0.1:{over_tls.port}/v1/models", timeout=10)
+    (directory / "gateway.pem").write_text("no certificate")
+    over_tls.process.send_signal(signal.SIGHUP)
+    until("it said why", lambda: "the certificate was not renewed" in over_tls.log())
+    assert answers(over_tls, before)
+    certs.make(directory, [])
+    after = trusting(directory)
+    assert not answers(over_tls, after)
+    over_tls.process.send_signal(signal.SIGHUP)
+    until("the new certificate is shown", lambda: answers(over_tls, after))

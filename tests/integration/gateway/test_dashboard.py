@@ -1,0 +1,130 @@
+"""The live page's files and events over HTTP: one reader for all viewers, bounded, and what Redis says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from services.gateway.dashboard import pages
+from services.gateway.dashboard.feed import MOST_VIEWERS
+from shared.stack_view import HISTORY
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.waiting import until
+from tests.support.written_stack import STATS, WrittenStack
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), model, redis_server) as running:
+        yield running
+
+
+@pytest.fixture
+def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
+    stack = WrittenStack(redis_server.client, gateway.keys).lead()
+    stack.forget()
+    return stack.lead()
+
+
+@contextlib.contextmanager
+def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
+    """The events of one viewer as (name, value)."""
+    with httpx.stream("GET", gateway.ops_url + pages.EVENTS, timeout=20) as response:
+        assert response.status_code == 200, response.read()
+
+        def events() -> Iterator[tuple[str, Any]]:
+            name = ""
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    name = line[7:]
+                elif line.startswith("data: "):
+                    yield name, orjson.loads(line[6:])
+
+        yield events()
+
+
+def test_files_of_the_page_are_on_the_ops_port_alone_and_may_run_nothing_foreign(gateway: GatewayProcess) -> None:
+    for path in pages.FILES:
+        answer = httpx.get(gateway.ops_url + path)
+        assert answer.status_code == 200, path
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert httpx.get(gateway.url + path).status_code == 404, path
+
+
+def test_a_viewer_gets_the_past_once_and_then_the_stack_of_each_second(
+    gateway: GatewayProcess, written: WrittenStack
+) -> None:
+    for number in range(70):  # more than is read at a time
+        written.tell(tok_s=number)
+    written.worker()
+    written.event("worker_lost", "gone")
+    written.iterations.add(1000, 5_000_000, 12, 340, 0)
+    stats = written.tell(tok_s=77.5)
+    with watching(gateway) as events:
+        name, past = next(events)
+        assert name == "past"
+        assert set(past["shard-0"]) == set(HISTORY)
+        assert past["shard-0"]["tok_s"] == [*range(70), 77.5]
+        name, now = next(events)
+        assert name == "now"
+        shard = now["shards"]["shard-0"]
+        assert shard["led"]
+        assert {field: shard["stats"][field] for field in STATS} == {field: stats[field] for field in STATS}
+        assert (shard["iterations"]["last"], shard["iterations"]["decode"]) == (1, [12])
+        assert [(worker["id"], worker["alive"]) for worker in now["workers"]] == [("worker-0", True)]
+        assert now["events"][0]["text"] == "gone"
+        written.tell(tok_s=78.5)
+        later = next(value for name, value in events if value["shards"]["shard-0"]["stats"]["tok_s"] == 78.5)
+        assert later["time_ms"] > now["time_ms"]
+
+
+def test_viewers_are_bounded_and_the_last_one_ends_the_reading(
+    gateway: GatewayProcess, written: WrittenStack, redis_server: RedisServer
+) -> None:
+    written.tell()
+    client: Any = redis_server.client
+    with contextlib.ExitStack() as viewers:
+        streams = [viewers.enter_context(watching(gateway)) for _ in range(MOST_VIEWERS)]
+        for events in streams:
+            assert next(events)[0] == "past"
+        client.config_resetstat()
+        seen = [next(streams[-1]) for _ in range(4)]
+        reads = client.info("commandstats")["cmdstat_xrevrange"]["calls"]  # the feed alone gives this command
+        assert reads <= 2 * len(seen), "once a frame, not once a viewer"
+        refused = httpx.get(gateway.ops_url + pages.EVENTS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
+        during = len(client.client_list())
+    until("nobody reads any more", lambda: len(client.client_list()) < during)
+    with watching(gateway) as events:
+        assert next(events)[0] == "past"
+
+
+def test_what_redis_holds_in_another_shape_is_said_and_ends_nothing(
+    gateway: GatewayProcess, written: WrittenStack, redis_server: RedisServer
+) -> None:
+    redis_server.client.set(gateway.keys.queue, "not a hash")
+    written.tell()
+    with watching(gateway) as events:
+        _, first = next(events)
+        assert "WRONGTYPE" in first["error"]
+        redis_server.client.delete(gateway.keys.queue)
+        assert next(value for name, value in events if name == "now" and "error" not in value)["shards"]
+
+
+def test_an_open_page_does_not_hold_up_a_gateway_that_stops(
+    tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    with running_gateway(tmp_path, model, redis_server) as stopping, watching(stopping) as events:
+        next(events)
+        assert stopping.stop() == 0
+        assert all(name == "now" for name, _ in events), "and the stream has come to its end"

@@ -1,0 +1,322 @@
+"""The gRPC front over a scripted scheduler: tensors in and out, streams, keys, errors by status, cancel, stop."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from deploy import certs
+from protos import kserve_pb2 as kserve
+from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
+from tests.integration.conftest import KEY, TEXT
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.scripted_scheduler import LENGTH, Line, ScriptedScheduler
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port, until
+
+Request = kserve.ModelInferRequest
+METADATA = (("authorization", f"Bearer {KEY}"),)
+GRPC_PORT = free_port()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    directory = tmp_path_factory.mktemp("gateway")
+    with running_gateway(directory, model, redis_server, api_key=KEY, grpc_port=GRPC_PORT) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[GRPCInferenceServiceStub]:
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def request_of(gateway: GatewayProcess, *texts: str, raw: bool = True, **parameters: Any) -> Request:
+    """A request in one of the protocol's two forms."""
+    made = Request(model_name=gateway.name, id="mine")
+    made.inputs.add(name="text_input", datatype="BYTES", shape=[len(texts)])
+    encoded = [text.encode() for text in texts or ("The",)]
+    if raw:
+        made.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+        made.inputs[0].shape[:] = [len(encoded)]
+    else:
+        made.inputs[0].contents.bytes_contents.extend(encoded)
+        made.inputs[0].shape[:] = [len(encoded)]
+    for name, value in parameters.items():
+        kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+        setattr(made.parameters[name], kinds[type(value)], value)
+    return made
+
+
+def outputs(response: kserve.ModelInferResponse) -> dict[str, list[str]]:
+    found = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        elements, at = [], 0
+        while at < len(raw):
+            (size,) = struct.unpack_from("<I", raw, at)
+            elements.append(raw[at + 4 : at + 4 + size].decode())
+            at += 4 + size
+        assert list(output.shape) == [len(elements)]
+        found[output.name] = elements
+    return found
+
+
+@dataclass
+class Conversation:
+    """A ModelStreamInfer whose requests are said one by one."""
+
+    stub: GRPCInferenceServiceStub
+
+    def __post_init__(self) -> None:
+        self._say: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self.call = self.stub.ModelStreamInfer(iter(self._say.get, None), metadata=METADATA, timeout=60)
+
+    def say(self, request: Request | None) -> None:
+        self._say.put(request)
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed"])
+def test_texts_come_back_continued_in_order(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None, tokenizer: Tokenizer, raw: bool
+) -> None:
+    request = request_of(gateway, "a", "b", raw=raw, max_tokens=100, temperature=0.5, echo=True)
+    response = stub.ModelInfer(request, metadata=METADATA)
+    assert outputs(response) == {"text_output": ["a" + TEXT, "b" + TEXT], "finish_reason": ["length"] * 2}
+    assert (response.id, response.model_name) == ("mine", gateway.name)
+    assert response.parameters["completion_tokens"].int64_param == 2 * len(tokenizer.encode(TEXT).ids)
+
+
+def test_only_the_outputs_that_were_asked_for_are_there(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None
+) -> None:
+    request = request_of(gateway, "The", max_tokens=100)
+    request.outputs.add(name="text_output")
+    assert outputs(stub.ModelInfer(request, metadata=METADATA)) == {"text_output": [TEXT]}
+
+
+def test_a_stream_comes_in_pieces_and_marks_its_last(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None
+) -> None:
+    request = request_of(gateway, "The", max_tokens=100, triton_enable_empty_final_response=True)
+    responses = list(stub.ModelStreamInfer(iter([request]), metadata=METADATA))
+    assert not any(response.error_message for response in responses)
+    pieces = [outputs(response.infer_response) for response in responses]
+    assert "".join(piece["text_output"][0] for piece in pieces) == TEXT
+    assert [piece["finish_reason"][0] for piece in pieces] == [""] * (len(pieces) - 1) + ["length"]
+    final = [response.infer_response.parameters["triton_final_response"].bool_param for response in responses]
+    assert final == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) > 2
+
+
+def test_requests_of_one_stream_run_side_by_side_and_fail_alone(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, scheduler: ScriptedScheduler
+) -> None:
+    talk = Conversation(stub)
+    first = request_of(gateway, "The", max_tokens=4)
+    second = request_of(gateway, "The", max_tokens=4, temperature=7.0)
+    second.id = "bad"
+    talk.say(first)
+    talk.say(second)
+    claimed = scheduler.claim()  # the first runs, and says nothing yet
+    refused = next(talk.call)
+    assert refused.infer_response.id == "bad"
+    assert "temperature" in refused.error_message
+    assert refused.infer_response.parameters["param"].string_param == "temperature"
+    scheduler.serve(claimed, [50, 51, 52, 53])
+    talk.say(None)
+    responses = list(talk.call)
+    assert {response.infer_response.id for response in responses} == {"mine"}
+    assert responses[-1].infer_response.parameters["triton_final_response"].bool_param
+
+
+def test_parameters_reach_the_scheduler_as_over_http(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, scheduler: ScriptedScheduler
+) -> None:
+    request = request_of(gateway, "The", max_tokens=3, seed=7, priority=4, timeout=90_000_000, top_p=0.5)
+    request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    fields = b'{"stop": ["x", "y"], "logit_bias": {"5": -1}}'
+    request.raw_input_contents.append(struct.pack("<I", len(fields)) + fields)
+    waiting = stub.ModelInfer.future(request, metadata=(*METADATA, ("traceparent", "00-aa-bb-01")))
+    claimed = scheduler.claim()
+    assert claimed.stream == gateway.keys.requests("low")
+    assert (claimed.request.max_tokens, claimed.request.deadline_ms) == (3, 90_000)
+    assert (claimed.request.sampling.seed, claimed.request.sampling.top_p) == (7, 0.5)
+    assert len(claimed.request.sampling.bias_ids) == 4
+    assert claimed.request.traceparent == "00-aa-bb-01"
+    scheduler.serve(claimed, [50, 51, 52])
+    assert waiting.result(60).parameters["request_id"].string_param == claimed.id
+
+
+BAD = {
+    "no text": (lambda request: request.ClearField("inputs"), "INVALID_ARGUMENT", "raw_input_contents"),
+    "another input": (lambda request: setattr(request.inputs[0], "name", "image"), "INVALID_ARGUMENT", "inputs"),
+    "another type": (lambda r: setattr(r.inputs[0], "datatype", "INT64"), "INVALID_ARGUMENT", "text_input"),
+    "another shape": (lambda r: r.inputs[0].shape.append(3), "INVALID_ARGUMENT", "text_input"),
+    "a shape of many numbers": (
+        lambda r: r.inputs[0].shape.extend([1] * 8), "INVALID_ARGUMENT", "text_input",
+    ),
+    "more texts than any limit": (
+        lambda r: r.raw_input_contents.__setitem__(0, bytes(4 * 70_000)), "INVALID_ARGUMENT", "text_input",
+    ),
+    "one output over and over": (
+        lambda r: [r.outputs.add(name="text_output") for _ in range(3)], "INVALID_ARGUMENT", "outputs",
+    ),
+    "cut contents": (lambda r: r.raw_input_contents.__setitem__(0, b"\5\0\0\0ab"), "INVALID_ARGUMENT", "text_input"),
+    "no UTF-8": (lambda r: r.raw_input_contents.__setitem__(0, b"\1\0\0\0\xff"), "INVALID_ARGUMENT", "text_input"),
+    "another output": (lambda request: request.outputs.add(name="logits"), "INVALID_ARGUMENT", "outputs"),
+    "another model": (lambda request: setattr(request, "model_name", "gpt"), "NOT_FOUND", "model"),
+    "another version": (lambda r: setattr(r, "model_version", "2"), "NOT_FOUND", "model_version"),
+    "a misspelt field": (lambda r: setattr(r.parameters["tok_p"], "int64_param", 3), "INVALID_ARGUMENT", "tok_p"),
+    "not a number": (
+        lambda r: setattr(r.parameters["temperature"], "double_param", float("nan")), "INVALID_ARGUMENT", "temperature",
+    ),
+    "a field of another form": (
+        lambda r: setattr(r.parameters["prompt"], "string_param", "x"), "INVALID_ARGUMENT", "prompt",
+    ),
+    "a stream of one answer": (
+        lambda r: setattr(r.parameters["stream"], "bool_param", True), "INVALID_ARGUMENT", "stream",
+    ),
+    "no output at all": (
+        lambda r: setattr(r.parameters["max_tokens"], "int64_param", 0), "INVALID_ARGUMENT", "max_tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "status", "param"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name(
+    gateway: GatewayProcess,
+    scheduler: ScriptedScheduler,
+    stub: GRPCInferenceServiceStub,
+    spoil: Any,
+    status: str,
+    param: str,
+) -> None:
+    request = request_of(gateway, "The")
+    spoil(request)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.ModelInfer(request, metadata=METADATA)
+    assert refused.value.code().name == status
+    assert dict(refused.value.trailing_metadata())["param"] == param
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])
+def test_a_key_is_needed_but_for_health(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub, metadata: Any
+) -> None:
+    calls = (
+        lambda: stub.ModelInfer(request_of(gateway, "The"), metadata=metadata),
+        lambda: list(stub.ModelStreamInfer(iter([request_of(gateway, "The")]), metadata=metadata)),
+        lambda: stub.ModelMetadata(kserve.ModelMetadataRequest(name=gateway.name), metadata=metadata),
+        lambda: stub.ModelReady(kserve.ModelReadyRequest(name=gateway.name), metadata=metadata),
+    )
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as refused:
+            call()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert stub.ServerLive(kserve.ServerLiveRequest()).live
+    assert stub.ServerReady(kserve.ServerReadyRequest()).ready
+    assert stub.ServerMetadata(kserve.ServerMetadataRequest()).name == "orcinus"
+
+
+def test_the_model_says_what_it_takes_and_gives(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub
+) -> None:
+    found = stub.ModelMetadata(kserve.ModelMetadataRequest(name=gateway.name), metadata=METADATA)
+    assert [tensor.name for tensor in found.inputs] == ["text_input", "sampling_parameters", "stream"]
+    assert [tensor.name for tensor in found.outputs] == ["text_output", "finish_reason"]
+    ready = {
+        name: stub.ModelReady(kserve.ModelReadyRequest(name=name), metadata=METADATA).ready
+        for name in (gateway.name, "gpt")
+    }
+    assert ready == {gateway.name: True, "gpt": False}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_call_that_its_client_ends_cancels_the_request(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, scheduler: ScriptedScheduler, streams: bool
+) -> None:
+    request = request_of(gateway, "The", max_tokens=100)
+    if streams:
+        call: Any = stub.ModelStreamInfer(iter([request]), metadata=METADATA)
+    else:
+        call = stub.ModelInfer.future(request, metadata=METADATA)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
+    if streams:
+        assert outputs(next(call).infer_response)["text_output"][0]
+    call.cancel()
+    scheduler.wait_control("cancel", claimed.id)
+    scheduler.end(claimed, [[50, 51]], [3])
+
+
+def test_a_stop_of_the_gateway_ends_streams_with_a_reason_and_refuses_new_calls(
+    tmp_path: Path, model: Path, redis_server: RedisServer, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    port = free_port()
+    with running_gateway(tmp_path, model, redis_server, grpc_port=port, drain_s=0) as leaving:
+        leaving.wait_ready()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            call = stub.ModelStreamInfer(iter([request_of(leaving, "The", max_tokens=9)]))
+            claimed = scheduler.claim()
+            scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
+            next(call)
+            assert leaving.process is not None
+            leaving.process.send_signal(signal.SIGTERM)
+            told = until("the stream ends", lambda: next(call).error_message)
+            assert claimed.id in told  # it goes on elsewhere
+            assert leaving.process.wait(30) == 0
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.ModelInfer(request_of(leaving, "The"), timeout=10)
+            assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    scheduler.end(claimed, [[50, 51]], [LENGTH])
+
+
+def test_a_port_in_use_is_an_error_that_names_it(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
+    failing = GatewayProcess(tmp_path, model, redis_server.url, grpc_port=GRPC_PORT).start()
+    assert failing.process is not None
+    assert failing.process.wait(60) == 2
+    assert f"cannot listen for gRPC on 127.0.0.1:{GRPC_PORT}" in failing.log()
+
+
+def test_the_certificate_is_that_of_http_and_is_read_again_when_asked(
+    tmp_path: Path, model: Path, redis_server: RedisServer, scheduler: ScriptedScheduler
+) -> None:
+    certs.make(tmp_path / "certs", [])
+    chain, key = (tmp_path / "certs" / name for name in ("gateway.pem", "gateway-key.pem"))
+    port = free_port()
+    serving = GatewayProcess(tmp_path, model, redis_server.url, grpc_port=port, tls_cert=chain, tls_key=key).start()
+
+    def live(ca: bytes) -> bool:
+        credentials = grpc.ssl_channel_credentials(ca)
+        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(f"localhost:{port}", credentials, options) as channel:
+            try:
+                return bool(GRPCInferenceServiceStub(channel).ServerLive(kserve.ServerLiveRequest(), timeout=5).live)
+            except grpc.RpcError:
+                return False
+
+    try:
+        first = (tmp_path / "certs" / "ca.pem").read_bytes()
+        until("gRPC is served", lambda: live(first), 60)
+        certs.make(tmp_path / "certs", [])  # of another CA
+        assert live(first)
+        assert serving.process is not None
+        serving.process.send_signal(signal.SIGHUP)
+        second = (tmp_path / "certs" / "ca.pem").read_bytes()
+        until("the new certificate is served", lambda: live(second), 60)
+        assert not live(first)
+    finally:
+        serving.stop()

@@ -1,0 +1,210 @@
+"""`/v1/responses` through the official client: whole, streamed, in the background, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def test_a_response_through_the_official_client(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, tokenizer: Tokenizer
+) -> None:
+    response = client.responses.create(
+        model=gateway.name, input="hi", instructions="be brief", max_output_tokens=100, metadata={"a": "b"}
+    )
+    tokens = len(tokenizer.encode(TEXT).ids)
+    assert response.output_text == TEXT
+    assert response.id.startswith("resp_")
+    assert (response.status, response.instructions, response.metadata) == ("incomplete", "be brief", {"a": "b"})
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (tokens, tokens + response.usage.input_tokens)
+
+
+def test_items_become_the_conversation_of_a_chat(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "one "}, {"type": "input_text", "text": "two"}]},
+        {
+            "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": "three", "annotations": [], "logprobs": []}],
+        },
+        {"role": "user", "content": "four"},
+    ]  # fmt: skip
+    chat = [
+        {"role": "system", "content": "zero"}, {"role": "user", "content": "one two"},
+        {"role": "assistant", "content": "three"}, {"role": "user", "content": "four"},
+    ]  # fmt: skip
+    prompts = []
+    for path, body in (
+        ("/v1/responses", {"input": items, "instructions": "zero", "max_output_tokens": 1}),
+        ("/v1/chat/completions", {"messages": chat, "max_tokens": 1}),
+    ):
+        sent = {"model": gateway.name, "background": True, **body}
+        httpx.post(gateway.url + path, json=sent, headers={"Authorization": f"Bearer {KEY}"}).raise_for_status()
+        claimed = scheduler.claim()
+        prompts.append(claimed.prompts)
+        scheduler.serve(claimed, [50])
+    assert prompts[0] == prompts[1]
+
+
+def test_the_events_of_a_stream_add_up_to_the_whole_response(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None
+) -> None:
+    whole = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100)
+    events = list(client.responses.create(model=gateway.name, input="hi", max_output_tokens=100, stream=True))
+    assert [event.type for event in events[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert [event.type for event in events[-4:]] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    told, expected = last.response.model_dump(), whole.model_dump()
+    for one in (told, expected):
+        one.pop("id"), one.pop("created_at"), one["output"][0].pop("id")
+    assert told == expected
+
+
+def test_the_clients_stream_helper_ends_with_a_completed_response(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    with client.responses.stream(model=gateway.name, input="hi") as stream:
+        claimed = scheduler.claim()
+        scheduler.serve(claimed, [*tokenizer.encode(TEXT).ids, claimed.request.stop_token_ids[0]], STOP, piece=4)
+        assert stream.get_final_response().output_text == TEXT
+
+
+def test_a_failure_after_the_first_byte_is_told_by_events(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    stream = client.responses.create(model=gateway.name, input="hi", stream=True)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
+    scheduler.publish(Line(claimed.id, 2, [], finish=ERROR, error="the worker died"))
+    events = list(stream)
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-2].message == "the worker died"
+    assert events[-1].response.error.message == "the worker died"
+    scheduler.end(claimed, [[50, 51]], [ERROR])
+
+
+def test_a_client_that_leaves_a_stream_cancels_it(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    stream = client.responses.create(model=gateway.name, input="hi", stream=True)
+    claimed = scheduler.claim()
+    stream.close()
+    scheduler.wait_control("cancel", claimed.id)
+    scheduler.end(claimed, [[]], [3])
+
+
+def test_a_response_in_the_background_is_fetched_by_id(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+) -> None:
+    begun = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100, background=True)
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    claimed = scheduler.claim()
+    assert claimed.id == begun.id
+    scheduler.publish(Line(claimed.id, 0, [50]), started=[claimed.id])
+    assert client.responses.retrieve(begun.id).status == "in_progress"
+    tokens = tokenizer.encode(TEXT).ids
+    scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP))
+    scheduler.end(claimed, [tokens], [STOP])
+    done = client.responses.retrieve(begun.id)
+    assert (done.status, done.output_text, done.background) == ("completed", TEXT, True)
+    assert done.usage is not None
+    assert done.usage.output_tokens == len(tokens)
+
+
+def test_a_response_in_the_background_can_be_cancelled(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    begun = client.responses.create(model=gateway.name, input="hi", background=True)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [50]), started=[claimed.id])
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    scheduler.wait_control("cancel", claimed.id)
+    scheduler.end(claimed, [[50]], [3])
+    until("the record says so", lambda: client.responses.retrieve(begun.id).status == "cancelled")
+
+
+def test_only_the_key_that_sent_a_response_sees_it(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None
+) -> None:
+    made = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100)
+    completion = client.completions.create(model=gateway.name, prompt="hi", max_tokens=100)
+    assert client.responses.retrieve(made.id).output_text == TEXT
+    other = client.with_options(api_key=OTHER)
+    for one, response_id in ((other, made.id), (client, "resp_unknown"), (client, completion.id)):
+        with pytest.raises(openai.NotFoundError):
+            one.responses.retrieve(response_id)
+        with pytest.raises(openai.NotFoundError):
+            one.responses.cancel(response_id)
+
+
+def test_a_named_response_runs_once(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    headers = {"Idempotency-Key": "named"}
+    first, again = (
+        client.responses.create(model=gateway.name, input="hi", max_output_tokens=100, extra_headers=headers)
+        for _ in range(2)
+    )
+    assert first.id == again.id
+    assert first.id.startswith("resp_")
+    assert first.output_text == again.output_text == TEXT
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "an earlier response": ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    "a conversation": ({"conversation": "conv_1"}, "conversation"),
+    "a stored prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    "a tool that is no function": ({"tools": [{"type": "web_search"}]}, "tools"),
+    "reasoning": ({"reasoning": {"effort": "high"}}, "reasoning"),
+    "what to include": ({"include": ["reasoning.encrypted_content"]}, "include"),
+    "cutting the conversation": ({"truncation": "auto"}, "truncation"),
+    "no input": ({"input": []}, "input"),
+    "an item of another type": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+    "a picture": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    "another role": ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
+    "a misspelt part": ({"input": [{"role": "user", "content": "x", "contents": 1}]}, "input"),
+    "a number for an item": ({"input": [1]}, "input"),
+    "a misspelt field": ({"max_tokens": 3}, "max_tokens"),
+    "too hot": ({"temperature": 3}, "temperature"),
+    "too much output": ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
+    "too long an input": ({"input": "x" * 5000}, "input"),
+    "an unknown form": ({"text": {"format": {"type": "yaml"}}}, "text.format"),
+    "a stream in the background": ({"stream": True, "background": True}, "background"),
+}
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD.values(), ids=BAD)
+def test_what_cannot_be_served_is_refused_in_the_words_of_this_endpoint(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": gateway.name, "input": "hi", **fields}
+    answer = httpx.post(gateway.url + "/v1/responses", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert "messages" not in error["message"]
+    assert scheduler.claim_one() is None

@@ -1,0 +1,215 @@
+"""Requests that are asked for again: who takes whom over, and what is cancelled. A real Redis, a scripted scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from services.gateway.app import public_app
+from services.gateway.auth import ANONYMOUS, Caller
+from services.gateway.gateway import Gateway
+from services.gateway.openai.bodies import CompletionBody
+from services.gateway.openai.errors import ApiError, handed_over
+from services.gateway.openai.parse import parse_body
+from services.gateway.openai.validate import GenerationSpec, completion_spec
+from services.gateway.text.tokenizer import ModelText
+from shared import ids
+from shared.settings import GatewaySettings
+from tests.support.scripted_scheduler import Line, ScriptedScheduler
+from tests.support.stack import RedisServer
+from tests.support.tokenizers import write_model
+
+NAMED = {"Idempotency-Key": "k"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
+    return ModelText(write_model(tmp_path_factory.mktemp("model") / "m"))
+
+
+@pytest.fixture
+def scheduler(server: RedisServer, gateway: Gateway) -> ScriptedScheduler:
+    return ScriptedScheduler(server.client, gateway.settings.keys)
+
+
+@pytest.fixture
+async def gateway(server: RedisServer, model: ModelText, tmp_path: Path) -> AsyncIterator[Gateway]:
+    """One that sees a scheduler, over an empty Redis."""
+    server.client.flushall()
+    running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=server.url), model)
+    ScriptedScheduler(server.client, running.settings.keys).lead()
+    running.start()
+    async with asyncio.timeout(20):
+        while running.reason_not_ready():
+            await asyncio.sleep(0.01)
+    yield running
+    await running.stop()
+
+
+async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
+    """A request as its Idempotency-Key names it; other fields, another body."""
+    name = gateway.settings.served_model_name
+    raw = httpx.Request("POST", "http://x", json={"model": name, "prompt": "The", "stream": True, **fields}).content
+    spec = await completion_spec(parse_body(raw, CompletionBody), gateway.model, name, gateway.cluster.limits)
+    spec.id = ids.named_request_id("completions", ANONYMOUS, b"", "k")
+    spec.body_sha256 = hashlib.sha256(raw).digest()
+    return spec
+
+
+async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> None:
+    spec = await named(gateway)
+    (await gateway.begin(spec, Caller(ANONYMOUS), 0.0)).close()
+    gateway.draining = True
+    with pytest.raises(ApiError) as refused:
+        await gateway.resume(spec.id, ANONYMOUS, 0.0)
+    assert refused.value.code == "shutting_down"
+    assert not gateway.dispatcher.sinks
+
+
+async def test_the_reaper_takes_nothing_from_a_client_that_came_first(gateway: Gateway, server: RedisServer) -> None:
+    spec = await named(gateway)
+    begun = await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
+    record = gateway.settings.keys.req(spec.id)
+    server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
+    with pytest.raises(ApiError) as refused:
+        await gateway._take_up(spec.id, "gone")
+    assert (refused.value.code, begun.sink.failure) == ("taken_over", None)
+    begun.close()
+    found = gateway.dispatcher.raw_record
+
+    async def overtaken(request_id: str) -> dict[bytes, bytes]:
+        answer = await found(request_id)
+        server.client.hset(record, "gateway", "another")  # a client has adopted it there
+        return answer
+
+    gateway.dispatcher.raw_record = overtaken  # type: ignore[method-assign]
+    with pytest.raises(ApiError) as refused:
+        await gateway.resume(spec.id, ANONYMOUS, 0.0, left_by="gone")
+    assert (refused.value.status, server.client.hget(record, "gateway")) == (404, b"another")
+    assert not gateway.dispatcher.sinks
+
+
+async def test_another_body_under_the_same_key_leaves_the_first_connection_alone(gateway: Gateway) -> None:
+    first = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    with pytest.raises(ApiError) as refused:
+        await gateway.begin(await named(gateway, n=2), Caller(ANONYMOUS), 0.0)
+    assert refused.value.code == "idempotency_key_reused"
+    assert first.sink.failure is None
+    assert gateway.dispatcher.sinks == {first.spec.id: first.sink}
+    again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    assert gateway.dispatcher.sinks == {first.spec.id: again.sink}
+    again.close()
+    with pytest.raises(ApiError, match="another connection"):
+        await first.next()
+    first.close()  # late: the newer one is gone already
+    assert "cancelled" not in await gateway.dispatcher.record(first.spec.id)
+
+
+async def test_one_whose_twin_was_refused_before_it_is_delivered(
+    gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue, asked = gateway.dispatcher._scripts.enqueue, 0
+
+    async def full_at_first(keys: Any, arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return [b"full", 1] if asked == 1 else await enqueue(keys, arguments)
+
+    monkeypatch.setattr(gateway.dispatcher._scripts, "enqueue", full_at_first)
+    specs = [await named(gateway), await named(gateway)]
+    refused, second = await asyncio.gather(
+        *(gateway.begin(spec, Caller(ANONYMOUS), 0.0) for spec in specs), return_exceptions=True
+    )
+    assert isinstance(refused, ApiError)
+    assert not isinstance(second, BaseException)
+    assert gateway.dispatcher.sinks == {second.spec.id: second.sink}
+    second.close()
+
+
+async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_client(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue = gateway.dispatcher._scripts.enqueue
+
+    async def unheard(keys: Any, arguments: Any) -> Any:
+        await enqueue(keys, arguments)
+        raise RedisConnectionError("the answer was lost")
+
+    spec = await named(gateway)
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.dispatcher._scripts, "enqueue", unheard)
+        with pytest.raises(ApiError, match="does not answer"):
+            await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
+    gateway.cluster.redis_error = ""
+    assert "cancelled" not in await gateway.dispatcher.record(spec.id)
+    (await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
+
+
+async def test_an_answer_that_is_there_is_given_also_while_new_work_is_refused(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
+
+    def refuse(spec: GenerationSpec) -> None:
+        raise ApiError(429, "it is late", code="deadline_unreachable")
+
+    monkeypatch.setattr(gateway, "admit", refuse)
+    again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    assert gateway.dispatcher.sinks == {again.spec.id: again.sink}
+    again.close()
+    other = await named(gateway)
+    other.id = "cmpl-new"
+    with pytest.raises(ApiError, match="it is late"):
+        await gateway.begin(other, Caller(ANONYMOUS), 0.0)
+
+
+async def test_who_has_read_a_part_is_not_told_another_answer_when_the_request_is_forgotten(gateway: Gateway) -> None:
+    spec = await named(gateway)
+    with pytest.raises(ApiError) as refused:
+        await gateway.begin(spec, Caller(ANONYMOUS), 0.0, f"{spec.id}:3")
+    assert refused.value.code == "request_not_found"
+    assert not await gateway.dispatcher.record(spec.id)
+
+
+async def test_an_answer_in_one_piece_is_whole_whatever_its_client_says_to_have(
+    gateway: Gateway, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.lead()
+    body = {"model": gateway.settings.served_model_name, "prompt": "The", "return_token_ids": True}
+    transport = httpx.ASGITransport(public_app(gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20) as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=body, headers=NAMED))
+        claimed = await asyncio.to_thread(scheduler.claim)
+        scheduler.serve(claimed, [50, 51, 52])
+        first = await asking
+        headers = {**NAMED, "Last-Event-ID": f"{claimed.id}:1"}
+        again = await client.post("/v1/completions", json=body, headers=headers)
+    assert first.json()["choices"][0]["token_ids"] == [50, 51, 52]
+    assert again.content == first.content
+
+
+async def test_tokens_of_a_request_that_is_handed_over_stay_in_the_stream(
+    gateway: Gateway, scheduler: ScriptedScheduler, server: RedisServer
+) -> None:
+    scheduler.lead()
+    running = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    claimed = await asyncio.to_thread(scheduler.claim)
+    scheduler.publish(Line(claimed.id, 0, [50]))
+    await running.next()
+    running.sink.fail(handed_over(claimed.id), cut=True)
+    running.close()
+    await gateway.dispatcher.stop()
+    assert server.client.xlen(gateway.settings.keys.tokens(gateway.id)) == 1

@@ -1,0 +1,216 @@
+"""How a machine's answers are gathered: by a driver's library and an nvidia-smi of our own, and by the real torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.launcher import gpu_facts, up
+from services.launcher.gpu_checks import judge
+from services.launcher.gpu_facts import Device, gather, gather_driver, torch_cuda
+from shared.settings import DEMO_MODEL, WorkerSettings
+from tests.support.launcher import ROOT, clean_env
+from tests.support.recorded_gpus import GIB, PROC_VERSION, SMI, driver
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """libcuda.so.1 in `fine`, and one whose cuInit finds no Fabric Manager in `waiting`."""
+    folder = tmp_path_factory.mktemp("libraries")
+    for name, init in (("fine", 0), ("waiting", 802)):
+        (folder / name).mkdir()
+        made = folder / name / "libcuda.so.1"
+        command = ["g++", f"-DINIT={init}", "-shared", "-fPIC", "-o", made, Path(__file__).with_name("libcuda.cpp")]
+        subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts an nvidia-smi into PATH that prints a text and ends with a code."""
+
+    def put(text: str, code: int = 0) -> Path:
+        (tmp_path / "bin").mkdir()
+        script = tmp_path / "bin" / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 2\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+        return tmp_path / "bin"
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever machine these tests run on."""
+    monkeypatch.setattr(gpu_facts, "NODES", ("/nothing/nvidiactl", "/nothing/dxg"))
+
+
+def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu_facts, "_child", lambda *_, **__: pytest.fail("a process was started"))
+    facts = gather()
+    assert (facts.nodes, facts.smi, facts.driver, facts.devices, facts.torch) == (False, None, {}, [], {})
+
+
+@needs_compiler
+def test_the_driver_is_asked_for_its_cuda_its_devices_and_their_memory(
+    tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool(SMI)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries / "fine"))
+    facts = gather_driver()
+    assert (facts.smi, facts.smi_code) == (SMI, 0)
+    assert (facts.driver["cuda"], facts.driver["init"], facts.driver["context"]) == (13020, 0, 0)
+    assert facts.devices == [Device("NVIDIA H200", (9, 0), 139 * GIB), Device("NVIDIA L4", (8, 9), 22 * GIB)]
+    assert [device.arch for device in facts.devices] == ["sm_90", "sm_89"]
+    assert facts.driver["free_bytes"] == 100 * GIB
+
+
+@needs_compiler
+def test_what_the_driver_refuses_is_kept(tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(SMI)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries / "waiting"))
+    assert gather_driver().driver == {"cuda": 13020, "init": 802}
+
+
+def test_a_library_that_is_missing_is_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool("Failed to initialize NVML: Driver/library version mismatch", 18)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    facts = gather_driver()
+    assert facts.smi_code == 18 and "mismatch" in str(facts.smi)
+    if "missing" not in facts.driver:
+        pytest.skip("this machine has a driver")
+    assert "libcuda.so.1" in facts.driver["missing"]
+
+
+@needs_compiler
+def test_doctor_names_the_cpu_build_of_torch_on_a_machine_with_a_gpu(
+    tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    if torch.version.cuda:
+        pytest.skip("this torch is built for CUDA")
+    tool(SMI)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries / "fine"))
+    facts = gather()
+    assert facts.torch["version"] == torch.__version__
+    if facts.cupy_packages:
+        assert facts.cupy["version"] in facts.cupy_packages.values()
+        assert "sm_90" in facts.nvrtc["architectures"]
+    checks = {check.name: check for check in judge(facts, "cuda")}
+    assert checks["gpu"].detail.startswith("NVIDIA H200, 139.0 GiB, compute capability 9.0; 1 more")
+    assert checks["driver"].status == "ok"
+    assert (checks["torch"].status, checks["torch"].fix) == ("fail", "make install DEVICE=cuda")
+    assert "is a build for CPUs" in checks["torch"].detail
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "said"),
+    [
+        ("import time; time.sleep(60)", 1.0, "no answer in 1 s"),
+        ("import os; print('half an answer'); os.abort()", 60.0, "exit code -6"),
+        ("raise OSError('the library is broken')", 60.0, "OSError: the library is broken"),
+    ],
+)
+def test_a_probe_that_hangs_or_dies_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, timeout_s: float, said: str
+) -> None:
+    package = tmp_path / "services" / "launcher"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()  # else the real package goes before it where PYTHONPATH names the checkout
+    (package / "gpu_probe.py").write_text(program)
+    monkeypatch.setattr(gpu_facts, "ROOT", tmp_path)
+    assert gpu_facts._child("driver", timeout_s=timeout_s) == {"failed": said}
+
+
+def test_torch_that_crashes_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"driver": driver(), "python": {"failed": "exit code -11"}}
+    monkeypatch.setattr(gpu_facts, "_smi", lambda: (SMI, 0))
+    monkeypatch.setattr(gpu_facts, "_child", lambda what, *_, timeout_s: answers[what])
+    monkeypatch.setattr(gpu_facts, "cupy_packages", lambda: {"cupy-cuda13x": "14.2.0"})
+    found = {check.name: check.detail for check in judge(gather(), "cuda") if check.status == "fail"}
+    assert list(found) == ["torch", "cupy", "kernels"]
+    assert all("exit code -11" in detail for detail in found.values())
+
+
+def test_the_version_of_the_kernels_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr(gpu_facts, "DRIVER_VERSION", file)
+    assert gpu_facts._kernel_driver() == ""
+    file.write_text(PROC_VERSION)
+    assert gpu_facts._kernel_driver() == "580.95.05"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "found"),
+    [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x1002", "0x030000", False)],
+)
+def test_a_card_is_found_on_the_bus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, kind: str, found: bool
+) -> None:
+    monkeypatch.setattr(gpu_facts, "PCI", tmp_path)
+    (tmp_path / "0000:17:00.0").mkdir()
+    (tmp_path / "0000:17:00.0" / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "0000:17:00.0" / "class").write_text(f"{kind}\n")
+    (tmp_path / "0000:18:00.0").mkdir()  # gone in between
+    assert gpu_facts._card() is found
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"),
+    [
+        ("cuda: Optional[str] = '13.0'", "13.0"),
+        ("cuda = '12.8'", "12.8"),
+        ("cuda: Optional[str] = None", ""),
+    ],
+)
+def test_the_cuda_of_torch_is_known_without_importing_it(tmp_path: Path, line: str, cuda: str) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n")
+    program = "from services.launcher.gpu_facts import torch_cuda; print(repr(torch_cuda()))"
+    env = clean_env(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{cuda!r}\n"
+
+
+def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
+    import torch
+
+    assert torch_cuda() == (torch.version.cuda or "")
+
+
+@pytest.mark.parametrize(
+    ("files", "torch", "cupy", "said"),
+    [
+        (False, "13.0", {"cupy-cuda13x": "14.2.0"}, "shows no NVIDIA GPU"),
+        (True, None, {}, "torch is a build for CPUs"),
+        (True, "", {"cupy-cuda13x": "14.2.0"}, "torch is a build for CPUs; make run DEVICE=cuda"),
+        (True, "13.0", {}, "CuPy is not installed; make run DEVICE=cuda"),
+        (True, "13.0", {"cupy-cuda13x": "14.2.0"}, ""),
+    ],
+)
+def test_a_stack_says_at_once_what_the_gpu_lacks(
+    monkeypatch: pytest.MonkeyPatch, files: bool, torch: str | None, cupy: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr(up, "device_files", lambda: files)
+    monkeypatch.setattr(up, "torch_cuda", lambda: torch)
+    monkeypatch.setattr(up, "cupy_packages", lambda: cupy)
+    assert said in up.cuda_problem() and bool(up.cuda_problem()) == bool(said)
+    model = {"model": DEMO_MODEL}
+    # With DEVICE=auto only where there is a GPU, and silent where something else was asked for by name.
+    assert up.unused_gpu(WorkerSettings(device="auto", **model)) == (up.cuda_problem() if files else "")
+    assert up.unused_gpu(WorkerSettings(device="cpu", **model)) == ""
+    assert up.unused_gpu(WorkerSettings(device="auto", kernels="cpu", **model)) == ""
+    assert up.unused_gpu(WorkerSettings(device="auto", deterministic=True, **model)) == ""

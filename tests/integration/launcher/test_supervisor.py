@@ -1,0 +1,320 @@
+"""The supervisor with real processes: order, restarts, refusals, and that nothing outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.launcher.service import Service, ServiceSpec, describe_exit
+from shared.restarts import Backoff
+from tests.support.launcher import ROOT, Stack, alive, clean_env
+from tests.support.waiting import until
+
+SERVE = "serve()\n"
+
+
+def test_processes_file_names_every_service_and_its_pid(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE, "beta": SERVE}) as stack:
+        pids = stack.wait_ready()
+        assert set(pids) == {"alpha", "beta"}
+        for name, pid in pids.items():
+            assert f"{name}.py" in " ".join(psutil.Process(pid).cmdline())
+            assert int((tmp_path / f"{name}.ready").read_text()) == pid  # the service's own, not a wrapper's
+
+
+def test_service_waits_until_the_one_before_it_is_ready(tmp_path: Path) -> None:
+    slow = "note('alpha up')\ntime.sleep(0.5)\nnote('alpha ready')\nserve()\n"
+    services = {"alpha": slow, "beta": "note('beta up')\nserve()\n"}
+    with Stack(tmp_path, services, after={"beta": ["alpha"]}) as stack:
+        stack.wait_ready()
+        assert stack.notes() == ["alpha up", "alpha ready", "beta up"]
+        assert "beta: waiting for alpha" in stack.text()
+
+
+def test_killed_service_is_restarted_and_named_with_its_last_words(tmp_path: Path) -> None:
+    slow_again = "print('beta says hello', flush=True)\nif starts() > 1:\n    time.sleep(0.5)\nserve()\n"
+    services = {"alpha": SERVE, "beta": slow_again}
+    with Stack(tmp_path, services) as stack:
+        before = stack.wait_ready()
+        os.kill(before["beta"], signal.SIGKILL)
+        text = stack.wait_text("beta is ready again")
+        after = stack.pids()
+        assert "beta died (signal SIGKILL)" in text
+        assert "beta | beta says hello" in text
+        assert after["alpha"] == before["alpha"]
+        assert after["beta"] != before["beta"] and alive(after["beta"])
+        assert (tmp_path / "beta.ready").read_text() == str(after["beta"])  # readiness of the new one, not the old
+
+
+def test_service_that_ends_with_0_is_restarted_too(tmp_path: Path) -> None:
+    source = "count = starts()\nready()\nif count == 1:\n    time.sleep(0.4)\n    sys.exit(0)\nserve()\n"
+    with Stack(tmp_path, {"alpha": source}) as stack:
+        text = stack.wait_text("alpha is ready again")
+        assert "alpha died (exit code 0)" in text
+
+
+def test_crash_loop_is_called_one_with_its_log_and_keeps_trying(tmp_path: Path) -> None:
+    source = "if starts() <= 6:\n    print('cannot go on', flush=True)\n    sys.exit(3)\nserve()\n"
+    backoff = {"first_s": 0.01, "factor": 1.5, "cap_s": 0.1, "loop": 4}
+    with Stack(tmp_path, {"alpha": source}, backoff=backoff) as stack:
+        stack.wait_ready()
+        text = stack.text()
+        assert text.count("crash loop") == 1
+        assert "4 deaths" in text and str(stack.run_dir / "logs" / "alpha.log") in text
+        assert text.count("alpha died (exit code 3)") == 6
+
+
+def test_backoff_grows_to_its_cap() -> None:
+    backoff = Backoff(first_s=0.5, factor=2, cap_s=3)
+    assert [backoff.delay_s(deaths) for deaths in (1, 2, 3, 4, 50)] == [0.5, 1, 2, 3, 3]
+
+
+def test_configuration_error_at_first_start_stops_everything_and_is_shown(tmp_path: Path) -> None:
+    refusing = "print('error: --dtype=int3: no such type', file=sys.stderr, flush=True)\nsys.exit(2)\n"
+    with Stack(tmp_path, {"alpha": SERVE, "beta": refusing}) as stack:
+        assert stack.process is not None
+        assert stack.process.wait(30) == 2
+        text = stack.text()
+        assert "beta refuses to start" in text
+        assert "error: --dtype=int3: no such type" in text
+        assert "restart" not in text
+        assert "ready" not in [path.name for path in stack.run_dir.iterdir()]
+        assert not (stack.run_dir / "processes.json").exists()
+
+
+def test_exit_2_after_the_service_once_worked_is_a_death_like_others(tmp_path: Path) -> None:
+    source = "count = starts()\nif count == 1:\n    ready()\n    time.sleep(0.4)\n    sys.exit(2)\nserve()\n"
+    with Stack(tmp_path, {"alpha": source}) as stack:
+        assert "alpha died (exit code 2)" in stack.wait_text("alpha is ready again")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_stops_services_in_reverse_order_and_leaves_nothing(tmp_path: Path, number: int) -> None:
+    with Stack(tmp_path, {"redis": SERVE, "worker": SERVE, "gateway": SERVE}) as stack:
+        pids = stack.wait_ready()
+        assert stack.stop(number) == 0
+        assert stack.notes() == ["stop gateway", "stop worker", "stop redis"]
+        assert not any(alive(pid) for pid in pids.values())
+        assert sorted(path.name for path in stack.run_dir.iterdir()) == ["logs"]
+
+
+def test_ctrl_c_at_the_terminal_reaches_services_only_through_the_launcher(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"redis": SERVE, "gateway": SERVE}) as stack:
+        stack.wait_ready()
+        assert stack.process is not None
+        os.killpg(stack.process.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+        assert stack.process.wait(30) == 0
+        assert stack.notes() == ["stop gateway", "stop redis"]
+
+
+def test_signal_during_start_stops_too(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": "note('up')\nsignal.pause()\n", "beta": SERVE}) as stack:
+        until("both started", lambda: "up" in stack.notes() and len(stack.pids()) == 2)
+        pids = stack.pids()
+        assert stack.stop() == 0
+        assert not any(alive(pid) for pid in pids.values())
+
+
+def test_service_deaf_to_sigterm_is_killed_after_its_deadline(tmp_path: Path) -> None:
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nwhile True:\n    time.sleep(60)\n"
+    with Stack(tmp_path, {"alpha": deaf}, stop_s=0.5) as stack:
+        pids = stack.wait_ready()
+        assert stack.stop() == 0
+        assert "alpha did not stop in" in stack.text()
+        assert not alive(pids["alpha"])
+
+
+def test_stopped_service_is_killed_after_its_deadline(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE}, stop_s=0.5) as stack:
+        pids = stack.wait_ready()
+        os.kill(pids["alpha"], signal.SIGSTOP)
+        assert stack.stop() == 0
+        assert not alive(pids["alpha"])
+
+
+DEAF = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nready()\nwhile True:\n    time.sleep(60)\n"
+
+
+def test_ctrl_c_again_kills_at_once(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": DEAF}, stop_s=3600) as stack:
+        pids = stack.wait_ready()
+        process = stack.process
+        assert process is not None
+
+        def pressed_until_gone() -> bool:
+            process.send_signal(signal.SIGINT)
+            return process.poll() is not None
+
+        until("an impatient user gets out", pressed_until_gone, every=0.3)
+        assert process.returncode == 0
+        assert not alive(pids["alpha"])
+        assert stack.notes() == ["deaf"]
+
+
+def test_same_signal_twice_at_once_still_lets_services_finish(tmp_path: Path) -> None:
+    slow = "def stop(*_):\n    time.sleep(0.5)\n    note('finished')\n    sys.exit(0)\n"
+    slow += "signal.signal(signal.SIGTERM, stop)\nready()\nwhile True:\n    signal.pause()\n"
+    with Stack(tmp_path, {"alpha": slow}) as stack:
+        stack.wait_ready()
+        assert stack.process is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            stack.process.send_signal(number)
+        assert stack.process.wait(30) == 0
+        assert stack.notes() == ["finished"]
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["pdeathsig", "guard"])
+def test_sigkill_of_the_launcher_leaves_no_child(tmp_path: Path, guard: bool) -> None:
+    with Stack(tmp_path, {"alpha": SERVE, "beta": "signal.signal(15, signal.SIG_IGN)\n" + SERVE}, guard=guard) as stack:
+        stack.wait_ready()
+        pids = [int((tmp_path / f"{name}.ready").read_text()) for name in ("alpha", "beta")]
+        assert stack.stop(signal.SIGKILL) == -signal.SIGKILL
+        until("the services died with the launcher", lambda: not any(alive(pid) for pid in pids))
+
+
+def test_guard_passes_exit_codes_and_signals_on(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE, "beta": SERVE}, guard=True) as stack:
+        stack.wait_ready()
+        assert stack.stop() == 0
+        assert stack.notes() == ["stop beta", "stop alpha"]
+
+
+def test_processes_that_a_service_left_behind_end_with_it(tmp_path: Path) -> None:
+    source = (
+        "if starts() == 1:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    (DIR / 'grandchild').write_text(str(child.pid))\n"
+        "serve()\n"
+    )
+    with Stack(tmp_path, {"alpha": source}) as stack:
+        pids = stack.wait_ready()
+        grandchild = int((tmp_path / "grandchild").read_text())
+        assert alive(grandchild)
+        os.kill(pids["alpha"], signal.SIGKILL)
+        stack.wait_text("alpha is ready again")
+        until("the grandchild died too", lambda: not alive(grandchild))
+
+
+def test_second_launcher_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE}) as stack:
+        pids = stack.wait_ready()
+        assert stack.process is not None
+        second = subprocess.run(stack.argv, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2
+        assert f"pid {stack.process.pid}" in second.stderr
+        assert stack.pids() == pids and alive(pids["alpha"])
+
+
+def test_lock_of_a_dead_launcher_is_no_obstacle(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE}) as first:
+        first.wait_ready()
+        first.stop(signal.SIGKILL)
+        assert (first.run_dir / "lock").exists()
+    first.output.unlink()
+    with first as again:
+        assert alive(again.wait_ready()["alpha"])
+        assert again.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signal_to_make_alone_stops_everything(tmp_path: Path, number: int) -> None:
+    stack = Stack(tmp_path, {"alpha": SERVE, "beta": SERVE}, stop_with_parent=True)
+    (tmp_path / "Makefile").write_text(f"run:\n\t@exec {' '.join(stack.argv)}\n")
+    with stack.output.open("ab") as output:
+        make = subprocess.Popen(["make", "-C", str(tmp_path)], stdout=output, stderr=output, env=clean_env())
+    try:
+        pids = stack.wait_ready()
+        launcher = int((stack.run_dir / "lock").read_text())
+        assert launcher != make.pid
+        make.send_signal(number)
+        make.wait(30)
+        until("everything is gone", lambda: not any(map(alive, [launcher, *pids.values()])))
+        assert stack.notes() == ["stop beta", "stop alpha"]
+        assert not (stack.run_dir / "lock").exists()
+    finally:
+        make.kill()
+        make.wait()
+
+
+def test_closed_terminal_does_not_keep_services_from_stopping_in_order(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, {"alpha": SERVE, "beta": SERVE})
+    launcher = subprocess.Popen(
+        stack.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=clean_env(), start_new_session=True
+    )
+    try:
+        until("both run", lambda: len(stack.pids()) == 2 and (tmp_path / "beta.ready").exists())
+        pids = stack.pids()
+        assert launcher.stdout is not None
+        launcher.stdout.close()  # as `make run | head -1` does
+        os.kill(pids["beta"], signal.SIGKILL)  # the launcher now has something to say
+        until("beta is back", lambda: stack.pids().get("beta", pids["beta"]) != pids["beta"])
+        until("beta serves", lambda: (tmp_path / "beta.ready").exists())
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.wait(30) == 0
+        assert stack.notes() == ["stop beta", "stop alpha"]
+        assert sorted(path.name for path in stack.run_dir.iterdir()) == ["logs"]
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_launcher_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, {"alpha": SERVE})
+    with stack.output.open("ab") as output:
+        launcher = subprocess.Popen(
+            ["nohup", *stack.argv], stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT, env=clean_env()
+        )
+    try:
+        pids = stack.wait_ready()
+        launcher.send_signal(signal.SIGHUP)
+        os.kill(pids["alpha"], signal.SIGKILL)
+        stack.wait_text("alpha is ready again")  # it still minds its services
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_service_whose_log_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
+    with Stack(tmp_path, {"alpha": SERVE}) as stack:
+        pids = stack.wait_ready()
+        log = stack.run_dir / "logs" / "alpha.log"
+        log.unlink()
+        log.mkdir()
+        os.kill(pids["alpha"], signal.SIGKILL)
+        stack.wait_text("alpha died (cannot be started:")
+        log.rmdir()
+        stack.wait_text("alpha is ready again")
+
+
+def test_command_that_does_not_exist_is_a_configuration_error(tmp_path: Path) -> None:
+    service = Service(ServiceSpec("ghost", ["/nonexistent/orcinus-service"]), tmp_path / "ghost.log")
+    service.start()
+    assert until("it ended", service.exit_code) == 2
+    assert "cannot start /nonexistent/orcinus-service" in service.tail()[-1]
+
+
+def test_log_past_its_limit_is_moved_and_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "chatty.log"
+    source = "import signal, sys\nfor line in sys.stdin: pass\nprint('x' * 5000, flush=True)\nsignal.pause()"
+    service = Service(ServiceSpec("chatty", [sys.executable, "-c", source]), log)
+    service.start()
+    until("it wrote", lambda: log.stat().st_size > 5000)
+    service.cut_log(limit_bytes=4096)
+    assert log.stat().st_size == 0
+    assert (tmp_path / "chatty.log.1").stat().st_size > 5000
+    assert service.tail() == []
+    service.signal_group(signal.SIGKILL)
+    assert until("it ended", service.exit_code) == -signal.SIGKILL
+
+
+def test_exits_are_described_by_code_or_signal_name() -> None:
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-9) == "signal SIGKILL"

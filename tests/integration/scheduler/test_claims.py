@@ -1,0 +1,86 @@
+"""What a lone shard claims, on a real Redis: all that wait, so that no tenant's flood hides another from the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protos import queue_pb2
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Limits, StepResult
+from services.scheduler.requests.claims import Claims, Holdings
+from services.scheduler.requests.intake import AT_ONCE, Claimed, Clock, Intake
+from services.scheduler.shard.lease import Lease
+from shared.columns import pack
+from shared.redis_client import Scripts, connect
+from shared.settings import SchedulerSettings
+from tests.support.stack import RedisServer
+
+FLOOD, PROMPT, SLOTS = 5_000, 200, 4
+
+
+class Alone:
+    """Other shards: none."""
+
+    others: tuple[str, ...] = ()
+
+
+async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
+    """5,000 requests of `flood`, then one of `quiet`, as a shard claims them that is alone and has SLOTS slots."""
+    settings = SchedulerSettings(redis_url=server.url, lease_ms=60_000)
+    keys, redis = settings.keys, connect(settings)
+    pipe = redis.pipeline(transaction=False)
+    for number in range(FLOOD + 1):
+        name, tenant = f"r{number}", "quiet" if number == FLOOD else "flood"
+        prompts = queue_pb2.Prompts(tokens=[pack([5] * PROMPT)])
+        request = queue_pb2.Request(id=name, tenant=tenant, gateway="g", prompts=prompts, n=1, max_tokens=1)
+        setattr(request, "class", 2)
+        pipe.xadd(keys.requests("normal"), {"r": request.SerializeToString()})
+        record = {"state": "queued", "tenant": tenant, "gateway": "g", "class": "normal", "enqueued_ms": number + 1}
+        pipe.hset(keys.req(name), mapping=record)
+    await pipe.execute()
+    scripts = Scripts(redis)
+    lease = Lease(scripts, keys, settings.shard, settings.lease_ms)
+    assert await lease.take()
+    intake, held = Intake(redis, redis, scripts, keys, settings.shard, lease, Clock()), Holdings()
+    await intake.prepare()
+    nobody: Any = None
+    claims = Claims(intake, held, nobody, nobody, nobody, nobody, lambda: False, nobody)
+    claims._shards = Alone()  # type: ignore[assignment]
+    claims.joined(SLOTS)
+    found: list[Claimed] = []
+    while len(found) <= FLOOD and (part := await intake.read(claims.room())):
+        assert len(part) <= AT_ONCE, "the running have their steps meanwhile"
+        for item in part:
+            held.add(item.request.id, item.entry)
+        found += part
+    await redis.aclose()
+    return found
+
+
+def starts_before_quiet(claimed: list[Claimed]) -> int:
+    """How many of the flood start before the last request does."""
+    core = Core("orcinus", prefix_cache=False)
+    core.join(Limits(slots=SLOTS, blocks=256, block_size=16, max_model_len=1024, max_step_tokens=512))
+    now_ns, started = 1_000_000_000, 0
+    for item in claimed:
+        core.add(item.request, now_ns)
+    while True:
+        now_ns += 10_000_000
+        step, _ = core.plan(now_ns)
+        assert step is not None
+        for enter in step.enters:
+            if enter.request.id == claimed[-1].request.id:
+                return started
+            started += 1
+        slots = step.chunk_slots[step.samples]
+        core.apply(StepResult(step.id, 0, slots, np.full(slots.size, 7, np.int32)), now_ns)
+
+
+async def test_among_5000_waiting_requests_of_one_tenant_the_one_of_another_is_soon_to_start(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        claimed = await claimed_of_a_flood(server)
+    assert len(claimed) == FLOOD + 1
+    assert starts_before_quiet(claimed) < 40

@@ -1,0 +1,169 @@
+"""Traces of gateway and scheduler as an OTLP/HTTP collector gets them: one trace, and no word of a prompt in it."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from tokenizers import Tokenizer
+
+from protos import queue_pb2
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest
+from services.scheduler.tracing import Spans, Timeline
+from shared.settings import SchedulerSettings
+from tests.support.gateway_process import running_gateway
+from tests.support.scripted_scheduler import Claimed, ScriptedScheduler, answering
+from tests.support.stack import RedisServer
+from tests.support.waiting import until
+
+SECRET = "the quick brown fox"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """What was posted to /v1/traces."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                if self.path == "/v1/traces":
+                    outer.bodies.append(body)
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Not to stderr."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def spans(self) -> list[tuple[str, Span]]:
+        """(service, span)"""
+        found = []
+        for body in list(self.bodies):
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                service = attributes(resource.resource)["service.name"]
+                found += [(service, span) for scope in resource.scope_spans for span in scope.spans]
+        return found
+
+    def __enter__(self) -> Collector:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    found = {}
+    for each in of.attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return found
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
+
+
+def scheduler_spans(collector: Collector, traceparent: str) -> None:
+    """The scheduler's part for a request that came with `traceparent`."""
+    settings = SchedulerSettings(otlp_endpoint=collector.url, served_model_name="tiny")
+    spans = Spans(settings, "scheduler-1")
+    now = time.monotonic_ns()
+    wire = queue_pb2.Request(traceparent=traceparent)
+    request = NewRequest("r", [np.arange(7, dtype=np.int32)], 9, arrived_ns=now - 4_000_000_000, payload=wire)
+    finished = FinishedRequest(request, [np.arange(3, dtype=np.int32)], [Finish.STOP])
+    spans.ended(finished, Timeline(now - 3_000_000_000, now - 2_000_000_000, now))
+    spans.close()
+
+
+def test_a_request_is_one_trace_from_its_client_through_gateway_and_scheduler(
+    collector: Collector, tmp_path: Path, model: Path, redis_server: RedisServer, tokenizer: Tokenizer
+) -> None:
+    parents: list[str] = []
+
+    def answer(claimed: Claimed) -> list[int]:
+        parents.append(claimed.request.traceparent)
+        return tokenizer.encode("four words are here").ids
+
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(running_gateway(tmp_path, model, redis_server, otlp_endpoint=collector.url))
+        scheduler = ScriptedScheduler(redis_server.client, gateway.keys).lead()
+        gateway.wait_ready()
+        stack.enter_context(answering(scheduler, answer))
+        response = httpx.post(
+            gateway.url + "/v1/completions",
+            json={"model": gateway.name, "prompt": SECRET, "max_tokens": 64, "temperature": 0.5},
+            headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
+            timeout=60,
+        )
+        assert response.status_code == 200
+        until("the gateway's span has come", collector.spans)
+    (at_gateway,) = [span for service, span in collector.spans() if service == "orcinus-gateway"]
+    assert (at_gateway.trace_id.hex(), at_gateway.parent_span_id.hex()) == (TRACE, PARENT)
+    assert parents == [f"00-{TRACE}-{at_gateway.span_id.hex()}-01"], "what the scheduler gets"
+    told = attributes(at_gateway)
+    usage = response.json()["usage"]
+    assert at_gateway.name == f"text_completion {gateway.name}"
+    assert at_gateway.kind == Span.SPAN_KIND_SERVER
+    assert told["gen_ai.request.model"] == gateway.name
+    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == (64, 0.5)
+    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert told["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert told["gen_ai.response.finish_reasons"] == [response.json()["choices"][0]["finish_reason"]]
+    assert [event.name for event in at_gateway.events] == ["first_token"]
+
+    scheduler_spans(collector, parents[0])
+    phases = {span.name: span for service, span in collector.spans() if service == "orcinus-scheduler"}
+    assert list(phases) == ["queue", "prefill", "decode"]
+    for span in phases.values():
+        assert (span.trace_id, span.parent_span_id) == (at_gateway.trace_id, at_gateway.span_id)
+    seconds = {name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for name, span in phases.items()}
+    assert seconds == {"queue": 1.0, "prefill": 1.0, "decode": 2.0}
+    assert attributes(phases["prefill"])["gen_ai.usage.input_tokens"] == 7
+    assert attributes(phases["decode"])["gen_ai.usage.output_tokens"] == 3
+    sent = b"".join(collector.bodies)
+    for word in (*SECRET.split(), "four", "words"):
+        assert word.encode() not in sent, word
+
+
+def test_a_request_that_nobody_traces_leaves_no_span_at_the_scheduler(collector: Collector) -> None:
+    scheduler_spans(collector, "")
+    assert collector.spans() == []
+
+
+def test_a_client_that_is_not_sampled_is_not_traced(collector: Collector) -> None:
+    scheduler_spans(collector, f"00-{TRACE}-{PARENT}-00")
+    assert collector.spans() == []
+
+
+def test_a_collector_that_is_gone_holds_up_nothing() -> None:
+    nobody = Collector()  # listens, and never answers
+    begun = threading.Thread(target=scheduler_spans, args=(nobody, f"00-{TRACE}-{PARENT}-01"), daemon=True)
+    begun.start()
+    begun.join(60)
+    assert not begun.is_alive()
+    nobody._server.server_close()

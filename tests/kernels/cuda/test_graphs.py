@@ -1,0 +1,153 @@
+"""Graphs for decode: what they compute, which batches they take, what padding leaves alone, what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cuda import backend
+from kernels.cuda.calls import PADDING
+from kernels.cuda.graphs import sizes_up_to
+from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_columns
+from kernels.cuda.planner import Planner
+from kernels.emulator.device import EmulatedDevice
+from tests.kernels.cuda.decoders import (
+    BLOCK,
+    SEEDS,
+    World,
+    batch_of,
+    reference_logits,
+    shape_of,
+    tables_of,
+)
+from tests.kernels.cuda.decoders import paths as paths  # the fixture
+from tests.kernels.cuda.programs import needs_compiler
+from tests.support.models import VOCAB
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+def test_a_graph_computes_to_the_bit_what_its_operations_compute(family: str, sequences: int, paths: Any) -> None:
+    with torch.inference_mode():
+        eager, graph = (World(paths(family), EmulatedDevice(), compiles, 4) for compiles in (False, True))
+        batch = eager.decodes(sequences)
+        assert torch.equal(eager.logits(batch), graph.logits(batch))
+        assert torch.equal(eager.pool(), graph.pool())
+
+
+@pytest.mark.parametrize("order", SEEDS[:2])
+def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | None, paths: Any) -> None:
+    with torch.inference_mode():
+        eager, graph = (World(paths("llama"), EmulatedDevice(order), compiles) for compiles in (False, True))
+        assert not graph.cache.pool.isnan().any(), "nobody's rows were written when graphs were recorded"
+        before, batch = graph.pool(), graph.decodes(3)  # in the graph of four
+        prepared = graph.ops.prepare(batch, graph.cache)
+        assert prepared.graph == 4
+        graph.ops._last_tokens.fill_(-5)
+        expected, found = eager.logits(batch), graph.logits(batch)
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+        changed = (graph.pool() != before).flatten(5).any(-1)  # [block, layer, K/V, head, place]
+        written = torch.zeros_like(changed)
+        written[batch.write_blocks, :, :, :, batch.write_offsets] = True
+        assert torch.equal(changed, written)
+        assert (graph.ops._last_tokens == -5).all()
+
+
+def test_what_pads_a_batch_belongs_to_nobody() -> None:
+    batch = batch_of([[1], [2]], [40, 700], tables_of(2, 100))
+    planner = Planner(132, 2, 2, 64)
+    plan, bounds = planner.plan(batch.query_start, batch.context), planner.decode_bounds(8)
+    columns = [*row_columns(batch, BLOCK, 8), *plan_columns(plan, bounds), *page_columns(batch, BLOCK, 8)]
+    staged = Staging(EmulatedDevice()).stage(columns)
+    padding = {}
+    for column in columns:
+        start = staged.offsets[column.name]
+        padding[column.name] = staged.pinned[start + len(column.values) : start + column.room]
+        assert start % 8 == 0 and np.array_equal(staged.pinned[start:][: len(column.values)], column.values)
+    assert (padding["tokens"] == PADDING).all() and len(padding["tokens"]) == 6
+    for name in ("slots", "sample_rows", "decode_items", "merge_rows"):
+        assert len(padding[name]) and (padding[name] == -1).all(), name
+    assert list(staged.offsets)[-1] == "pages" and not len(padding["pages"]), "only what is used is copied"
+
+
+def test_a_batch_is_prepared_for_a_graph_only_if_all_of_it_decodes_and_samples(paths: Any) -> None:
+    with torch.inference_mode():
+        world = World(paths("llama"), EmulatedDevice(), True)
+        decodes, ends = world.decodes(3), world.ends
+        chunk = batch_of([[1], [2, 3], [4]], ends, world.tables)
+        silent = batch_of([[1], [2], [3]], ends, world.tables, [True, False, True])
+        assert world.ops.prepare(decodes, world.cache).graph == 4
+        assert world.ops.prepare(chunk, world.cache).graph == 0
+        assert world.ops.prepare(silent, world.cache).graph == 0
+        assert world.logits(silent).shape == (2, VOCAB)
+        other = world.ops.new_cache(shape_of(world.decoder, 4))
+        assert world.ops.prepare(decodes, other).graph == 0, "of another cache"
+
+
+def test_a_batch_prepared_for_a_graph_is_computed_by_operations_as_well(paths: Any) -> None:
+    with torch.inference_mode():
+        eager, graph = (World(paths("llama"), EmulatedDevice(), compiles) for compiles in (False, True))
+        batch, other = graph.decodes(3), graph.decodes(1)
+        prepared = graph.ops.prepare(batch, graph.cache)
+        expected = eager.logits(batch)
+        assert torch.equal(graph.run(prepared), expected)
+        graph.logits(other)
+        assert torch.equal(graph.forward(prepared), expected), "its buffer is another's by now"
+
+
+def test_a_batch_with_more_pages_than_graphs_have_room_for_is_computed_without_one(
+    paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "PAGES_OF_GRAPHS", 0)
+    with torch.inference_mode():
+        eager, graph = (World(paths("llama"), EmulatedDevice(), compiles, 8) for compiles in (False, True))
+        batch = eager.decodes(8)
+        assert graph.ops.prepare(batch, graph.cache).graph == 0
+        assert torch.equal(graph.logits(batch), eager.logits(batch))
+
+
+def test_what_was_recorded_is_let_go_with_the_compiled_pass(paths: Any) -> None:
+    with torch.inference_mode():
+        world = World(paths("llama"), EmulatedDevice(), True)
+        with_graphs, _ = world.ops.gpu.free_bytes()
+        del world.forward
+        without_graphs, _ = world.ops.gpu.free_bytes()
+        assert world.ops.prepare(world.decodes(1), world.cache).graph == 0
+        assert without_graphs - with_graphs >= 8 * VOCAB * 4, "the logits at least"
+        world.forward = world.ops.compile(world.run, world.cache, 1024, 8)
+        assert world.ops.gpu.free_bytes()[0] == with_graphs
+
+
+def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any) -> None:
+    with torch.inference_mode():
+        expected, world = (World(paths("llama"), EmulatedDevice(), True) for _ in range(2))
+        batches = [world.decodes(2), world.decodes(1)]
+        prepared = [world.ops.prepare(batch, world.cache) for batch in batches]
+        for batch, one in zip(batches, prepared, strict=True):
+            assert torch.equal(world.forward(one), expected.logits(batch))
+
+
+def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
+    with torch.inference_mode():
+        eager, graph = (
+            World(paths("llama"), EmulatedDevice(processors=132), compiles, 1, 600) for compiles in (False, True)
+        )
+        batch = eager.decodes(1)
+        prepared = graph.ops.prepare(batch, graph.cache)
+        assert prepared.graph == 1 and prepared.work is not None and prepared.work.partial_rows
+        assert torch.equal(eager.logits(batch), graph.logits(batch))
+        expected = reference_logits(paths("llama"), [*graph.texts[0], 1])[-1]
+        assert (graph.logits(batch)[0] - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(3) == [1, 2, 3]
+    assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert sizes_up_to(300) == [*sizes_up_to(64), 80, 96, 112, 128, 160, 192, 224, 256, 300]

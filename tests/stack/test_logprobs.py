@@ -1,0 +1,199 @@
+"""Log-probabilities end to end: those of transformers, told the same by whoever delivers, whatever died meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from services.worker.engine import Engine
+from shared.columns import pack, pack_float
+from shared.logprobs import unpack_records
+from shared.settings import WorkerSettings
+from tests.support import in_process
+from tests.support.models import Reference, make_llama
+from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
+
+KEY = "sk-orcinus-test"
+EXTRA = {"ignore_eos": True, "return_token_ids": True}
+DRAWN: dict[str, Any] = {
+    "temperature": 1.3, "top_p": 0.95, "seed": 11, "presence_penalty": 0.7, "frequency_penalty": 0.4,
+    "logit_bias": {"70": 3.5, "71": -100},
+}  # fmt: skip
+OWN = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.15}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_llama(tmp_path_factory.mktemp("logprobs") / "tiny", output_tokens=12, seed=20261127)
+
+
+@pytest.fixture(scope="module")
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, key=KEY, dtype="float32", drain_s=0.5) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key=KEY, max_retries=0)
+
+
+def exact(reference: Reference, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab] float64: the log-probabilities of every id where each of the tokens stands."""
+    return reference.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def about(values: Any) -> Any:
+    return pytest.approx(values, abs=1e-3)
+
+
+def test_a_completions_log_probabilities_are_those_of_transformers(
+    stack: Stack, client: openai.OpenAI, reference: Reference
+) -> None:
+    prompts = reference.prompts[:2]
+    answer = client.completions.create(
+        model=stack.name, prompt=prompts, max_tokens=12, temperature=0, logprobs=5, extra_body=EXTRA
+    )
+    for choice, prompt, output in zip(answer.choices, prompts, reference.outputs, strict=False):
+        assert choice.token_ids == output  # type: ignore[attr-defined]
+        told, expected = choice.logprobs, exact(reference, prompt, output)
+        assert told is not None and told.tokens and told.top_logprobs and told.text_offset
+        assert told.token_logprobs == about([float(row[token]) for row, token in zip(expected, output, strict=True)])
+        for best, row, name in zip(told.top_logprobs, expected, told.tokens, strict=True):
+            assert list(best.values()) == about(row.topk(5).values.tolist())
+            assert next(iter(best)) == name, "greedy takes the most likely"
+        assert told.text_offset[0] == 0 and sorted(told.text_offset) == told.text_offset
+
+
+def test_a_chats_are_the_models_own_whatever_the_sampling_and_streamed_the_same(
+    stack: Stack, client: openai.OpenAI, reference: Reference
+) -> None:
+    messages: Any = [{"role": "user", "content": "naïve 🐋?"}]
+    prompt = stack.post("/tokenize", {"messages": messages}).json()["tokens"]
+    asked: dict[str, Any] = {
+        "model": stack.name, "messages": messages, "max_tokens": 16, "n": 2, "logprobs": True, "top_logprobs": 20,
+        "extra_body": {**EXTRA, **OWN}, **DRAWN,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    for choice in whole.choices:
+        ids: list[int] = choice.token_ids  # type: ignore[attr-defined]
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        content = choice.logprobs.content
+        assert len(content) == len(ids) == 16 and 71 not in ids
+        for one, row, token in zip(content, exact(reference, prompt, ids), ids, strict=True):
+            assert one.logprob == about(float(row[token]))
+            assert [best.logprob for best in one.top_logprobs] == about(row.topk(20).values.tolist())
+        told = b"".join(bytes(one.bytes or []) for one in content)
+        assert told.decode("utf-8", "replace") == choice.message.content
+    streamed: list[list[Any]] = [[], []]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices:
+            streamed[part.index] += (part.logprobs.content or []) if part.logprobs else []
+    for choice, parts in zip(whole.choices, streamed, strict=True):
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [part.token for part in parts] == [one.token for one in choice.logprobs.content]
+        assert [part.logprob for part in parts] == about([one.logprob for one in choice.logprobs.content])
+
+
+def test_best_of_tells_the_most_likely_of_its_choices_also_when_it_is_asked_again(stack: Stack) -> None:
+    asked = {"prompt": "fn", "max_tokens": 8, "temperature": 1.4, "seed": 3, **EXTRA}
+    every = stack.post("/v1/completions", {**asked, "n": 5, "logprobs": 0}).json()["choices"]
+    means = [sum(choice["logprobs"]["token_logprobs"]) for choice in every]
+    best = sorted(range(5), key=lambda index: -means[index])[:2]
+    headers = {**stack.headers, "Idempotency-Key": "best"}
+    body = {"model": stack.name, **asked, "n": 2, "best_of": 5}
+    answers = [httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=60) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    told = answers[0].json()
+    assert [choice["token_ids"] for choice in told["choices"]] == [every[index]["token_ids"] for index in best]
+    assert [(choice["index"], choice["logprobs"]) for choice in told["choices"]] == [(0, None), (1, None)]
+    assert told["usage"]["completion_tokens"] == 40
+    address = f"{stack.url}/v1/requests/{told['id']}/stream"
+    assert httpx.get(address, headers=stack.headers).status_code == 400, "which is best shows at the end"
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Choices of a stream's events, each with the event's id."""
+    event_id = ""
+    for line in lines:
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                yield {**choice, "event": event_id}
+
+
+def told_by(choices: list[dict[str, Any]]) -> tuple[list[int], list[tuple[Any, ...]]]:
+    """Token ids and an entry for each token."""
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    some = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    return ids, [entry for one in some for entry in zip(*(one[name] for name in columns), strict=True)]
+
+
+def test_scheduler_and_gateway_die_and_the_same_draws_go_on_with_the_same_log_probabilities(stack: Stack) -> None:
+    """The penalties' history is rebuilt; what was told once is told again, by another gateway and from the record."""
+    body = {
+        "model": stack.name, "prompt": "def orca(", "max_tokens": 200, "logprobs": 3, "stop": ["\u0001no\u0001"],
+        "stream": True, **EXTRA, **OWN, **DRAWN,
+    }  # fmt: skip
+    undisturbed = stack.post("/v1/completions", {**body, "stream": False}).json()["choices"][0]
+    url, options = f"{stack.url}/v1/completions", {"headers": stack.headers, "timeout": 60}
+    with httpx.stream("POST", url, json=body, **options) as answer:  # type: ignore[arg-type]
+        request = answer.headers["x-orcinus-request"]
+        stream = events(answer.iter_lines())
+        seen = list(itertools.islice(stream, 10))
+        stack.kill("scheduler")
+        stack.start("scheduler")
+        seen += itertools.islice(stream, 60)
+        stack.kill("gateway")
+    stack.start("gateway")
+    until("the gateway is back", stack.ready, 60)
+    address = f"{stack.url}/v1/requests/{request}/stream"
+    with httpx.stream("GET", address, headers={**stack.headers, "Last-Event-ID": seen[-1]["event"]}) as answer:
+        seen += events(answer.iter_lines())
+    ids, entries = told_by(seen)
+    assert ids == undisturbed["token_ids"] and len(entries) == len(ids) == 200
+    _, expected = told_by([undisturbed])
+    assert [entry[0] for entry in entries] == [entry[0] for entry in expected]
+    assert [entry[1] for entry in entries] == about([entry[1] for entry in expected])
+    assert [entry[3] for entry in entries] == [entry[3] for entry in expected]
+    with httpx.stream("GET", address, headers=stack.headers) as answer:
+        assert told_by(list(events(answer.iter_lines()))) == (ids, entries), "the record says what was told"
+
+
+def test_the_preempted_draw_the_same_with_the_same_log_probabilities(reference: Reference) -> None:
+    """Every field of the sampling, in a pool so small that sequences lose their slots: histories are rebuilt."""
+    sampling: dict[str, float | bytes] = {
+        "temperature": 1.2, "top_k": 80, "min_p": 0.001, "repetition_penalty": 1.2, "presence_penalty": 0.5,
+        "frequency_penalty": 0.3, "logprobs": 4, "bias_ids": pack([70, 71]), "bias_values": pack_float([3.5, -50.0]),
+    }  # fmt: skip
+    found, preemptions = [], 0
+    for pool in (1200, 96):
+        settings = WorkerSettings(
+            model=reference.path, device="cpu", dtype="float32", block_size=4, max_seqs=12, kv_blocks=pool // 4,
+            max_input_tokens=64, max_output_tokens=32, max_step_tokens=256, threads=1,
+        )  # fmt: skip
+        requests = [
+            in_process.request(f"r{index}", reference.prompts[index % 4][:30], 24, seed=index, **sampling)
+            for index in range(12)
+        ]
+        recorded, core = in_process.run(Engine(settings), requests, "sarathi", lookahead=1, step_tokens=16)
+        found.append(recorded)
+        preemptions = int(core.stats()["preemptions"])
+    ample, small = found
+    assert preemptions > 0 and not small.errors
+    assert small.tokens == ample.tokens
+    for at, records in ample.logprobs.items():
+        expected, told = unpack_records(records, 4), unpack_records(small.logprobs[at], 4)
+        assert [one.sampled for one in told] == about([one.sampled for one in expected])
+        assert [value for one in told for _, value in one.best] == about([v for one in expected for _, v in one.best])

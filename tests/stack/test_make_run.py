@@ -1,0 +1,267 @@
+"""`make run` as a user types it, and everything it promises: readiness, restarts, refusals, and leaving nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.launcher import ROOT, alive, clean_env
+from tests.support.models import make_llama
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port, until
+
+READY_S = 90.0
+SERVICES = {"redis", "worker-0", "scheduler-0", "gateway-0"}
+
+
+class MakeRun:
+    """One `make run` with its own run directory. Further settings are environment variables."""
+
+    def __init__(self, directory: Path, model: Path, args: str = "", **env: str) -> None:
+        self.run_dir = directory / "run"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / "make.txt"
+        self.argv = [
+            "make", "run", f"MODEL={model}", f"PORT={self.port}", "DEVICE=cpu",
+            f"ARGS=--run-dir '{self.run_dir}' --ops-port {free_port()} --threads 2 --kv-blocks 512 {args}",
+        ]  # fmt: skip
+        # An outer `make test` hands its own flags and variables down through these.
+        drop = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
+        self.env = {name: value for name, value in clean_env(**env).items() if name not in drop}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> MakeRun:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.argv, cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        return self
+
+    def ready(self) -> MakeRun:
+        until("make run is ready", self._answers, READY_S)
+        return self
+
+    def _answers(self) -> bool:
+        if self.process is not None and self.process.poll() is not None:
+            raise AssertionError(f"make run ended with {self.process.returncode}:\n{self.text()}")
+        return f"{self.url}/v1/completions" in self.text()
+
+    def refused(self) -> str:
+        """Runs until it ends by itself, which must be an error. Returns what it said."""
+        self.start()
+        if self.process is None:
+            raise AssertionError
+        assert self.process.wait(READY_S) == 2
+        assert not (self.run_dir / "lock").exists()
+        assert not (self.run_dir / "processes.json").exists()
+        return self.text()
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def pids(self) -> dict[str, int]:
+        return dict(json.loads((self.run_dir / "processes.json").read_text()))
+
+    def launcher(self) -> int:
+        return int((self.run_dir / "lock").read_text())
+
+    def complete(self, **body: Any) -> httpx.Response:
+        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0, **body}
+        model = httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **body}, timeout=60)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(60)
+
+    def __enter__(self) -> MakeRun:
+        return self.start().ready()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_llama(path, seed=7, requests=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[MakeRun]:
+    with MakeRun(tmp_path_factory.mktemp("shared"), model) as run:
+        yield run
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def assert_nothing_is_left(run: MakeRun, pids: list[int]) -> None:
+    until("every process is gone", lambda: not any(map(alive, pids)))
+    assert not listening(run.port)
+    assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs", "redis"]
+
+
+def test_curl_line_that_is_printed_works_as_it_stands(shared_run: MakeRun) -> None:
+    curl = next(line for line in shared_run.text().splitlines() if line.startswith("curl "))
+    answer = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_processes_file_names_the_four_services(shared_run: MakeRun) -> None:
+    pids = shared_run.pids()
+    assert set(pids) == SERVICES
+    for name, pid in pids.items():
+        command = " ".join(psutil.Process(pid).cmdline())
+        assert name.removesuffix("-0") in command
+    assert {path.name for path in (shared_run.run_dir / "logs").iterdir()} >= {f"{name}.log" for name in SERVICES}
+
+
+def test_second_make_run_refuses_and_names_the_pid(shared_run: MakeRun, model: Path, tmp_path: Path) -> None:
+    second = MakeRun(tmp_path, model, args=f"--run-dir '{shared_run.run_dir}'")
+    second.start()
+    assert second.process is not None and second.process.wait(60) == 2
+    assert f"pid {shared_run.launcher()}" in second.text()
+    assert shared_run.complete().status_code == 200
+
+
+def test_no_secret_stands_on_a_command_line_or_in_the_open(shared_run: MakeRun) -> None:
+    record = shared_run.run_dir / "socket-dir"
+    private = Path(record.read_text().strip()) if record.exists() else shared_run.run_dir / "socket"
+    password = re.search(r'requirepass "([^"]+)"', (private / "redis.conf").read_text())
+    assert password is not None
+    for pid in [shared_run.launcher(), *shared_run.pids().values()]:
+        assert password[1] not in " ".join(psutil.Process(pid).cmdline())
+    for log in (shared_run.run_dir / "logs").iterdir():
+        assert password[1] not in log.read_text(errors="replace")
+    assert shared_run.run_dir.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["worker-0", "scheduler-0", "gateway-0", "redis"])
+def test_killed_service_comes_back_and_work_goes_on(shared_run: MakeRun, name: str) -> None:
+    before = shared_run.pids()
+    said = shared_run.text().count(f"{name} is ready again")
+    os.kill(before[name], signal.SIGKILL)
+    until(f"{name} is back", lambda: shared_run.text().count(f"{name} is ready again") > said, READY_S)
+    assert f"{name} died (signal SIGKILL)" in shared_run.text()
+    after = shared_run.pids()
+    assert after[name] != before[name] and alive(after[name])
+
+    def completes() -> bool:
+        try:
+            return shared_run.complete().status_code == 200
+        except (httpx.TransportError, KeyError):
+            return False
+
+    until("completions work again", completes, READY_S)
+
+
+def test_sigterm_to_make_alone_stops_everything_and_a_second_start_keeps_the_data(tmp_path: Path, model: Path) -> None:
+    run = MakeRun(tmp_path, model)
+    for _ in range(2):
+        run.start().ready()
+        assert run.complete().status_code == 200
+        assert run.process is not None
+        pids = [run.launcher(), *run.pids().values()]
+        run.stop(signal.SIGTERM)  # to the pid of make, not to its group
+        assert_nothing_is_left(run, pids)
+
+
+def test_sigkill_of_the_launcher_leaves_no_child(tmp_path: Path, model: Path) -> None:
+    run = MakeRun(tmp_path, model)
+    with run:
+        pids = list(run.pids().values())
+        os.kill(run.launcher(), signal.SIGKILL)
+        until("every service is gone", lambda: not any(map(alive, pids)))
+        until("the port is free", lambda: not listening(run.port))
+
+
+def test_redis_and_key_of_the_operator_are_used(tmp_path: Path, model: Path) -> None:
+    """The Redis is left alone afterwards; the key is asked for, never printed, and the printed line presents it."""
+    with RedisServer(tmp_path / "redis") as server:
+        with MakeRun(tmp_path, model, ORCINUS_REDIS_URL=server.url, ORCINUS_API_KEY="key-of-a-client") as run:
+            assert set(run.pids()) == SERVICES - {"redis"}
+            assert httpx.get(f"{run.url}/v1/models").status_code == 401
+            assert "key-of-a-client" not in run.text()
+            curl = next(line for line in run.text().splitlines() if line.startswith("curl "))
+            answer = subprocess.run(["bash", "-c", curl], env=run.env, capture_output=True, text=True, timeout=60)
+            assert json.loads(answer.stdout)["choices"]
+            assert server.client.dbsize() > 0
+        assert server.client.ping()
+
+
+def test_port_in_use_is_named_with_the_way_to_choose_another(tmp_path: Path, model: Path) -> None:
+    run = MakeRun(tmp_path, model)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", run.port))
+        taken.listen()
+        said = run.refused()
+    assert f"port {run.port}" in said and "in use" in said and "PORT=" in said
+
+
+def test_redis_gone_at_start_is_a_clear_error(tmp_path: Path, model: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    said = MakeRun(tmp_path, model, ORCINUS_REDIS_URL=url).refused()
+    assert f"Redis at {url} does not answer" in said
+
+
+def test_model_without_weights_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "no *.safetensors weights" in MakeRun(tmp_path, tmp_path).refused()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("--max-output-tokens 1000000", "max_output_tokens|max-output-tokens|MAX_OUTPUT_TOKENS"),
+        ("--policy no-such-policy", "no policy 'no-such-policy'"),
+        ("--no-such-option", "No such option: --no-such-option"),
+        ("--max-seqs 0", "--max-seqs=0: input should be greater than or equal to 1"),
+        ("--tp 0", "--tp=0: input should be greater than or equal to 1"),
+        ("--host 0.0.0.0", "listening on 0.0.0.0 needs a key"),
+        ("--device cuda", "DEVICE=cuda"),
+    ],
+)
+def test_setting_that_cannot_be_served_is_refused_with_its_name(
+    tmp_path: Path, model: Path, args: str, said: str
+) -> None:
+    if "cuda" in args and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    assert re.search(said, MakeRun(tmp_path, model, args=args).refused())
+
+
+def test_misspelt_make_setting_is_an_error() -> None:
+    done = subprocess.run(["make", "run", "MODLE=x"], cwd=ROOT, env=clean_env(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "unknown setting MODLE" in done.stderr
+
+
+def test_replicas_2_starts_two_workers_behind_one_scheduler(tmp_path: Path, model: Path) -> None:
+    run = MakeRun(tmp_path, model)
+    run.argv.append("REPLICAS=2")
+    with run:
+        assert set(run.pids()) == SERVICES | {"worker-1"}
+        for name in ("worker-0", "worker-1"):
+            log = run.run_dir / "logs" / f"{name}.log"
+            until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text(), 30)
+        assert run.complete().status_code == 200
+        pids = [run.launcher(), *run.pids().values()]
+    assert_nothing_is_left(run, pids)

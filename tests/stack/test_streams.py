@@ -1,0 +1,114 @@
+"""Many clients at once on two cores: everything finishes, in order, once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from shared.settings import DEMO_MODEL
+from tests.support.stack import PATIENT_MS, Stack, running_stack
+
+STREAMS = 200
+ROUNDS = 4
+TOKENS = 32
+GROWTH = 0.02
+GROWTH_BYTES = 8 << 20
+LAZY_FDS = 3
+"""Connections of a pool of four that are opened only when as many calls of Redis meet; a leak opens more each round."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    # Batches differ between the rounds, and only float32 promises the same tokens in whatever batch.
+    with running_stack(tmp_path_factory.mktemp("streams"), DEMO_MODEL, dtype="float32", lease_ms=PATIENT_MS) as running:
+        yield running
+
+
+async def stream(session: aiohttp.ClientSession, stack: Stack, index: int) -> list[int]:
+    """Token ids of one streamed completion; raises where the stream is not well-formed."""
+    body = {
+        "model": stack.name,
+        "prompt": f"def function_{index}(value):\n    ",
+        "max_tokens": TOKENS,
+        "temperature": 0.8,
+        "seed": index,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    ids: list[int] = []
+    usage: dict[str, Any] = {}
+    last_index = -1
+    ended = done = False
+    event_id = ""
+    async with session.post(f"{stack.url}/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise AssertionError(await answer.text())
+        async for raw in answer.content:
+            line = raw.decode().strip()
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            if not line.startswith("data: "):
+                continue
+            payload = line.removeprefix("data: ")
+            if payload == "[DONE]":
+                done = True
+                continue
+            event = json.loads(payload)
+            if "error" in event:
+                raise AssertionError(event)
+            for choice in event["choices"]:
+                new = choice.get("token_ids") or []
+                ids += new
+                if new:
+                    last_index += len(new)
+                    beyond = int(event_id.rsplit(":", 1)[1].split(".")[0]) - last_index
+                    if ended or beyond not in (0, 1, 2):
+                        raise AssertionError(
+                            f"event {event_id} brings {len(new)} tokens, the last of index {last_index}"
+                        )
+                    ended = beyond > 0  # it has the end of the choice, too
+            usage = event.get("usage") or usage
+    if not done or usage["completion_tokens"] != len(ids):
+        raise AssertionError(f"stream {index}: done {done}, usage {usage}, {len(ids)} tokens")
+    return ids
+
+
+async def round_of(stack: Stack) -> list[list[int]]:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=240)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        return list(await asyncio.gather(*(stream(session, stack, index) for index in range(STREAMS))))
+
+
+def footprint(stack: Stack) -> dict[str, dict[str, int]]:
+    found = {}
+    for service in ("gateway", "scheduler", "worker"):
+        process = psutil.Process(stack.pid(service))
+        found[service] = {"rss": process.memory_info().rss, "fds": process.num_fds()}
+    return found
+
+
+def test_200_streams_finish_four_times_alike_and_leave_nothing_behind(stack: Stack) -> None:
+    answers, feet, rest = [], [], []
+    for _ in range(ROUNDS):
+        answers.append(asyncio.run(round_of(stack)))
+        rest.append(stack.settled())
+        feet.append(footprint(stack))
+    assert all(len(ids) == TOKENS for ids in answers[0])
+    for answer in answers[1:]:
+        assert answer == answers[0]
+    for service, second in feet[1].items():
+        last = feet[3][service]
+        assert last["rss"] <= second["rss"] * (1 + GROWTH) + GROWTH_BYTES, (service, feet)
+        assert last["fds"] - second["fds"] <= LAZY_FDS, (service, feet)
+    assert rest[3] == rest[1]
+    assert rest[3]["blocks"] == rest[3]["total"]
+    assert rest[3]["pending"] == [0, 0, 0, 0]

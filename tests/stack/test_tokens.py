@@ -1,0 +1,91 @@
+"""Greedy tokens of the real stack equal transformers': HTTP, Redis, scheduler and worker as separate processes.
+
+A pairwise subset of the matrix that test_tokens_in_process runs whole: every pair of values of two settings occurs.
+The rows with a small pool run `sarathi`, which admits without a thought for what comes, and must preempt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import Reference, make_llama
+from tests.support.stack import PATIENT_MS, running_stack
+from tests.support.waiting import until
+
+REQUESTS = 32
+# step_tokens (0: as many as the worker takes), block size, microbatches, lookahead, KV pool in tokens
+AMPLE, SMALL = 4096, 96
+SUBSET = [
+    (1, 16, 1, 2, AMPLE),
+    (1, 4, 2, 0, SMALL),
+    (1, 4, 3, 1, AMPLE),
+    (7, 4, 1, 0, AMPLE),
+    (7, 4, 2, 1, SMALL),
+    (7, 16, 3, 2, AMPLE),
+    (64, 16, 1, 1, SMALL),
+    (64, 4, 2, 2, AMPLE),
+    (64, 16, 3, 0, SMALL),
+    (0, 4, 1, 1, SMALL),
+    (0, 16, 2, 0, AMPLE),
+    (0, 4, 3, 2, SMALL),
+]
+VALUES = ((1, 7, 64, 0), (4, 16), (1, 2, 3), (0, 1, 2), (AMPLE, SMALL))
+
+
+def test_the_subset_covers_every_pair_of_values() -> None:
+    missing = [
+        (first, a, second, b)
+        for first, second in itertools.combinations(range(len(VALUES)), 2)
+        for a, b in itertools.product(VALUES[first], VALUES[second])
+        if not any(row[first] == a and row[second] == b for row in SUBSET)
+    ]
+    assert not missing
+    assert len(SUBSET) <= 12
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    directory = tmp_path_factory.mktemp("stack-matrix") / "tiny"
+    return make_llama(directory, requests=REQUESTS, hidden_size=32, num_hidden_layers=2, seed=20261121)
+
+
+@pytest.mark.parametrize(("step_tokens", "block_size", "microbatches", "lookahead", "pool"), SUBSET)
+def test_32_concurrent_requests_get_the_references_tokens(
+    reference: Reference,
+    tmp_path: Path,
+    step_tokens: int,
+    block_size: int,
+    microbatches: int,
+    lookahead: int,
+    pool: int,
+) -> None:
+    settings = {
+        "dtype": "float32",
+        "step_tokens": step_tokens,
+        "block_size": block_size,
+        "microbatches": microbatches,
+        "lookahead": lookahead,
+        "kv_blocks": pool // block_size,
+        "max_input_tokens": 64,
+        "max_output_tokens": 32,  # the longest sequence that could be asked for fits the small pool
+        "max_seqs": REQUESTS,
+        "policy": "sarathi" if pool == SMALL else "orcinus",
+        "lease_ms": PATIENT_MS,
+    }
+    with running_stack(tmp_path, reference.path, **settings) as stack, ThreadPoolExecutor(REQUESTS) as clients:
+        got = list(
+            clients.map(
+                lambda pair: stack.complete(pair[0], len(pair[1]), ignore_eos=True),
+                zip(reference.prompts, reference.outputs, strict=True),
+            )
+        )
+        assert got == reference.outputs
+        after = stack.settled()
+        assert after["blocks"] == after["total"]
+        assert after["pending"] == [0, 0, 0, 0]
+        if pool == SMALL:
+            until("the pool was too small for all", lambda: int(stack.stats()["preemptions"]) > 0)

@@ -1,0 +1,276 @@
+"""Requests that are refused, beside those of bad_fields.py: the rows of docs/bad-input.md, section by section.
+
+What comes back is not written here: `python -m tests.support.docs.bad_input` asks a real gateway and writes the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.docs.bad_calls import USER
+from tests.support.docs.bad_fields import BAD, CHAT
+
+MOST_BODY = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One HTTP request. body: a JSON object (the model's name is put into it), or the bytes themselves."""
+
+    path: str
+    body: Mapping[str, Any] | bytes | None = None
+    method: str = "POST"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    key: str = "user"  # whose: see KEYS of tests/support/docs/bad_input.py; empty: none
+    note: str = ""  # what the table says of it beside its body
+    before: tuple[Sent, ...] = ()  # sent first, and served
+    ops: bool = False  # to the ops port
+    raw: bytes = b""  # if any, all that the client says on its connection
+
+
+def completions(note: str = "", **body: Any) -> Sent:
+    return Sent("/v1/completions", {"prompt": "x", **body}, note=note)
+
+
+def chat(note: str = "", **body: Any) -> Sent:
+    return Sent("/v1/chat/completions", {"messages": CHAT, **body}, note=note)
+
+
+def responses(note: str = "", **body: Any) -> Sent:
+    return Sent("/v1/responses", {"input": "x", **body}, note=note)
+
+
+def _with_messages(*messages: dict[str, Any]) -> Sent:
+    return Sent("/v1/chat/completions", {"messages": list(messages)})
+
+
+def _tool(name: str = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def _allowed(mode: str, name: str) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": name}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
+
+
+def _calling(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", **function}}]}
+
+
+FIELDS = [Sent(f"/v1/{path}", body) for path, body, _, _ in BAD] + [
+    completions(model="gpt-4"),
+    Sent("/v1/completions", {"model": None, "prompt": "x"}),
+    completions(model=""),
+    completions(max_tokens="16"),
+    completions(temperature=-0.1),
+    completions(top_p=1.01),
+    completions(min_p=-0.5),
+    completions(top_k=1.5),
+    completions(repetition_penalty=0),
+    completions(frequency_penalty=-2.5),
+    completions(min_tokens=-1),
+    completions(seed="seven"),
+    completions(stream="yes"),
+    completions(stop=[1]),
+    completions(stop_token_ids=[-1]),
+    completions(logit_bias={"999999": 1}),
+    completions(logit_bias={str(token): 1 for token in range(301)}),
+    completions(logit_bias=[1]),
+    completions(ttft_slo_ms=0),
+    completions(tbt_slo_ms=-5),
+    completions(deadline_ms="soon"),
+    completions(priority=1),
+    completions(user="u" * 1025),
+    completions(echo=True, max_tokens=0, stream=True),
+    completions(echo=True, max_tokens=0, background=True),
+    completions(background=True, stream=True),
+    completions(background="yes"),
+    completions(best_of=0),
+    completions(best_of=129),
+    completions(logprobs=-1),
+    completions(n="2"),
+    completions(return_token_ids=1),
+    completions(messages=CHAT),
+]
+CHAT_FIELDS = [
+    chat(max_completion_tokens=0),
+    chat(temperature="hot"),
+    chat(metadata={"a": 1}),
+    chat(metadata={str(number): "" for number in range(17)}),
+    chat(service_tier="x" * 33),
+    chat(reasoning_effort="high"),
+    chat(modalities=["audio"]),
+    chat(prediction={"type": "content", "content": "x"}),
+    chat(web_search_options={}),
+    chat(echo=True),
+    chat(best_of=2),
+    chat(top_logprobs=-1),
+    _with_messages({"content": "x"}),
+    _with_messages({"role": "user", "content": "x", "colour": "red"}),
+    _with_messages({"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}),
+    _with_messages({"role": "user", "content": "x"}, {"role": "tool", "content": "4"}),
+    _with_messages(_calling(arguments="[1]")),
+    _with_messages(_calling(arguments="{")),
+    _with_messages({"role": "user", "content": [{"type": "text"}]}),
+    _with_messages({"role": "assistant", "content": "x", "function_call": {"name": "f"}}),
+]
+BOUND_OUTPUT = [
+    chat(tools=[_tool("a b")]),
+    chat(tools=[_tool(), _tool()]),
+    chat(tools=[{"type": "retrieval"}]),
+    chat(tools=[_tool()], tool_choice="maybe"),
+    chat(tools=[_tool()], tool_choice=_tool("g")),
+    chat(tools=[_tool()], tool_choice=_allowed("required", "g")),
+    chat(tools=[_tool()], tool_choice=_allowed("maybe", "f")),
+    chat(tools=[_tool()], tool_choice={"type": "custom"}),
+    chat(tools=[_tool()], tool_choice="required", ignore_eos=True),
+    chat(tools=[_tool(parameters={"type": "array"})], tool_choice="required"),
+    chat(tools=[_tool(parameters={"type": "object", "properties": {"a": {"type": "foo"}}})], tool_choice="required"),
+    chat(tools=[_tool()], guided_regex="a"),
+    chat(tools=[_tool()] * 129),
+    chat(response_format={"type": "json_schema"}),
+    chat(response_format={"type": "json_schema", "json_schema": {"name": "a b"}}),
+    chat(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "foo"}}}),
+    chat(
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "s", "strict": True, "schema": {"type": "array", "uniqueItems": True}},
+        }
+    ),
+    completions(response_format="json"),
+    completions(guided_json="{"),
+    completions(guided_json=3),
+    completions(guided_regex=""),
+    completions(guided_regex="a" * 16385),
+    completions(guided_regex="(?=a)b"),
+    completions(guided_choice=["a", ""]),
+    completions(guided_choice="a"),
+    completions(guided_grammar="start: %%"),
+    completions(structured_outputs={"regex": "a", "choice": ["a"]}),
+    completions(structured_outputs={"xml": "a"}),
+    completions(guided_regex="a", min_tokens=2),
+]
+RESPONSES = [
+    Sent("/v1/responses", {}),
+    responses(input=[]),
+    responses(input=3),
+    responses(input=["x"]),
+    responses(input=[{"role": "king", "content": "x"}]),
+    responses(input=[{"role": "user", "content": 3}]),
+    responses(input=[{"role": "user", "content": [{"type": "input_image"}]}]),
+    responses(input=[{"type": "reasoning"}]),
+    responses(input=[{"type": "function_call_output", "output": "4"}]),
+    responses(input=[{"role": "user", "content": "x", "colour": "red"}]),
+    responses(max_output_tokens=0),
+    responses(max_tokens=5),
+    responses(previous_response_id="resp_1"),
+    responses(conversation="conv_1"),
+    responses(truncation="auto"),
+    responses(tools=[{"type": "web_search"}]),
+    responses(text={"format": {"type": "xml"}}),
+    responses(text={"verbosity": "low"}),
+    responses(tools=[{"type": "function", "name": "f"}], tool_choice={"type": "allowed_tools", "mode": "auto"}),
+    responses(background=True, stream=True),
+    Sent("/v1/responses/resp_none", method="GET"),
+    Sent("/v1/responses/resp_none/cancel"),
+]
+TOKENS = [
+    Sent("/tokenize", {}),
+    Sent("/tokenize", {"prompt": "x", "messages": CHAT}),
+    Sent("/tokenize", {"prompt": 3}),
+    Sent("/tokenize", {"model": "gpt-4", "prompt": "x"}),
+    Sent("/tokenize", {"messages": CHAT, "add_special_tokens": True}),
+    Sent("/detokenize", {}),
+    Sent("/detokenize", {"tokens": [-1]}),
+    Sent("/detokenize", {"tokens": [1_000_000]}),
+    Sent("/detokenize", {"tokens": "1"}),
+]
+WIDE = {f"a{number}": 1 for number in range(5000)}
+BODIES = [
+    Sent("/v1/completions", b"{", note="the body `{`"),
+    Sent("/v1/completions", b"", note="no body"),
+    Sent("/v1/completions", b"[]", note="the body `[]`"),
+    Sent("/v1/completions", b"3", note="the body `3`"),
+    Sent("/v1/completions", b'{"prompt": "\xff"}', note="a byte that is no UTF-8"),
+    Sent("/v1/completions", b'{"prompt": "\\ud800"}', note="half of a surrogate pair"),
+    Sent("/v1/completions", b'{"prompt": NaN}', note='`{"prompt": NaN}`'),
+    Sent("/v1/completions", b"[" * 50_000, note="50,000 times `[`"),
+    Sent("/v1/completions", b'{"a":' * 40 + b"1" + b"}" * 40, note="objects in objects, 40 levels"),
+    completions(**WIDE),
+    completions(logit_bias=WIDE),
+    Sent("/v1/completions", b'{"prompt": [' + b"[]," * 65_535 + b"[]]}", note="`prompt` with 65,536 empty lists"),
+    Sent("/v1/completions", b'{"prompt": "' + b"x" * MOST_BODY + b'"}', note=f"a body above {MOST_BODY} bytes"),
+    Sent("/v1/completions", b"prompt=x", headers={"Content-Type": "text/plain"}, note="`Content-Type: text/plain`"),
+    Sent("/v1/completions", {"prompt": "x"}, headers={"x-filler": "y" * 40_000}, note="a header of 40,000 bytes"),
+    Sent("/v1/completions", {"prompt": "x"}, headers={f"x-{n}": "y" for n in range(101)}, note="more than 100 headers"),
+    Sent(
+        "/", raw=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", note="a greeting of TLS on a port without it"
+    ),
+    Sent("/", raw=b"hello\r\n\r\n", note="`hello`, which is no HTTP"),
+    Sent("/", raw=b"GET /" + b"x" * 70_000, note="a path of 70,000 bytes without an end"),
+    Sent(
+        "/v1/completions",
+        raw=b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+        + f"Authorization: Bearer {USER}\r\n\r\n{{".encode(),
+        note="a body of which the rest does not come",
+    ),
+    Sent("/v1/completions", method="GET"),
+    Sent("/v1/models", {}, method="POST"),
+    Sent("/v1/models/gpt-4", method="GET"),
+    Sent("/v1/embeddings", {"input": "x"}),
+    Sent("/", method="GET"),
+    Sent("/v1/requests/x", method="PUT"),
+    Sent("/stats", method="GET", headers={"Host": "evil.example"}, ops=True, note="ops port, `Host: evil.example`"),
+]
+_ONCE = Sent("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"Idempotency-Key": "mine"})
+_STREAM = Sent("/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": True}, headers={"Idempotency-Key": "s"})
+KEYS_AND_IDS = [
+    Sent("/v1/completions", {"prompt": "x"}, key="", note="no key"),
+    Sent("/v1/completions", {"prompt": "x"}, key="", headers={"Authorization": "Bearer wrong"}, note="another key"),
+    Sent("/v1/models", method="GET", key="", headers={"Authorization": "Basic dTpw"}, note="`Authorization: Basic`"),
+    Sent("/v1/completions", {"prompt": "x", "priority": "high"}, key="low", note="a key for `low` at most"),
+    Sent(
+        "/v1/completions", {"prompt": "x"}, key="slow",
+        before=(Sent("/v1/completions", {"prompt": "x", "max_tokens": 1}, key="slow"),),
+        note="the second of a key that may send one a minute",
+    ),
+    Sent("/v1/completions", {"prompt": "x"}, headers={"Idempotency-Key": ""}, note="an empty `Idempotency-Key`"),
+    Sent("/v1/completions", {"prompt": "x"}, headers={"Idempotency-Key": "k" * 256}, note="`Idempotency-Key` too long"),
+    Sent(
+        "/v1/completions", {"prompt": "y"}, headers={"Idempotency-Key": "mine"}, before=(_ONCE,),
+        note="`Idempotency-Key` of another body",
+    ),
+    Sent(
+        "/v1/completions", {"prompt": "x", "stream": True},
+        headers={"Idempotency-Key": "new", "Last-Event-ID": "cmpl-1:3"},
+        note="`Last-Event-ID` of a request that is not known",
+    ),
+    Sent(
+        "/v1/completions", _STREAM.body, headers={**_STREAM.headers, "Last-Event-ID": "cmpl-1:3"}, before=(_STREAM,),
+        note="`Last-Event-ID` of another request",
+    ),
+    Sent("/v1/requests/cmpl-none", method="GET"),
+    Sent("/v1/requests/cmpl-none", method="DELETE"),
+    Sent("/v1/requests/cmpl-none/stream", method="GET"),
+]  # fmt: skip
+NOBODY_SERVES = [
+    Sent("/v1/completions", {"prompt": "x"}, note="no scheduler is there"),
+    Sent("/health/ready", method="GET", note="the same"),
+]
+CROWDED = [
+    completions("1,000,000 prompt tokens wait already"),
+    completions("the first token is predicted in 5,000 ms", ttft_slo_ms=1000),
+    completions("the first token is predicted in 5,000 ms", deadline_ms=1500),
+]
+"""What a server of which much is asked refuses; see `answers` of tests/support/docs/bad_input.py."""
+SECTIONS: dict[str, list[Sent]] = {
+    "Fields of completions and chat": FIELDS,
+    "More fields of chat": CHAT_FIELDS,
+    "Tools and structured output": BOUND_OUTPUT,
+    "Responses": RESPONSES,
+    "Tokens": TOKENS,
+    "Bodies, headers, methods and paths": BODIES,
+    "Keys, limits and requests by id": KEYS_AND_IDS,
+}

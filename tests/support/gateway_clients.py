@@ -1,0 +1,93 @@
+"""Clients of a gateway under test that do what well-behaved ones would not: wait in threads, read nothing, leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import httpx
+
+from tests.support.gateway_process import GatewayProcess
+
+
+class Stream:
+    """One streaming request, read by a thread of its own."""
+
+    def __init__(self, gateway: GatewayProcess, path: str = "/v1/completions", **body: Any) -> None:
+        fields = {"model": gateway.name, "stream": True, "return_token_ids": True, "max_tokens": 400, **body}
+        if path == "/v1/completions":
+            fields.setdefault("prompt", "The")
+        self.events: list[dict[str, Any]] = []
+        self.ids: list[str] = []
+        self.comments = 0
+        self.done = False
+        self.status = 0
+        self._thread = threading.Thread(target=self._read, args=(gateway.url + path, fields), daemon=True)
+        self._thread.start()
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            self.status = answer.status_code
+            for line in answer.iter_lines():
+                if line.startswith("id: "):
+                    self.ids.append(line[4:])
+                elif line.startswith(":"):
+                    self.comments += 1
+                elif line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    self.events.append(json.loads(line[6:]))
+
+    def join(self) -> Stream:
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the stream did not end"
+        return self
+
+    def choices(self, index: int = 0) -> list[dict[str, Any]]:
+        return [choice for event in self.events for choice in event.get("choices", []) if choice["index"] == index]
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [token for choice in self.choices(index) for token in choice["token_ids"]]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(choice["text"] for choice in self.choices(index))
+
+    @property
+    def reason(self) -> str | None:
+        return self.choices()[-1]["finish_reason"] if self.choices() else None
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        return self.events[-1].get("error") if self.events else None
+
+
+class posted:  # noqa: N801 - reads as a verb where it is used
+    """A whole-answer request in a thread; its answer is in the list after the block."""
+
+    def __init__(self, gateway: GatewayProcess, body: dict[str, Any]) -> None:
+        self._answers: list[httpx.Response] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(gateway.post("/v1/completions", body)), daemon=True
+        )
+
+    def __enter__(self) -> list[httpx.Response]:
+        self._thread.start()
+        return self._answers
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(60)
+
+
+def raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0, behind: bytes = b"") -> socket.socket:
+    """A connection that sent a request, with what is `behind` it, and reads nothing."""
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", gateway.port))
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    connection.sendall(head.encode() + b"\r\n" + body + behind)
+    return connection

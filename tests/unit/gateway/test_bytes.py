@@ -1,0 +1,98 @@
+"""Whatever bytes a client sends as a body, a grammar or an event's id, it is refused by name or taken: nothing else."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from services.gateway.delivery.position import Position
+from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body
+from services.gateway.openai.responses_body import ResponsesBody
+from shared.grammars import GrammarError, Grammars
+from tests.support.tokenizers import byte_level, write_model
+
+BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ResponsesBody]
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner))
+
+
+def taken(body: bytes, kind: type[BaseModel]) -> BaseModel | None:
+    """The checked body, or None where it was refused as OpenAI would."""
+    try:
+        return parse_body(body, kind)
+    except ApiError as error:
+        assert (error.status, bool(error.message), bool(error.code)) == (400, True, True)
+        return None
+
+
+@given(st.binary(max_size=200), st.sampled_from(BODIES))
+@settings(max_examples=200)
+def test_bytes_that_are_no_body_are_refused_with_a_code(body: bytes, kind: type[BaseModel]) -> None:
+    taken(body, kind)
+
+
+@given(st.data(), st.sampled_from(BODIES))
+@settings(max_examples=200)
+def test_any_json_value_in_any_field_is_taken_or_refused_with_a_code(
+    data: st.DataObject, kind: type[BaseModel]
+) -> None:
+    names = st.sampled_from(sorted(kind.model_fields)) | st.text(max_size=5)
+    fields: dict[str, Any] = data.draw(st.dictionaries(names, VALUES, max_size=5))
+    checked = taken(json.dumps({"model": "m", **fields}).encode("utf-8", "surrogatepass"), kind)
+    assert checked is None or set(checked.model_fields_set) <= {"model", *fields}
+
+
+@given(st.integers(1, 3 * MAX_JSON_DEPTH))
+def test_json_is_read_to_its_depth_and_no_further(depth: int) -> None:
+    body = b'{"a":' * depth + b"1" + b"}" * depth
+    with pytest.raises(ApiError) as refused:
+        parse_body(body, CompletionBody)
+    assert (refused.value.code == "json_too_deep") == (depth > MAX_JSON_DEPTH)
+
+
+@given(st.lists(st.integers(-2, 10**9 - 1), min_size=1, max_size=5), st.booleans())
+def test_an_event_id_says_what_was_written_into_it(last: list[int], usage: bool) -> None:
+    given_id = "cmpl-1:" + ".".join(map(str, last)) + ("+" if usage else "")
+    position = Position.parse(given_id, "cmpl-1", len(last))
+    assert (position.last, position.usage) == (last, usage)
+
+
+@given(st.text(max_size=30) | st.from_regex(r"cmpl-1:[-+.0-9]{0,20}", fullmatch=True), st.integers(1, 4))
+def test_any_other_event_id_is_refused_by_name(given_id: str, choices: int) -> None:
+    try:
+        position = Position.parse(given_id, "cmpl-1", choices)
+    except ApiError as error:
+        assert (error.status, error.param) == (400, "Last-Event-ID")
+    else:
+        assert len(position.last) == choices
+
+
+@cache
+def grammars() -> Grammars:
+    """Over the tokenizer of a small model, read once."""
+    with TemporaryDirectory() as directory:
+        found = Grammars(write_model(Path(directory)), byte_level().get_vocab_size())
+        found.prepare()
+        found.matcher('start: "ab" | /[0-9]+/')  # this one can be used, so others could
+        return found
+
+
+@given(st.text(max_size=40) | st.text(alphabet='start: abx"/()[]{}|*+?\\\n%,0', max_size=40).map("start: ".__add__))
+@settings(deadline=None)
+def test_a_text_is_a_grammar_or_refused_as_none(text: str) -> None:
+    try:
+        matcher = grammars().matcher(text)
+    except GrammarError as error:
+        assert str(error)
+    else:
+        assert not matcher.is_error()

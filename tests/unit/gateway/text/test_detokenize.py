@@ -1,0 +1,149 @@
+"""Incremental text against the tokenizer's own decoding of everything at once."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from services.gateway.text.detokenizer import _BYTE_OF, TokenText, _Window
+from tests.support import tokenizers as made
+
+KINDS = {"byte_level": made.byte_level, "byte_fallback": made.byte_fallback, "metaspace": made.metaspace}
+TEXTS = st.text(
+    alphabet=st.one_of(st.sampled_from("the quick ox  .,\n"), st.sampled_from("é€ßñ逆戟鲸🐋👩‍🚀e\u0301\u200d\ufe0f")),
+    min_size=1,
+    max_size=40,
+)
+
+
+@functools.cache
+def loaded(kind: str) -> tuple[Tokenizer, TokenText]:
+    tokenizer = KINDS[kind]()
+    return tokenizer, TokenText(tokenizer)
+
+
+def continuation(text: TokenText, prompt: list[int], output: list[int]) -> str:
+    """What a decoding of everything adds to that of the prompt."""
+    whole, before = text.decode(prompt + output), text.decode(prompt)
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
+@pytest.mark.parametrize(("kind", "table"), [("byte_level", True), ("byte_fallback", True), ("metaspace", False)])
+def test_the_table_is_used_where_the_decoder_is_of_bytes(kind: str, table: bool) -> None:
+    assert loaded(kind)[1].has_table is table
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=TEXTS, output=TEXTS)
+@settings(max_examples=150, deadline=None)
+def test_pieces_make_the_text_of_the_whole(kind: str, prompt: str, output: str) -> None:
+    tokenizer, text = loaded(kind)
+    before = tokenizer.encode("ox " + prompt + "ox").ids
+    after = tokenizer.encode(output, add_special_tokens=False).ids
+    detokenizer = text.start(before)
+    pieces = [detokenizer.feed(token) for token in after]
+    pieces.append(detokenizer.flush())
+    assert "".join(pieces) == continuation(text, before, after)
+
+
+@given(st.binary(min_size=1, max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_of_a_byte_level_model_decode_as_a_whole_would(data: bytes) -> None:
+    tokenizer, text = loaded("byte_level")
+    id_of = {
+        _BYTE_OF[token]: id_ for token, id_ in tokenizer.get_vocab().items() if len(token) == 1 and token in _BYTE_OF
+    }
+    ids = [id_of[byte] for byte in data]
+    detokenizer = text.start([])
+    pieces = [detokenizer.feed(token) for token in ids]
+    assert "".join(pieces) + detokenizer.flush() == text.decode(ids) == data.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_text_once_shown_never_depends_on_what_follows(kind: str, data: st.DataObject) -> None:
+    tokenizer, text = loaded(kind)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=30))
+    cut = data.draw(st.integers(0, len(ids)))
+    long, short = text.start([5, 6]), text.start([5, 6])
+    assert [long.feed(token) for token in ids][:cut] == [short.feed(token) for token in ids[:cut]]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("char", ["ẽ", "€", "逆", "🐋", "👩‍🚀"])
+def test_half_a_code_point_is_never_shown(kind: str, char: str) -> None:
+    tokenizer, text = loaded(kind)
+    ids = tokenizer.encode(char, add_special_tokens=False).ids
+    assert len(ids) > 1
+    detokenizer = text.start(tokenizer.encode("ox").ids)
+    pieces = [detokenizer.feed(token) for token in ids]
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces).strip() == char
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("first", range(0xC2, 0xF5))
+def test_only_what_may_still_become_a_code_point_is_held_back(first: int) -> None:
+    """Two bytes may begin one if some third, or third and fourth, complete it: here they are tried."""
+    rests = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf"]
+    tokenizer, text = loaded("byte_fallback")
+
+    def is_character(data: bytes) -> bool:
+        try:
+            return len(data.decode()) == 1
+        except UnicodeDecodeError:
+            return False
+
+    for second in range(0x80, 0xC0):
+        both = bytes([first, second])
+        detokenizer = text.start([5])
+        shown = "".join(detokenizer.feed(tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in both)
+        is_open = not is_character(both) and any(is_character(both + rest) for rest in rests)
+        told = both.decode("utf-8", "replace")
+        assert (shown, detokenizer.flush()) == (("", told) if is_open else (told, "")), both
+
+
+def test_bytes_that_never_complete_become_one_replacement_at_the_end() -> None:
+    tokenizer, text = loaded("byte_level")
+    ids = tokenizer.encode("🐋").ids[:-1]
+    detokenizer = text.start([])
+    assert "".join(detokenizer.feed(token) for token in ids) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_the_space_before_a_continued_word_is_kept() -> None:
+    tokenizer, text = loaded("byte_fallback")
+    prompt, word = tokenizer.encode("a quick").ids, tokenizer.token_to_id("▁the")
+    assert text.start(prompt).feed(word) == " the"
+    assert text.start([1]).feed(word) == "the"  # after nothing but <s> it is the first word
+
+
+def test_special_tokens_are_skipped_or_shown_as_asked() -> None:
+    tokenizer, text = loaded("byte_level")
+    ids = [tokenizer.token_to_id("<|im_end|>"), *tokenizer.encode("fox").ids]
+    skipping, showing = text.start([]), text.start([], skip_special=False)
+    assert "".join(skipping.feed(token) for token in ids) == "fox"
+    assert "".join(showing.feed(token) for token in ids) == "<|im_end|>fox"
+
+
+def test_the_window_method_agrees_with_the_table_on_bytes() -> None:
+    tokenizer, text = loaded("byte_level")
+    ids = tokenizer.encode("Grüße 🐋 aus 逆戟鲸").ids
+    window = _Window(tokenizer, tokenizer.encode("x").ids, frozenset())
+    table = text.start([])
+    assert "".join(window.feed(t) for t in ids) == "".join(table.feed(t) for t in ids) == "Grüße 🐋 aus 逆戟鲸"
+
+
+def test_a_decoder_that_disagrees_with_the_table_falls_back_to_windows() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"Ġa": 0, "Ġb": 1}, unk_token="Ġa"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("Ġ", "_"), decoders.Fuse()])
+    text = TokenText(tokenizer)
+    assert not text.has_table
+    detokenizer = text.start([0])
+    assert detokenizer.feed(1) + detokenizer.flush() == "_b"

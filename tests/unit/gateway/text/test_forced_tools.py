@@ -1,0 +1,165 @@
+"""Calls that have to come: which tools they may be of, and what a client gets of one that was cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.generation import ChoiceText
+from services.gateway.openai.errors import ApiError, failed
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import asked_tools
+from services.gateway.text.tools.reader import ToolReader, ToolUse, merged
+from shared.grammars import NOT_FOLLOWED
+from tests.support.tokenizers import write_model
+from tests.unit.gateway.text.test_generation import spec as make_spec
+from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, grammar_of, walk
+
+ARGUMENTS = '{"city": "K\\u00f6ln"}'
+WHOLE = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>",
+    "llama3": '{"name": "get_weather", "parameters": ' + ARGUMENTS + "}",
+    "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + ARGUMENTS + "}]",
+    "mistral-args": "[TOOL_CALLS]get_weather[ARGS]" + ARGUMENTS,
+}
+THREE = [*TOOLS, {"type": "function", "function": {"name": "knock", "parameters": WEATHER}}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("forced") / "m", chat_template=HERMES)
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> ModelText:
+    return ModelText(directory)
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def read(text: str, use: ToolUse) -> tuple[str, list[tuple[str, str]], bool]:
+    """Content, calls, and whether the last of them was cut."""
+    reader = ToolReader(use, "r", 0)
+    content, pieces = reader.feed(text)
+    rest, last = reader.flush()
+    return content + rest, [(call.name, call.arguments) for call in merged(pieces + last)], reader.cut
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_named_call_that_was_cut_anywhere_is_a_call_with_the_arguments_so_far(kind: str) -> None:
+    use, whole = ToolUse(kind, ("get_weather",), True, forced=True), WHOLE[kind]
+    behind = whole.index(ARGUMENTS) + len(ARGUMENTS)
+    for end in range(len(whole) + 1):
+        content, calls, cut = read(whole[:end], use)
+        begun = whole[whole.index(ARGUMENTS) : end] if end > whole.index(ARGUMENTS) else ""
+        assert (content, calls) == ("", [("get_weather", begun[: len(ARGUMENTS)])]), whole[:end]
+        assert cut == (end < behind), whole[:end]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_of_several_tools_a_call_that_was_cut_before_its_name_is_nothing_at_all(kind: str) -> None:
+    use, whole = ToolUse(kind, ("get_weather", "ring"), True, forced=True), WHOLE[kind]
+    for end in range(len(whole) + 1):
+        content, calls, _ = read(whole[:end], use)
+        assert content == "" and len(calls) <= 1, whole[:end]
+        assert not calls or calls[0][0] == "get_weather"
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_where_calls_are_free_what_was_cut_before_its_name_stays_text(kind: str) -> None:
+    use, whole = ToolUse(kind, ("get_weather",), True), WHOLE[kind]
+    for end in range(1, whole.index("weather")):
+        assert read(whole[:end], use)[:2] == (whole[:end], []), whole[:end]
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "stop", "told"),
+    [
+        (None, "stop", [], "tool_calls"),
+        (None, "length", [], "length"),
+        (40, "length", [], "length"),
+        (None, "stop", ["city"], "stop"),
+        (None, "stop", ["</tool"], "tool_calls"),
+        (3, "length", [], "length"),
+    ],
+)
+def test_the_finish_reason_says_whether_a_call_is_whole(
+    model: ModelText, end: int | None, reason: str, stop: list[str], told: str
+) -> None:
+    use = ToolUse("hermes", ("get_weather",), True, forced=True)
+    made = make_spec(endpoint="chat", tools=use, stop=stop)
+    request = from_delivery(made.id, to_delivery(made, model), "normal")
+    assert request.tools == use
+    choice = ChoiceText(request, model, [50])
+    text, _, _ = choice.feed(model.encode(WHOLE["hermes"][:end]), reason)
+    (call,) = merged(choice.calls)
+    assert (text, choice.finish_reason, call.name) == ("", told, "get_weather")
+    assert ARGUMENTS.startswith(call.arguments)
+    assert told != "tool_calls" or call.arguments == ARGUMENTS
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_all_that_is_shown_read_and_let_happen(directory: Path, model: ModelText, mode: str) -> None:
+    body = chat(tools=THREE, tool_choice=allowed(mode, "knock", "ring"))
+    asked = asked_tools(body, model)
+    assert asked.use is not None
+    assert (asked.use.names, asked.use.forced) == (("ring", "knock"), mode == "required")
+    assert [tool["function"]["name"] for tool in asked.shown] == ["ring", "knock"]
+    grammar = grammar_of(body, model)
+    assert bool(grammar) == (mode == "required")
+    said = [walk(model, directory, grammar, seed) for seed in range(8)] if grammar else []
+    called = {name for text in said if text for name, _ in read(text, asked.use)[1]}
+    assert called <= {"ring", "knock"} and (called or not grammar)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (allowed("required", "gone"), "names no tool of tools; got 'gone'"),
+        (allowed("maybe", "ring"), "tool_choice.allowed_tools.mode"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools"}, "the parameter tool_choice.allowed_tools"),
+        ({"type": "function", "function": {}}, "the parameter tool_choice.function.name"),
+        ({"type": "custom"}, "Invalid value for 'tool_choice.type'"),
+        (3, "Invalid value for 'tool_choice'"),
+        ("maybe", "'none', 'auto' or 'required'"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_by_what_is_wrong_with_it(model: ModelText, choice: Any, words: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        asked_tools(chat(tools=TOOLS, tool_choice=choice), model)
+    assert refused.value.status == 400 and (refused.value.param or "").startswith("tool_choice")
+    assert words in refused.value.message
+
+
+def test_a_named_function_is_shown_among_the_others(model: ModelText) -> None:
+    asked = asked_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
+    assert asked.use is not None and asked.use.names == ("ring",)
+    assert len(asked.shown) == 2 and "ring" in json.dumps(asked.shown)
+
+
+def test_a_gateway_that_goes_on_with_a_request_names_the_field_of_its_grammar(model: ModelText) -> None:
+    made = make_spec(grammar_field="tools")
+    assert from_delivery(made.id, to_delivery(made, model), "normal").grammar_field == "tools"
+
+
+@pytest.mark.parametrize(
+    ("why", "field", "status", "param"),
+    [
+        (f"{NOT_FOLLOWED}: x", "tools", 400, "tools"),
+        (f"{NOT_FOLLOWED}: x", "", 400, None),
+        ("burnt", "tools", 500, None),
+    ],
+)
+def test_only_a_grammar_that_cannot_be_followed_is_the_requests_fault(
+    why: str, field: str, status: int, param: str | None
+) -> None:
+    error = failed(why, field)
+    assert (error.status, error.param, why in error.message) == (status, param, True)

@@ -1,0 +1,115 @@
+"""Chat templates that misbehave, in the process that renders them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import psutil
+import pytest
+
+from services.gateway.text.template_renderer import MEMORY_BYTES, Renderer, RenderError
+from tests.support.waiting import until
+
+ORDINARY = "{% for m in messages %}{{ m.content }}{% endfor %}"
+Make = Callable[..., Renderer]
+
+
+@pytest.fixture
+def renderer() -> Iterator[Make]:
+    made: list[Renderer] = []
+
+    def make(source: str, timeout_s: float = 5.0) -> Renderer:
+        made.append(Renderer(source, timeout_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_template_that_runs_too_long_fails_alone_and_the_process_goes_on(renderer: Make) -> None:
+    busy = "{% for a in range(9999) %}{% if n %}{% for b in range(99999) %}{% endfor %}{% endif %}{% endfor %}ok"
+    template = renderer(busy, timeout_s=0.2)
+    assert template.render(n=0) == "ok"
+    pid = template.pid
+    with pytest.raises(RenderError, match=r"longer than 0\.2 s"):
+        template.render(n=1)
+    assert (template.render(n=0), template.pid) == ("ok", pid)
+
+
+@pytest.mark.parametrize("source", ["{{ ('a' * (n or 1)) | length }}", "{{ ('a' * 3000000000) | length }}"])
+def test_a_template_that_takes_too_much_memory_fails_wherever_it_takes_it(renderer: Make, source: str) -> None:
+    template = renderer(source)
+    with pytest.raises(RenderError, match="memory"):
+        template.render(n=3_000_000_000)
+    assert template.pid is not None
+    if "n or 1" in source:
+        assert template.render(n=0) == "1"
+
+
+def test_a_rendered_text_has_a_bound(renderer: Make) -> None:
+    template = renderer("{% for i in range(n) %}{{ 'a' * 1000000 }}{% endfor %}")
+    with pytest.raises(RenderError, match="at most"):
+        template.render(n=20)
+    assert len(template.render(n=2)) == 2_000_000
+
+
+def test_templates_cannot_reach_what_lies_behind_values(renderer: Make) -> None:
+    for source in ("{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(jinja2.TemplateError):
+            renderer(source).render(messages=[])
+
+
+def test_what_a_template_says_and_asks_for_comes_through(renderer: Make) -> None:
+    with pytest.raises(jinja2.TemplateError, match=r"^only 🐋$"):
+        renderer("{{ raise_exception('only 🐋') }}").render()
+    year = renderer("{{ strftime_now('%Y') }}{{ 'a b' | wordwrap(1) }}{{ messages | tojson }}")
+    assert year.render(messages=["é"]) == f'{datetime.now():%Y}a\nb["é"]'
+    with pytest.raises(RenderError, match="NoneType"):
+        renderer("{{ messages + 1 }}").render(messages=None)
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        renderer("{% for %}")
+
+
+def test_a_process_that_dies_or_hangs_is_replaced(renderer: Make) -> None:
+    template = renderer(ORDINARY, timeout_s=0.1)
+    hello = [{"content": "hello"}]
+    assert template.render(messages=hello) == "hello"
+    before = template.pid or 0
+    os.kill(before, signal.SIGKILL)
+    until("it is gone", lambda: template.pid is None)
+    assert template.render(messages=hello) == "hello"
+    stopped = template.pid or 0
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(RenderError, match="no answer"):
+        template.render(messages=hello)
+    assert template.render(messages=hello) == "hello"
+    assert len({before, stopped, template.pid}) == 3
+
+
+def test_the_process_has_no_secrets_can_open_nothing_and_ends_with_its_gateway(renderer: Make) -> None:
+    template = renderer(ORDINARY)
+    template.render(messages=[])
+    process = psutil.Process(template.pid)
+    assert not [name for name in process.environ() if name.startswith("ORCINUS") or "KEY" in name]
+    limits = Path(f"/proc/{template.pid}/limits").read_text()
+    assert re.search(rf"Max data size +{MEMORY_BYTES} ", limits)
+    for name in ("open files", "processes", "file size", "core file size"):
+        assert re.search(rf"Max {name} +0 +0 ", limits), name
+    assert template._connection is not None
+    template._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the gateway is killed
+    until("the process has ended", lambda: process.status() == psutil.STATUS_ZOMBIE or not process.is_running())
+
+
+def test_nothing_of_a_template_runs_in_the_gateway(renderer: Make) -> None:
+    template = renderer("{{ 1 | unknown }}")  # compiling it, which also folds constants, finds the filter missing
+    assert template.pid is None
+    with pytest.raises(jinja2.TemplateError, match="unknown"):
+        template.render()

@@ -1,0 +1,388 @@
+"""Structured output and tools at the gateway: what is asked becomes a grammar, what comes back becomes calls.
+
+Oracles: random walks through the grammars are checked with json, jsonschema and re; templates with transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Row, Sink
+from services.gateway.metrics import Metrics
+from services.gateway.openai.bodies import ChatBody, CompletionBody
+from services.gateway.openai.errors import ApiError
+from services.gateway.openai.parse import parse_body
+from services.gateway.openai.response import answer
+from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.validate import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import asked_tools, output_grammar, plain_messages
+from services.gateway.text.tools.reader import ToolReader, ToolUse, merged
+from shared.grammars import CACHE_BYTES, Grammars
+from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
+from tests.unit.gateway.text.test_generation import Recorded
+from tests.unit.gateway.text.test_generation import spec as make_spec
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "the weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "ring"}},
+]
+SCHEMAS = {"get_weather": WEATHER, "ring": {"maxProperties": 0}}
+MESSAGES = [{"role": "user", "content": "x"}]
+HERMES = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.name }}"
+    "{% for key, value in call.function.arguments | items %}{{ key }}={{ value | tojson }}{% endfor %}"
+    "{{ '</tool_call>' }}{% endfor %}{{ m.tool_call_id }}{{ '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
+    return ModelText(write_model(tmp_path_factory.mktemp("tools") / "m", chat_template=HERMES))
+
+
+def chat(**fields: Any) -> ChatBody:
+    return parse_body(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), ChatBody)
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse_body(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), CompletionBody)
+
+
+def grammar_of(body: Any, model: ModelText) -> str:
+    async def work() -> str:
+        tools = asked_tools(body, model) if isinstance(body, ChatBody) else asked_tools(chat(), model)
+        return (await output_grammar(body, model, tools))[1]
+
+    return asyncio.run(work())
+
+
+def walk(model: ModelText, directory: Path, grammar: str, seed: int) -> str | None:
+    """A text that the grammar allows, drawn token by token; None when it became too long."""
+    tokenizer = LLTokenizer(str(directory / "tokenizer.json"), n_vocab=model.vocab_size, eos_token=model.eos_ids)
+    matcher = LLMatcher(tokenizer, grammar)
+    random, tokens = np.random.default_rng(seed), []
+    for _ in range(400):
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+        ends = [token for token in model.eos_ids if token in allowed]
+        token = int(ends[0] if ends and random.random() < 0.5 else random.choice(allowed))
+        if token in model.eos_ids:
+            return model.text.decode(tokens, skip_special=False)
+        tokens.append(token)
+        assert matcher.consume_token(token)
+    return None
+
+
+FORMATS = [
+    ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}}},
+        lambda text: jsonschema.validate(json.loads(text), WEATHER) is None,
+    ),
+    ({"guided_json": WEATHER}, lambda text: jsonschema.validate(json.loads(text), WEATHER) is None),
+    ({"guided_json": json.dumps(WEATHER)}, lambda text: jsonschema.validate(json.loads(text), WEATHER) is None),
+    ({"guided_regex": r"[a-f]{2,4}(-\d+)?"}, lambda text: re.fullmatch(r"[a-f]{2,4}(-\d+)?", text)),
+    ({"guided_choice": ["a b", "c|d", "ü\n", ".*"]}, lambda text: text in ["a b", "c|d", "ü\n", ".*"]),
+    ({"guided_grammar": 'start: "x" y*\ny: "yz" | "w"'}, lambda text: re.fullmatch("x(yz|w)*", text)),
+    ({"structured_outputs": {"regex": "a+"}}, lambda text: re.fullmatch("a+", text)),
+    ({"structured_outputs": {"json": WEATHER}}, lambda text: jsonschema.validate(json.loads(text), WEATHER) is None),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback])
+@pytest.mark.parametrize(("fields", "valid"), FORMATS, ids=[f"{next(iter(f))}-{i}" for i, (f, _) in enumerate(FORMATS)])
+def test_what_is_asked_becomes_a_grammar_of_it_on_both_endpoints(
+    tmp_path: Path, tokenizer: Any, fields: dict[str, Any], valid: Any
+) -> None:
+    directory = write_model(tmp_path / "m", tokenizer())
+    text = ModelText(directory)
+    grammar = grammar_of(completion(**fields), text)
+    assert grammar_of(chat(**fields), text) == grammar
+    found = [walked for seed in range(6) if (walked := walk(text, directory, grammar, seed)) is not None]
+    assert found and all(map(valid, found))
+
+
+def test_nothing_is_bound_where_nothing_is_asked(model: ModelText) -> None:
+    assert grammar_of(completion(), model) == grammar_of(chat(response_format={"type": "text"}), model) == ""
+    assert grammar_of(chat(tools=TOOLS), model) == grammar_of(chat(tools=TOOLS, tool_choice="none"), model) == ""
+
+
+def test_keywords_that_cannot_be_kept_are_refused_only_where_the_schema_is_strict(model: ModelText) -> None:
+    def ask(**strict: bool) -> ChatBody:
+        schema = {"name": "w", "schema": {"type": "object", "not": {"required": ["a"]}}, **strict}
+        return chat(response_format={"type": "json_schema", "json_schema": schema})
+
+    assert grammar_of(ask(), model)
+    with pytest.raises(ApiError, match="not") as refused:
+        grammar_of(ask(strict=True), model)
+    assert (refused.value.param, refused.value.code) == ("response_format", "invalid_grammar")
+
+
+LARGE = {"enum": ["x" * 100 + str(i) for i in range(700)]}
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+    ({"guided_regex": "x" * 20_000}, "guided_regex", "16384"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "[]"}, "guided_json", "an object"),
+    ({"guided_json": {"$ref": "http://127.0.0.1:9/x.json"}}, "guided_json", "does not fetch"),
+    ({"guided_json": {"type": "foo"}}, "guided_json", "foo"),
+    ({"guided_json": LARGE}, "guided_json", "bytes"),
+    ({"guided_choice": []}, "guided_choice", "at least 1"),
+    ({"guided_choice": ["a"] * 1025}, "guided_choice", "1024"),
+    ({"guided_choice": ["", "a"]}, "guided_choice", "1 character"),
+    ({"guided_grammar": "start: foo"}, "guided_grammar", "foo"),
+    ({"guided_grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "guided_grammar", "nested"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "only one of"),
+    ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs.json", "foo"),
+    ({"structured_outputs": {"what": 1}}, "structured_outputs.what", "Unrecognized"),
+    ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "name",
+    ),
+    ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "structured"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured"),
+]
+BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "one name"),
+    ({"tools": [TOOLS[1]] * 129}, "tools", "128"),
+    ({"tool_choice": "required"}, "tool_choice", "tools are given"),
+    ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "required"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
+        "tool_choice",
+        "names no tool",
+    ),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools", "tool_choice none"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+         "tool_choice": "required"},
+        "tools", "type object",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": 3}}}}}],
+         "tool_choice": "required"},
+        "tools", "cannot be used",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), BAD + BAD_TOOLS)
+def test_what_cannot_be_used_is_refused_by_name(
+    model: ModelText, fields: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        grammar_of(chat(**fields), model)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+    assert words in refused.value.message
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_has_no_structured_output(tmp_path: Path) -> None:
+    text = ModelText(write_model(tmp_path / "m", metaspace(), eos_token="</s>"))
+    with pytest.raises(ApiError, match="not available for this model") as refused:
+        grammar_of(completion(guided_regex="a"), text)
+    assert refused.value.code == "structured_output_unavailable"
+
+
+def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
+    plain = ModelText(write_model(tmp_path / "plain"))
+    assert plain.tool_format == "none"
+    with pytest.raises(ApiError, match="knows no tools"):
+        asked_tools(chat(tools=TOOLS), plain)
+    chosen = ModelText(write_model(tmp_path / "chosen"), tool_parser="mistral")
+    assert asked_tools(chat(tools=TOOLS), chosen).use == ToolUse("mistral", ("get_weather", "ring"), True)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS]f[ARGS]{}", "mistral-args"),
+        ('{"name": "f", "parameters": {}}', "llama3"),
+        ("", "none"),
+    ],
+)
+def test_the_form_of_calls_goes_by_the_template(tmp_path: Path, words: str, kind: str) -> None:
+    source = "{% if tools %}{{ '" + words + "' }}{% endif %}"
+    assert ModelText(write_model(tmp_path / "m", chat_template=source)).tool_format == kind
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral", "mistral-args"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("control", [False, True])
+def test_calls_that_have_to_be_are_valid_whatever_the_model_draws(
+    tmp_path: Path, kind: str, choice: Any, parallel: bool, control: bool
+) -> None:
+    tokenizer = byte_level()
+    if control:
+        tokenizer.add_special_tokens(["<tool_call>", "[TOOL_CALLS]", "[ARGS]"])
+    directory = write_model(tmp_path / "m", tokenizer)
+    text = ModelText(directory, tool_parser=kind)
+    body = chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
+    asked = asked_tools(body, text)
+    assert asked.use is not None and asked.has_control == (control and kind != "llama3")
+    grammar = grammar_of(body, text)
+    for seed in range(4):
+        if (said := walk(text, directory, grammar, seed)) is None:
+            continue
+        reader = ToolReader(asked.use, "r", 0)
+        content, pieces = reader.feed(said)
+        rest, last = reader.flush()
+        calls = merged(pieces + last)
+        assert content + rest == "" and calls and (parallel or len(calls) == 1)
+        for call in calls:
+            assert call.name == "get_weather" or choice == "required"
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+
+
+CONVERSATION = [
+    {"role": "user", "content": "weather <|im_end|>?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "K<|eos|>"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
+]
+
+
+def test_templates_are_shown_tools_calls_and_results_as_transformers_shows_them(model: ModelText) -> None:
+    body = chat(messages=CONVERSATION, tools=TOOLS)
+    shown = asked_tools(body, model).shown
+    ids = model.encode_chat(plain_messages(body.messages), True, shown)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=model.tokenizer, chat_template=HERMES)
+    plain = json.loads(json.dumps(CONVERSATION))
+    plain[1]["content"], plain[2]["content"] = "", "sunny"
+    plain[1]["tool_calls"][0]["function"]["arguments"] = {"city": "K<|eos|>"}
+    text = theirs.apply_chat_template(plain, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert model.text.decode(ids, skip_special=False) == text
+    ends, eos = model.tokenizer.token_to_id("<|im_end|>"), model.tokenizer.token_to_id("<|eos|>")
+    assert ids.count(ends) == 4 and eos not in ids, "what users write is no control token"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({**CONVERSATION[1], "role": "user"}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)  # fmt: skip
+def test_messages_with_tools_that_are_wrong_are_refused_by_name(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        plain_messages(chat(messages=[message]).messages)
+    assert refused.value.param == param
+
+
+SAID = (
+    'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🐋"}}\n</tool_call>\n<tool_call>{"name": '
+)
+SAID += '"ring"}</tool_call>'
+USE = ToolUse("hermes", ("get_weather", "ring"), True)
+
+
+def events(model: ModelText, request: GenerationSpec, tokens: list[int], had: str = "") -> list[str]:
+    """The events of a choice that is fed token by token, to a client that read as far as the event `had`."""
+
+    async def run() -> list[str]:
+        sink = Sink(request.id, 1)
+        position = Position.parse(had, request.id, 1) if had else None
+        running = Generation(request, model, sink, Recorded(), Metrics(), 0.0, position)
+        writer, found = EventWriter(running, "fp"), []
+        for at, token in enumerate([*tokens, None]):
+            sink.offer(Row(0, [] if token is None else [token], finish=1 if token is None else 0), at)
+            found += writer.events(await running.next()).decode().split("\n\n")[:-1]
+        return [event for event in found if event]
+
+    return asyncio.run(run())
+
+
+def test_a_stream_of_calls_is_openais_and_goes_on_anywhere_with_the_same_events(model: ModelText) -> None:
+    made = make_spec(id="chatcmpl-1", endpoint="chat", tools=USE)
+    request = from_delivery(made.id, to_delivery(made, model), "normal")
+    assert request.tools == USE
+    tokens = model.encode(SAID)
+    told = events(model, request, tokens)
+    content, calls, reasons = "", {}, []
+    for event in told:
+        choice = json.loads(event.partition("\ndata: ")[2])["choices"][0]
+        content += choice["delta"].get("content") or ""
+        reasons.append(choice["finish_reason"])
+        for piece in choice["delta"].get("tool_calls", []):
+            if "id" in piece:
+                calls[piece["index"]] = [piece["function"]["name"], ""]
+            calls[piece["index"]][1] += piece["function"]["arguments"]
+    assert content == "Well."
+    assert calls == {0: ["get_weather", '{"city": "Köln 🐋"}'], 1: ["ring", "{}"]}
+    assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
+    for at, event in enumerate(told):
+        assert events(model, request, tokens, event.partition("\n")[0].removeprefix("id: ")) == told[at + 1 :]
+
+
+def test_a_whole_answer_has_the_calls_of_the_stream(model: ModelText) -> None:
+    request = make_spec(endpoint="chat", tools=USE)
+    sink = Sink(request.id, 1)
+    running = Generation(request, model, sink, Recorded(), Metrics(), 0.0)
+    sink.offer(Row(0, model.encode(SAID.removeprefix("Well.")), finish=1), 0)
+    (delta,) = asyncio.run(running.next())
+    (choice,) = answer(
+        request, "fp", [delta.text], [[]], [str(delta.finish_reason)], running.usage, None, [delta.calls]
+    )["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+    assert names == ["get_weather", "ring"]
+    assert all(set(call) == {"id", "type", "function"} for call in choice["message"]["tool_calls"])
+
+
+def test_kept_grammars_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shared import grammars as module
+
+    monkeypatch.setattr(module, "CACHE_BYTES", 200_000)
+    directory = write_model(tmp_path / "m")
+    kept = Grammars(directory, 400)
+    assert CACHE_BYTES > 200_000
+    for number in range(12):
+        kept.matcher(LLMatcher.grammar_from_regex(f"a{number}"))
+        assert kept.kept_bytes <= 200_000
+    assert kept.kept_bytes > 0

@@ -1,0 +1,284 @@
+"""The memory parts of a policy against brute force or figures computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.parts.expected import ENOUGH, Expected, Lengths, quarter_octaves
+from services.scheduler.core.parts.memory import Aimd, FtAimd, Overcommit, PeakEstimate, Reserve, Watermark
+from services.scheduler.core.parts.peak import Peak
+from services.scheduler.core.policy import Pace
+from services.scheduler.core.queues import quarter_octave
+from tests.unit.scheduler.core.policy.rows import Rows, entrants
+
+MS, S = 1_000_000, 1_000_000_000
+PACE = Pace(0, 10_000)
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+# -- the peak
+
+
+def grown(held: list[int], steps: list[int], size: int, shared: list[int]) -> int:
+    """Most blocks at any step, by running all of them: one token each at every step, until its own last one."""
+    most = 0
+    for t in range(max(steps, default=-1) + 1):
+        alive = [i for i in range(len(held)) if steps[i] >= t]
+        most = max(most, sum(-(-(held[i] + t) // size) - shared[i] for i in alive))
+    return most
+
+
+RUNNING = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), max_size=12)
+NEWCOMERS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(0, 2)), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    running=RUNNING,
+    newcomers=NEWCOMERS,
+    size=st.sampled_from([1, 2, 4, 16]),
+    room=st.integers(0, 150),
+    later=st.integers(0, 9),
+)
+def test_the_peak_and_who_fits_under_it_are_those_of_running_it_all(
+    running: list[tuple[int, int]], newcomers: list[tuple[int, int, int]], size: int, room: int, later: int
+) -> None:
+    """Also `later` steps after the sums were made, when all that run have as many tokens more and steps less."""
+    peak = Peak()
+    held, steps = column(*(h for h, _ in running)), column(*(s + later for _, s in running))
+    peak.run(held, steps, size)
+    assert peak.blocks == grown(held.tolist(), steps.tolist(), size, [0] * held.size)
+    made = peak._held
+    held, steps = held + later, steps - later
+    peak.run(held, steps, size)
+    assert not held.size or peak._held is made, "it was not kept while all ran at each step"
+    shared = [min(s, -(-h // size)) for h, _, s in newcomers]
+    fits = 0
+    for k in range(1, len(newcomers) + 1):
+        all_held = held.tolist() + [h for h, _, _ in newcomers[:k]]
+        all_steps = steps.tolist() + [s for _, s, _ in newcomers[:k]]
+        if grown(all_held, all_steps, size, [0] * held.size + shared[:k]) > room:
+            break
+        fits = k
+    new_held, new_steps = column(*(h for h, _, _ in newcomers)), column(*(s for _, s, _ in newcomers))
+    assert peak.fitting(new_held, new_steps, column(*shared), room) == fits
+
+
+def test_blocks_that_all_share_count_once_at_every_end() -> None:
+    """Three hold the same 5 blocks of 4 and grow by 4, 8 and 12 tokens: 3*6-10, 2*7-5, 1*8 blocks."""
+    peak = Peak()
+    peak.run(column(20, 20, 20), column(4, 8, 12), 4, spared=10)
+    assert peak.blocks == max(3 * 6 - 10, 2 * 7 - 5, 8)
+
+
+def test_the_peak_estimate_counts_the_pinned_as_what_they_were_promised() -> None:
+    replica = Rows(blocks=12)
+    replica.add(known=4, limit=29, promised=7)
+    replica.table.pinned[0] = True
+    replica.promised = 6
+    assert PeakEstimate().admit(replica, entrants((4, 20)), PACE).tolist() == [1]
+    assert PeakEstimate().admit(replica, entrants((4, 21)), PACE).tolist() == []
+
+
+def test_the_peak_estimate_lengthens_lives_by_chunks_and_lookahead() -> None:
+    """10 blocks of 4. a holds 16 tokens and has 3 steps to come. b (8 tokens, 21 in the end) alone is 6 blocks; when a
+    ends they hold 5 and 3 blocks. With c's 40 tokens in chunks of 10 b still fits; c's own rest is counted too."""
+    replica = Rows(blocks=8)
+    replica.add(known=16, limit=20)
+    assert PeakEstimate().admit(replica, entrants((8, 21)), PACE).tolist() == [2]
+    assert PeakEstimate().admit(replica, entrants((8, 21)), Pace(2, 10_000)).tolist() == []
+
+
+def test_an_empty_replica_takes_the_first_whatever_an_estimate_says() -> None:
+    for memory in (Watermark(0.5), PeakEstimate(), FtAimd(), Aimd(), Overcommit(), Expected()):
+        replica = Rows(blocks=10)
+        assert memory.admit(replica, entrants((37, 40), (4, 8)), PACE).tolist() == [10], memory
+
+
+# -- the other answers to "may it hold KV?"
+
+
+def test_reserve_keeps_all_that_it_can_ever_need() -> None:
+    assert Reserve().admit(Rows(), entrants((4, 9), (8, 8), (5, 31)), PACE).tolist() == [3, 2, 8]
+
+
+def test_the_watermark_leaves_a_share_of_the_pool() -> None:
+    """200 blocks of 4, of which 180 are held: 20 are free and 2 stay so."""
+    replica = Rows(blocks=200)
+    replica.add(known=720, limit=800)
+    assert Watermark().admit(replica, entrants((40, 90), (32, 90)), PACE).tolist() == [10, 8]
+    assert Watermark().admit(replica, entrants((40, 90), (36, 90)), PACE).tolist() == [10]
+    assert Watermark().admit(replica, entrants((40, 90), (36, 90), shared=1), PACE).tolist() == [10, 9]
+    assert Watermark(0.0).admit(replica, entrants((40, 90), (40, 90)), PACE).tolist() == [10, 10]
+
+
+def refused(blocks: int = 100) -> Rows:
+    """21 blocks in use. When the one that runs ends, he and (4, 399) have 399 and 319 tokens: 180 blocks."""
+    replica = Rows(blocks=blocks)
+    replica.add(known=84, limit=400)
+    return replica
+
+
+def test_the_limit_of_ft_aimd_moves_by_100_and_1000_tokens_under_90_percent() -> None:
+    replica, memory = refused(), FtAimd()
+    for step in range(4):
+        assert memory.admit(replica, entrants((4, 399)), PACE).size == 0
+        memory.stepped(replica, 0)
+        assert memory.limit == 400 + 100 * (step + 1)
+    assert memory.admit(replica, entrants((4, 399)), PACE).tolist() == [1], "720 tokens are needed"
+    memory.stepped(replica, 0)
+    assert memory.limit == 800, "nobody is held back"
+    memory.stepped(replica, 1)
+    assert memory.limit == 4, "one block is left in any case"
+    memory = FtAimd()
+    memory.admit(replica, entrants((4, 399)), PACE)
+    replica.promised = 69  # 90 of 100 blocks
+    memory.stepped(replica, 0)
+    assert memory.limit == 400, "90 % of the pages are used"
+
+
+def test_the_limit_falls_by_1000_tokens_for_each_that_was_swapped() -> None:
+    replica, memory = refused(2000), FtAimd()
+    memory.admit(replica, entrants((4, 99)), PACE)
+    memory.stepped(replica, 2)
+    assert memory.limit == 8000 - 2000
+
+
+def test_aimd_adds_blocks_and_multiplies() -> None:
+    replica, memory = refused(), Aimd(add=3.0, factor=0.5)
+    memory.admit(replica, entrants((4, 399)), PACE)
+    memory.stepped(replica, 0)
+    memory.stepped(replica, 0)
+    assert memory.limit == 106
+    memory.stepped(replica, 3)
+    assert memory.limit == 53
+    for _ in range(20):
+        memory.stepped(replica, 0)
+    assert memory.limit == 53 + 3 * 5, "eight steps after it was asked last nobody is known to be held back"
+
+
+class SglangRatio:
+    """Transcribe SGLang's new_token_ratio (schedule_batch.py) with plain lists."""
+
+    def __init__(self) -> None:
+        self.init = min(0.7 * 1.0, 1)
+        self.floor = min(self.init * 0.14, 1)
+        self.decay = (self.init - self.floor) / 600
+        self.ratio = self.init
+
+    def admit(self, running: list[tuple[int, int]], free: int, page: int, waiting: list[tuple[int, int]]) -> int:
+        """running: (max_new, produced); waiting: (extend, max_new); tokens all."""
+        reserved = sum(min(m - p, 4096) for m, p in running) * self.ratio
+        admitted, count = 0, 0
+        for extend, max_new in waiting:
+            if extend + min(max_new, 4096) + page > free - reserved - admitted:
+                break
+            admitted += extend + min(max_new, 4096)
+            count += 1
+        return count
+
+    def retracted(self, batch: list[tuple[int, int]]) -> None:
+        self.ratio = min(1, (sum(p for _, p in batch) + 20 * len(batch)) / (sum(m for m, _ in batch) + 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 40), st.integers(0, 39)), min_size=1, max_size=8),
+    coming=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=1, max_size=6),
+    events=st.lists(st.booleans(), max_size=30),
+)
+def test_overcommit_is_sglangs_ratio(
+    rows: list[tuple[int, int, int]], coming: list[tuple[int, int]], events: list[bool]
+) -> None:
+    replica, memory, other = Rows(blocks=1000), Overcommit(), SglangRatio()
+    running = []
+    for prompt, max_new, produced in rows:
+        produced = min(produced, max_new - 1)
+        replica.add(known=prompt + produced, prompt=prompt, limit=prompt + max_new)
+        running.append((max_new, produced))
+    for preempts in events:
+        memory.stepped(replica, int(preempts))
+        if preempts:
+            other.retracted(running)
+        else:
+            other.ratio = max(other.ratio - other.decay, other.floor)
+        assert memory.ratio == pytest.approx(other.ratio)
+        taken = memory.admit(replica, entrants(*((k, k + m - 1) for k, m in coming)), PACE)
+        assert taken.size == other.admit(running, replica.available * 4, 4, coming)
+
+
+# -- expected lengths
+
+
+def test_columns_know_the_same_quarter_octaves() -> None:
+    sizes = np.arange(1, 5000)
+    assert quarter_octaves(sizes).tolist() == [quarter_octave(n) for n in sizes.tolist()]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    outputs=st.lists(st.integers(1, 100), min_size=ENOUGH, max_size=64),
+    produced=st.integers(0, 110),
+    dice=st.floats(0, 0.999),
+)
+def test_an_expected_length_is_a_quantile_of_those_that_are_still_possible(
+    outputs: list[int], produced: int, dice: float
+) -> None:
+    """100 is the limit of all, so they are of one group; it looks at every 16th request."""
+    outputs = outputs[: len(outputs) // 16 * 16]
+    lengths = Lengths()
+    for output in outputs:
+        lengths.learn(output, 100)
+    possible = sorted(o for o in outputs if o > produced)
+    said = lengths.expected(column(produced), column(100), np.array([dice]))[0]
+    assert said == (possible[int(dice * len(possible))] if possible else 100)
+
+
+def test_without_enough_requests_the_limit_is_expected_and_other_limits_say_nothing() -> None:
+    lengths = Lengths()
+    for _ in range(ENOUGH - 1):
+        lengths.learn(5, 100)
+    assert lengths.expected(column(0, 0), column(100, 3000), np.zeros(2)).tolist() == [100, 3000]
+    lengths.learn(5, 100)
+    assert lengths.expected(column(0, 0), column(100, 3000), np.zeros(2)).tolist() == [5, 3000]
+    for _ in range(ENOUGH):
+        lengths.learn(70, 3000)
+    assert lengths.expected(column(0, 4, 5), column(100, 104, 3000), np.zeros(3)).tolist() == [5, 5, 70]
+
+
+def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_damped() -> None:
+    """100 blocks of 4. Ten run with 8 tokens of 1000 each; all that ever finished had 12 outputs: 5 blocks each."""
+    replica, memory = Rows(blocks=100), Expected()
+    for _ in range(10):
+        replica.add(known=8, prompt=8, limit=1008)
+    coming = entrants(*[(8, 1007)] * 20)
+    assert memory.admit(replica, coming, PACE).size == 0
+    for _ in range(ENOUGH):
+        memory.finished(8, 12, 1000)
+    taken = memory.admit(replica, coming, PACE)
+    assert taken.tolist() == [2] * 9, "99 blocks are spoken for at 5 each (8 + 12 - 1 tokens), 10 of them running"
+    memory.stepped(replica, 5)
+    assert memory.spare == pytest.approx(0.06)
+    assert memory.admit(replica, coming, PACE).size == 8, "94 // 5 - 10"
+    memory.stepped(replica, 1000)
+    assert memory.spare == 0.5
+    for _ in range(200 * 50):
+        memory.stepped(replica, 0)
+    assert memory.spare == pytest.approx(0.01)
+
+
+def test_a_preempted_one_is_expected_by_what_it_has_produced() -> None:
+    replica, memory = Rows(blocks=100), Expected()
+    replica.add(known=300, prompt=280, limit=360)
+    for output in [10] * 24 + [70] * 8:
+        memory.finished(8, output, 80)
+    # The one that runs has 20 outputs, so it will have 70, in 49 steps. Then 40 + 70 - 1 tokens do not fit beside it,
+    # 25 + 10 - 1 do in 9 steps.
+    assert memory.admit(replica, entrants((55, 119), prompt=[40]), PACE).size == 0
+    assert memory.admit(replica, entrants((25, 104), prompt=[25]), PACE).size == 1

@@ -1,0 +1,353 @@
+"""Each part of a policy against brute force or figures computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.parts.batch import Chunked, Static, WholePrefill
+from services.scheduler.core.parts.order import (
+    ClassThenArrival,
+    ClassThenSlack,
+    FirstCome,
+    LeastSlack,
+    ResponseRatio,
+    ShortestPrompt,
+)
+from services.scheduler.core.parts.relief import (
+    LastStarted,
+    LeastLost,
+    LeastOutput,
+    Newest,
+    cheaper,
+    groups,
+    recompute,
+    swap,
+)
+from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, Unlimited
+from services.scheduler.core.policy import How, Pace
+from services.scheduler.core.presets import parse
+from services.scheduler.core.types import PREFILL, NewRequest
+from tests.unit.scheduler.core.policy.rows import Rows
+
+MS, S = 1_000_000, 1_000_000_000
+PACE = Pace(0, 10_000)
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+# -- tokens
+
+
+def test_budgets_are_bounded_by_what_the_worker_takes() -> None:
+    replica = Rows(step_max=300)
+    for part, most in (
+        (Unlimited(), 300),
+        (Fixed(200), 200),
+        (Fixed(2048), 300),
+        (EmaBudget(), 300),
+        (ModelBudget(), 300),
+    ):
+        assert part.most(replica, 0) == most
+        assert part.most(replica, 100) == 100 and part.most(replica, 1000) == 300
+        assert part.budget(replica, replica.slots, 0, 0) == most
+        assert part.budget(replica, replica.slots, 0, 100) == 100
+
+
+def decoding(count: int, known: int = 100, **columns: int) -> Rows:
+    replica = Rows(slots=64, blocks=4000)
+    for _ in range(count):
+        replica.add(known=known, limit=4000, **columns)
+    return replica
+
+
+def test_the_ema_budget_is_that_of_the_facts_sheet() -> None:
+    """10 decodes. Before any measurement 256 tokens of prompts; at 0.25 ms a token 100 ms take 400: 390 -> 384."""
+    replica = decoding(10)
+    part = EmaBudget()
+    assert part.budget(replica, replica.slots, 0, 0) == 10 + 256
+    replica.token_time.observe(100, 25 * MS)
+    assert part.budget(replica, replica.slots, 0, 0) == 10 + 384
+    replica.table.tbt_slo_ns[3] = 50 * MS
+    assert part.budget(replica, replica.slots, 0, 0) == 10 + 128
+    replica.table.tbt_slo_ns[3] = 5 * MS
+    assert [part.budget(replica, replica.slots, 0, 0) for _ in range(18)] == [10] * 16 + [74, 10]
+
+
+def known_model(replica: Rows, c0: float, c1: float, c2: float, c3: float) -> None:
+    replica.model.observed = 100
+    replica.model.c0, replica.model.c1, replica.model.c2, replica.model.c3 = c0, c1, c2, c3
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    c0=st.floats(1e6, 2e7), c1=st.floats(1e4, 1e5), c2=st.floats(0, 200), c3=st.floats(0, 10),
+    known=st.integers(2, 3000), depth=st.sampled_from([0, 500, 3000]),
+    limits=st.lists(st.sampled_from([0, 40 * MS, 80 * MS, 300 * MS]), min_size=1, max_size=20),
+)  # fmt: skip
+def test_the_model_budget_is_the_most_whose_predicted_time_keeps_the_limit(
+    c0: float, c1: float, c2: float, c3: float, known: int, limits: list[int], depth: int
+) -> None:
+    replica = decoding(len(limits), known)
+    replica.table.tbt_slo_ns[: len(limits)] = limits
+    slots = replica.slots
+    if depth:
+        replica.add(known=3990, planned=depth, limit=4000)
+    known_model(replica, c0, c1, c2, c3)
+    count, context = len(limits), len(limits) * (known - 1)
+
+    def keeps(prompts: int, limit: float) -> bool:
+        pairs = prompts * (depth + (prompts + 1) / 2)
+        return bool(c0 + c1 * (count + prompts) + c2 * context + c3 * pairs <= limit * 0.85)
+
+    def most(limit: float) -> int:
+        tokens = [n for n in range(1, 8192 - count + 1) if keeps(n, limit)]
+        return max(tokens, default=0)
+
+    target = most(min(limit or 100 * MS for limit in limits))
+    given_ = [limit for limit in limits if limit]
+    if target < 64:
+        target = min(most(min(given_)), 64) if given_ else 64
+    assert ModelBudget().budget(replica, slots, 0, 0) == count + target
+
+
+def test_a_budget_by_time_takes_its_target_in_milliseconds_by_name() -> None:
+    replica = decoding(1)
+    known_model(replica, 0, MS, 0, 0)  # a token a millisecond
+
+    def most(text: str) -> int:
+        return parse(text).tokens.budget(replica, replica.slots, 0, 0)
+
+    assert most("orcinus") == most("orcinus:tokens=model-100") == 85
+    assert most("orcinus:tokens=model-200") == 170
+
+
+def test_before_sixteen_measured_steps_the_model_budget_is_512() -> None:
+    replica = decoding(4)
+    for _ in range(15):
+        replica.model.observe(10, 10, 0, 10 * MS)
+    assert ModelBudget().budget(replica, replica.slots, 0, 0) == 512
+    replica.model.observe(10, 10, 0, 10 * MS)
+    assert ModelBudget().budget(replica, replica.slots, 0, 0) != 512
+
+
+def test_a_limit_that_cannot_be_kept_does_not_keep_prompts_out_for_ever() -> None:
+    replica = decoding(4, tbt_slo_ns=5 * MS)
+    known_model(replica, 20e6, 1e4, 0, 0)
+    part = ModelBudget()
+    assert [part.budget(replica, replica.slots, 0, 0) for _ in range(34)] == ([4] * 16 + [68]) * 2
+
+
+# -- batch
+
+
+def test_whole_prompts_wait_for_room_and_only_the_first_of_a_step_is_cut() -> None:
+    chunks = WholePrefill().chunks
+    none = column(0, 0, 0)
+    assert chunks(column(5, 3, 9), none, 16, True, False).tolist() == [5, 3]
+    assert chunks(column(5, 3, 8), none, 16, False, False).tolist() == [5, 3, 8]
+    assert chunks(column(50, 3, 8), none, 16, True, False).tolist() == [16]
+    assert chunks(column(50, 3, 8), none, 16, False, False).tolist() == []
+    assert chunks(column(5), none[:1], 0, True, False).tolist() == []
+    assert WholePrefill(128).slots(256) == 128 and WholePrefill().slots(256) == 256
+    assert WholePrefill().seats(3, 6, 3) == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rest=st.lists(st.integers(1, 900), min_size=1, max_size=10), left=st.integers(0, 2000),
+    multiple=st.sampled_from([1, 64]), most=st.sampled_from([0, 256]), least=st.sampled_from([0, 64]),
+    depth=st.sampled_from([0, 512]), before=st.integers(0, 4000),
+)  # fmt: skip
+def test_chunks_are_those_of_a_loop_over_the_prompts(
+    rest: list[int], left: int, multiple: int, most: int, least: int, depth: int, before: int
+) -> None:
+    part = Chunked(multiple, most, least, depth)
+    said = part.chunks(column(*rest), np.full(len(rest), before, np.int64), left, True, False).tolist()
+    expected, rem = [], left
+    for tokens in rest if left >= least else []:
+        cap = most or left
+        if depth:
+            cap = cap * depth // (depth + before)
+        if most or depth:
+            tokens = min(tokens, max(cap, multiple))
+        if tokens >= multiple:
+            tokens = tokens // multiple * multiple
+        if tokens > rem:
+            tokens = rem // multiple * multiple
+            if tokens:
+                expected.append(tokens)
+            break
+        expected.append(tokens)
+        rem -= tokens
+    assert said == expected
+    assert sum(said) <= left and all(0 < a <= b for a, b in zip(said, rest, strict=False))
+
+
+def test_alone_in_a_small_step_a_prompt_gets_what_there_is() -> None:
+    for part in (Chunked(64), Chunked(least=64)):
+        assert part.chunks(column(500, 3), column(0, 0), 40, True, True).tolist() == [40]
+        assert part.chunks(column(500, 3), column(0, 0), 40, False, False).tolist() == []
+
+
+def test_chunks_shrink_behind_much_context_and_align_but_for_a_rest() -> None:
+    part = Chunked(64, most=512, depth=4096)
+    ask = [part.chunks(column(9000), column(b), 4000, True, False)[0] for b in (0, 1000, 4096, 12_288, 10**6)]
+    assert ask == [512, 384, 256, 128, 64]
+    assert part.chunks(column(40, 700), column(0, 0), 200, True, False).tolist() == [40, 128]
+    assert part.chunks(column(178, 50), column(0, 128), 250, True, False).tolist() == [128, 50]
+    assert Chunked(least=64).chunks(column(40), column(0), 63, True, False).size == 0
+    assert Chunked().chunks(column(300, 500), column(0, 0), 768, True, False).tolist() == [300, 468], (
+        "a pass is filled exactly"
+    )
+    assert Chunked(slots=128).slots(256) == 128 and Chunked().seats(3, 8, 2) == 2
+
+
+def test_a_static_batch_is_formed_when_nothing_runs_and_closed_until_it_is_empty_again() -> None:
+    replica, part = Rows(), Static(max_bs=4)
+    assert part.joins(replica, 3, 8, 0, 0) == 3, "a batch of three"
+    part.joined(replica, 2)  # the third finds no budget in this step
+    for _ in range(2):
+        replica.add(known=4, limit=9)
+    assert part.joins(replica, 5, 8, 0, 0) == 1
+    part.joined(replica, 1)
+    replica.add(known=4, limit=9)
+    assert part.joins(replica, 9, 8, 0, 0) == 0
+    replica.table.count = 1
+    assert part.joins(replica, 9, 8, 0, 0) == 0, "the last one still runs"
+    replica.table.count = 0
+    assert part.joins(replica, 9, 8, 0, 0) == 4
+    assert part.slots(100) == 4 and part.slots(3) == 3 and part.padded and part.at_end
+
+
+def test_a_static_batch_is_no_larger_than_what_may_run_though_more_wait() -> None:
+    replica, part = Rows(), Static(max_bs=32)
+    assert part.joins(replica, 20, 4, 0, 0) == 4
+    part.joined(replica, 4)
+    replica.table.count = 3  # one has ended
+    assert part.joins(replica, 16, 4, 0, 0) == 0
+
+
+def test_a_request_level_batch_waits_for_its_size_or_for_the_delay() -> None:
+    replica, part = Rows(), Static(32, 50 * MS, padded=False)
+    assert part.joins(replica, 31, 64, 1000 * MS, 1049 * MS) == 0
+    assert part.joins(replica, 31, 64, 1000 * MS, 1050 * MS) == 31
+    assert part.joins(replica, 40, 64, 1000 * MS, 1000 * MS) == 32
+    assert not part.padded and part.at_end
+
+
+# -- relief
+
+
+def test_victims_by_hand() -> None:
+    """arrived  since  class  planned  prompt  applied
+    0          3      9      1       90      80       91     high
+    1          5      8      3       50      40       51     low
+    2          4     12      3       30      20       31     low, least work
+    3          9     11      2       20      10       12     newest, least output
+    """
+    replica = Rows(blocks=1000)
+    for arrived, since, priority, planned, prompt, applied in (
+        (3, 9, 1, 90, 80, 91), (5, 8, 3, 50, 40, 51), (4, 12, 3, 30, 20, 31), (9, 11, 2, 20, 10, 12),
+    ):  # fmt: skip
+        replica.add(
+            known=applied, limit=500, arrived=arrived, since=since, priority=priority, planned=planned, prompt=prompt,
+            applied=applied,
+        )  # fmt: skip
+    table, all_of = replica.table, replica.slots
+    assert Newest().victim(table, all_of) == 3
+    assert LastStarted().victim(table, all_of) == 2
+    assert LeastLost().victim(table, all_of) == 2
+    assert LeastLost().victim(table, np.array([0, 1, 3], np.int32)) == 1
+    assert LeastOutput().victim(table, all_of) == 3
+    assert LeastOutput().victim(table, np.array([1, 0, 2], np.int32)) == 0, "11 outputs each: the longest input"
+
+
+def test_ways_out() -> None:
+    replica = Rows(blocks=1000)
+    slot = replica.add(known=401, limit=900)  # 400 planned, 101 blocks held
+    assert recompute(replica, slot) is How.RECOMPUTE and swap(replica, slot) is How.SWAP
+    assert cheaper(replica, slot) is How.RECOMPUTE, "nothing was measured"
+    known_model(replica, 5e6, 500.0, 0.0, 1.0)  # again: 400 * 500 + 400 * 401 / 2 = 280,200 ns
+    replica.swap_ns_per_block = 1387.0  # both ways: 280,174 ns
+    assert cheaper(replica, slot) is How.SWAP
+    replica.swap_ns_per_block = 1388.0
+    assert cheaper(replica, slot) is How.RECOMPUTE
+    replica.table.request[slot] = NewRequest("a", [np.zeros(3, np.int32)], 5)
+    assert groups(replica, slot) is How.RECOMPUTE
+    replica.table.request[slot] = NewRequest("a", [np.zeros(3, np.int32)], 5, n=2)
+    assert groups(replica, slot) is How.SWAP
+
+
+# -- order of the running
+
+
+def test_the_running_are_sorted_as_a_sort_by_key_would() -> None:
+    rng = np.random.default_rng(3)
+    replica, now = Rows(blocks=10**6), 100 * S
+    table = replica.table
+    for number in range(32):
+        prompt = int(rng.integers(1, 3000))
+        output = int(rng.integers(0, 3))
+        replica.add(
+            known=prompt + output, prompt=prompt, limit=3999, number=number, priority=int(rng.integers(0, 4)),
+            arrived=int(rng.integers(70, 100)) * S, ttft_slo_ns=int(rng.choice([0, S, 20 * S])),
+            tbt_slo_ns=int(rng.choice([0, 50 * MS])), last_token_ns=now - int(rng.integers(0, 200)) * MS,
+            planned=prompt + output - 1 if output else int(rng.integers(0, prompt)),
+        )  # fmt: skip
+    slots = rng.permutation(32).astype(np.int32)
+
+    def lifted(s: int) -> int:
+        return max(int(table.priority[s]) - int(now - table.arrived[s]) // (10 * S), 0)
+
+    def due(s: int, token_ns: int) -> int:
+        if table.applied[s] > table.prompt[s]:
+            return int(table.last_token_ns[s]) + int(table.tbt_slo_ns[s] or 100 * MS)
+        rest = int(table.known[s] - table.planned[s])
+        return int(table.arrived[s]) + int(table.ttft_slo_ns[s] or 2 * S) - rest * token_ns
+
+    def slack(s: int) -> tuple[int, ...]:
+        late = table.applied[s] == table.prompt[s] and due(s, 50_000) < now
+        return lifted(s), int(late), int(table.arrived[s]) if late else due(s, 50_000), s
+
+    def ratio(s: int) -> float:
+        return -float(now - table.arrived[s]) / float(table.known[s])
+
+    keys = (
+        (FirstCome(), lambda s: (table.arrived[s], s)),
+        (ClassThenArrival(), lambda s: (lifted(s), table.arrived[s], s)),
+        (ClassThenArrival(0, slack=True), lambda s: (table.priority[s], due(s, 0), s)),
+        (ClassThenSlack(), slack),
+        (LeastSlack(), lambda s: (max(due(s, 50_000) - now, 1), table.arrived[s], s)),
+        (ShortestPrompt(), lambda s: (table.known[s] - table.planned[s], table.arrived[s], s)),
+        (ResponseRatio(), lambda s: (ratio(s), table.arrived[s], s)),
+    )
+    for order, key in keys:
+        assert order.sort(table, slots, now).tolist() == sorted(slots.tolist(), key=key), order
+
+
+def test_a_step_of_prompts_that_are_handed_over_takes_half_of_the_limit() -> None:
+    """2 ms and 10 us a token: of 100 ms the half less 15 % leaves 40.5 ms, of 20 ms 6.5."""
+    replica = Rows(slots=64, blocks=4000)
+    for tokens in range(10, 330, 10):
+        replica.model.observe(tokens, 0, 0.0, 2 * MS + tokens * MS // 100)
+        replica.token_time.observe(5000, 50 * MS)
+    none = replica.slots[:0]
+    assert ModelBudget().budget(replica, none, 0, 0) == 8192, "it decodes here: nobody waits"
+    replica.limits.role = PREFILL
+    assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(4050, rel=0.02)
+    replica.token_time.observe(100, 1 * MS)
+    replica.add(known=100, limit=4000, planned=10, tbt_slo_ns=20 * MS)
+    assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(650, rel=0.06)
+    replica.table.tbt_slo_ns[0] = 2 * MS
+    assert ModelBudget().budget(replica, none, 0, 0) == 64, "prompts are not kept out"
+    alike = Rows(slots=64, blocks=4000)
+    alike.limits.role = PREFILL
+    for _ in range(20):
+        alike.model.observe(512, 0, 0.0, 20 * MS)
+        alike.token_time.observe(512, 20 * MS)
+    assert ModelBudget().budget(alike, none, 0, 0) == 1088, "42.5 ms at the mean of a token, in 64s"

@@ -1,0 +1,292 @@
+"""The queues of the waiting against lists that are searched by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.parts.fair import Fair
+from services.scheduler.core.parts.order import (
+    ClassThenArrival,
+    ClassThenSlack,
+    FirstCome,
+    LeastSlack,
+    LongestPrefix,
+    ResponseRatio,
+    ShortestPrompt,
+    start_by,
+)
+from services.scheduler.core.policy import Queue
+from services.scheduler.core.queues import LATE_EVERY, Heap, arrival, quarter_octave
+from services.scheduler.core.sequence import Sequence, State
+from tests.unit.scheduler.core.policy.rows import drained, waiting
+
+MS, S = 1_000_000, 1_000_000_000
+TOKEN_NS = 50_000
+
+
+class Model:
+    """The waiting in a list, and whatever a brute-force order remembers: who was found late, how many were admitted."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Sequence] = []
+        self.late: set[Sequence] = set()
+        self.admitted = 0
+
+    def pushed(self, s: Sequence, now: int) -> None:
+        self.waiting.append(s)
+        self.late.discard(s)
+        if start_by(s, 2 * S, TOKEN_NS) < now:
+            self.late.add(s)
+
+    def arrivals(self, now: int) -> Sequence:
+        return min(self.waiting, key=lambda s: (arrival(s), s.number))
+
+    def swapped(self, now: int) -> Sequence:
+        return min(self.waiting, key=lambda s: (not s.swapped, arrival(s), s.number))
+
+    def shortest(self, now: int) -> Sequence:
+        return min(self.waiting, key=lambda s: (s.known, s.number))
+
+    def prefix(self, now: int) -> Sequence:
+        return min(self.waiting, key=lambda s: (-s.hits, arrival(s), s.number))
+
+    def classes(self, now: int) -> Sequence:
+        return min(self.waiting, key=lambda s: self.rank(s, now))
+
+    def ratio(self, now: int) -> Sequence:
+        """Of the oldest of each quarter octave the one with the highest (waited + work) / work."""
+        heads: dict[int, Sequence] = {}
+        for s in sorted(self.waiting, key=lambda s: (arrival(s), s.number)):
+            heads.setdefault(octave(s.known), s)
+        ratios = {s: (now - arrival(s)) / (s.known * TOKEN_NS) for s in heads.values()}  # less one
+        return max((heads[size] for size in sorted(heads)), key=lambda s: ratios[s])
+
+    def slack(self, among: list[Sequence], now: int, weight: int, late_first: bool) -> Sequence:
+        """Late is who stands first of those in time and cannot be in time any more."""
+        fresh = sorted(
+            (s for s in among if not s.outputs.size and s not in self.late),
+            key=lambda s: (start_by(s, 2 * S, -weight * TOKEN_NS), s.number),
+        )
+        while fresh and start_by(fresh[0], 2 * S, TOKEN_NS) < now:
+            self.late.add(fresh.pop(0))
+        begun = [s for s in among if s.outputs.size]
+        late = [s for s in among if not s.outputs.size and s in self.late]
+        oldest = {"key": lambda s: (arrival(s), s.number)}
+        if begun:
+            return min(begun, **oldest)
+        return min(late, **oldest) if late and (not fresh or late_first) else fresh[0]
+
+    def least_slack(self, now: int) -> Sequence:
+        return self.slack(self.waiting, now, -1, True)
+
+    def class_slack(self, now: int) -> Sequence:
+        classes = [[s for s in self.waiting if s.priority == priority] for priority in range(4)]
+        heads = [self.slack(among, now, 4, False) for among in classes if among]
+        held = [s for s in self.waiting if not s.outputs.size and s in self.late]
+        urgent = any(s.priority <= 1 for s in self.waiting)
+        if held and self.admitted % (4 * LATE_EVERY if urgent else LATE_EVERY) == (4 if urgent else 1) * LATE_EVERY - 1:
+            # of one class by number, of the classes the first that has one of that age
+            return min(held, key=lambda s: (arrival(s), s.priority, s.number))
+        return min(heads, key=lambda s: self.rank(s, now))
+
+    @staticmethod
+    def rank(s: Sequence, now: int) -> tuple[int, int, int]:
+        return max(s.priority - max(now - arrival(s), 0) // (10 * S), 0), arrival(s), s.number
+
+
+def octave(tokens: int) -> int:
+    return int(np.floor(np.log2(tokens))) * 4 + int((tokens / 2 ** np.floor(np.log2(tokens)) - 1) * 4)
+
+
+ORDERS: dict[str, tuple[Callable[[], Queue], Callable[[Model, int], Sequence]]] = {
+    "fcfs": (lambda: FirstCome().queue(), Model.arrivals),
+    "swapped": (lambda: FirstCome(True).queue(), Model.swapped),
+    "class": (lambda: ClassThenArrival().queue(), Model.classes),
+    "class-slack": (lambda: ClassThenSlack().queue(), Model.class_slack),
+    "least-slack": (lambda: LeastSlack().queue(), Model.least_slack),
+    "shortest": (lambda: ShortestPrompt().queue(), Model.shortest),
+    "ratio": (lambda: ResponseRatio().queue(), Model.ratio),
+    "prefix": (lambda: LongestPrefix().queue(), Model.prefix),
+}
+PUSH = st.tuples(
+    st.just("push"), st.integers(0, 3), st.integers(1, 40_000), st.sampled_from([0, 300 * MS, 9 * S]), st.integers(0, 5)
+)
+OTHERS = st.tuples(
+    st.sampled_from(["pop", "pop", "drop", "park", "resume", "tick", "preempt", "back"]), st.integers(0, 1000)
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=60, deadline=None)
+@given(events=st.lists(st.one_of(PUSH, OTHERS), max_size=60))
+def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(order: str, events: list[tuple[Any, ...]]) -> None:
+    make, best = ORDERS[order]
+    queue, model, now = make(), Model(), 100 * S
+    parked: list[Sequence] = []
+    running: list[Sequence] = []
+
+    def push(sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        queue.push(sequence, now)
+        model.pushed(sequence, now)
+
+    for number, (kind, *values) in enumerate(events):
+        at = int(values[0])
+        if kind == "push":
+            priority, tokens, ttft, hits = values
+            sequence = waiting(number, now - number % 3 * S, tokens, priority, ttft)
+            sequence.hits = int(hits) * 16
+            if hits == 5:
+                sequence.host = np.zeros(1, np.int32)
+            push(sequence)
+        elif kind == "tick":
+            now += at * 10 * MS
+        elif kind in ("drop", "park") and model.waiting:
+            sequence = model.waiting.pop(at % len(model.waiting))
+            sequence.state = State.PARKED if kind == "park" else State.ENDED
+            queue.drop(sequence)
+            if kind == "park":
+                parked.append(sequence)
+        elif kind == "resume" and parked:
+            push(parked.pop(at % len(parked)))
+        elif kind == "preempt" and running:
+            sequence = running.pop(at % len(running))
+            sequence.outputs = np.zeros(at % 3, np.int32)
+            push(sequence)
+        elif kind in ("pop", "back") and model.waiting:
+            sequence = queue.head(now)
+            assert sequence is not None
+            queue.pop(sequence)
+            model.waiting.remove(sequence)
+            if kind == "back":
+                queue.push(sequence, now)
+                model.pushed(sequence, now)
+            else:
+                model.admitted += 1
+                sequence.state = State.RUNNING
+                running.append(sequence)
+        assert queue.head(now) is (best(model, now) if model.waiting else None)
+        assert sorted(s.number for s in queue) == sorted(s.number for s in model.waiting)
+
+
+def test_late_ones_get_every_eighth_admission_while_others_are_in_time() -> None:
+    """start by: arrival + 2 s - 0.5 ms. b arrived before a, and both are late at 100 s; the others have 2 s each."""
+    queue = ClassThenSlack(age_ns=0).queue()
+    for sequence in (waiting(0, 91 * S), waiting(1, 90 * S)):
+        queue.push(sequence, 100 * S)
+    for number in range(2, 30):
+        queue.push(waiting(number, 100 * S + number), 100 * S)
+    served = []
+    while (head := queue.head(100 * S)) is not None:
+        queue.pop(head)
+        served.append(head.number)
+    assert served == [*range(2, 9), 1, *range(9, 16), 0, *range(16, 30)]
+
+
+def test_who_has_outputs_already_goes_before_all_who_wait_for_their_first_token() -> None:
+    queue = ClassThenSlack().queue()
+    for sequence in (waiting(0, 99 * S), waiting(1, 98 * S, outputs=3), waiting(2, 97 * S, outputs=1)):
+        queue.push(sequence, 100 * S)
+    assert queue.head(100 * S).number == 2
+
+
+def test_every_32nd_admission_is_of_the_longest_waiting_of_the_late_while_urgent_ones_wait() -> None:
+    queue = ClassThenSlack().queue()
+    queue.push(waiting(0, 0, priority=3), 0)
+    served = []
+    for second in range(64):
+        now = second * S
+        queue.push(waiting(100 + second, now, priority=3), now)
+        queue.push(waiting(200 + second, now, priority=1), now)
+        served.append(queue.head(now))
+        queue.pop(served[-1])
+    assert [i for i, sequence in enumerate(served) if sequence.priority == 3] == [31, 63]
+    assert [served[31].number, served[63].number] == [0, 100]
+
+
+def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
+    queue = LongestPrefix().queue()
+    sequences = [waiting(i, i) for i in range(129)]
+    sequences[77].hits = 64
+    for sequence in sequences:
+        queue.push(sequence, 0)
+    assert queue.head(1).number == 0
+    queue.pop(sequences[0])
+    assert queue.head(1).number == 77
+    sequences[99].hits = 128
+    assert queue.head(1).number == 99, "it was looked up since"
+
+
+def test_a_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
+    queue = FirstCome(True).queue()
+    swapped = waiting(5, 5)
+    swapped.host = np.zeros(2, np.int32)
+    for sequence in (waiting(1, 1), swapped, waiting(9, 9)):
+        queue.push(sequence, 10)
+    assert queue.head(10).number == 5
+    swapped.host = np.zeros(0, np.int32)
+    assert [s.number for s in drained(queue, 10)] == [1, 5, 9]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "fair"])
+def test_what_was_dropped_takes_no_room(order: str) -> None:
+    """20,000 come and are dropped, never seen at the head, while one waits."""
+    queue = Fair().queue() if order == "fair" else ORDERS[order][0]()
+    queue.push(waiting(0), 0)
+    for number in range(1, 20_001):
+        sequence = waiting(number, number, tokens=1 + number % 50, priority=number % 4, tenant=number % 50)
+        queue.push(sequence, 0)
+        sequence.state = State.ENDED
+        queue.drop(sequence)
+    assert [s.number for s in queue] == [0]
+    assert _entries(queue, set()) < 2000
+
+
+def test_one_whose_state_says_that_it_does_not_wait_is_passed_over() -> None:
+    for make, _ in ORDERS.values():
+        queue = make()
+        sequences = [waiting(i, i) for i in range(3)]
+        for sequence in sequences:
+            queue.push(sequence, 10)
+        first = queue.head(10)
+        first.state = State.ENDED
+        assert queue.head(10) not in (None, first)
+
+
+def test_a_heap_orders_by_key_then_number_whatever_was_pushed_again() -> None:
+    heap = Heap()
+    a, b = waiting(1), waiting(2)
+    heap.push(b, 7)
+    heap.push(a, 7)
+    heap.remove(a)
+    heap.push(a, 7)  # its dead entry has the same key
+    assert heap.first() is a and len(heap) == 2
+    assert heap.remove(a) and not heap.remove(a)
+    assert heap.first() is b
+    heap.push(a, 8)
+    heap.remove(b)
+    heap.push(b, 9)  # its dead entry has a lesser one
+    assert heap.first() is a
+
+
+def test_quarter_octaves_are_four_for_each_doubling() -> None:
+    assert [quarter_octave(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 19, 20)] == [0, 4, 6, 8, 9, 10, 11, 12, 16, 16, 17]
+    assert all(quarter_octave(n) == octave(n) for n in range(1, 5000))
+
+
+def _entries(thing: object, seen: set[int]) -> int:
+    """Elements of all containers that hang on a queue, its sequences not looked into."""
+    if id(thing) in seen or isinstance(thing, (Sequence, str, int, np.ndarray)):
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        return len(thing) + sum(_entries(v, seen) for v in thing.values())
+    if isinstance(thing, (list, tuple)):
+        return len(thing) + sum(_entries(v, seen) for v in thing)
+    return sum(_entries(v, seen) for v in vars(thing).values()) if hasattr(thing, "__dict__") else 0

@@ -1,0 +1,247 @@
+"""Fairness between the tenants of one class: who is ahead stands back, and nobody else notices."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.parts.order import ClassThenSlack
+from services.scheduler.core.parts.shares import ALLOWANCE, ByShare, Spare
+from services.scheduler.core.policy import Queue
+from services.scheduler.core.queues import BySlack, arrival
+from services.scheduler.core.sequence import Sequence, State
+from tests.unit.scheduler.core.policy.rows import Rows, drained, waiting
+
+NORMAL, LOW = 2, 3
+
+
+def _share() -> ByShare:
+    """Nobody is ever late; inside it the first come is first."""
+    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), Spare())
+
+
+def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priority: int = NORMAL) -> None:
+    classes = np.full(len(tenants), priority, np.int32)
+    order.served(np.array(tenants, np.int32), classes, np.array(tokens, np.int32))
+
+
+def test_a_tenant_that_is_ahead_by_more_than_the_allowance_stands_behind_those_who_came_later() -> None:
+    share = _share()
+    for number, tenant in enumerate([0, 0, 0, 1, 2]):
+        share.push(waiting(number, number, tenant=tenant), 1)
+    share.served(np.array([0, 1, 2]), np.array([ALLOWANCE + 1, 0, 0]))
+    assert [s.number for s in drained(share, 2)] == [3, 4, 0, 1, 2]
+
+
+def test_a_whole_flood_stands_back_at_once_and_comes_back_in_its_order() -> None:
+    share = _share()
+    for number in range(1_000):
+        share.push(waiting(number, number, tenant=0), 1)
+    share.push(waiting(1_000, 1_000, tenant=1), 1)
+    share.served(np.array([0]), np.array([ALLOWANCE + 1]))
+    assert [s.number for s in drained(share, 2)] == [1_000, *range(1_000)]
+
+
+def test_within_the_allowance_order_is_that_of_arrival() -> None:
+    share = _share()
+    for number, tenant in enumerate([0, 1, 0, 1]):
+        share.push(waiting(number, number, tenant=tenant), 1)
+    share.served(np.array([0, 1]), np.array([ALLOWANCE - 30, 0]))
+    assert [s.number for s in drained(share, 2)] == [0, 1, 2, 3]
+
+
+def test_who_stood_back_comes_again_when_the_others_have_caught_up() -> None:
+    share = _share()
+    for number, tenant in enumerate([0, 1, 0, 1]):
+        share.push(waiting(number, number, tenant=tenant), 1)
+    share.served(np.array([0, 1]), np.array([ALLOWANCE + 1, 0]))
+    assert share.head(2).number == 1
+    share.served(np.array([0, 1]), np.array([0, ALLOWANCE]))
+    assert share.head(3).number == 0
+
+
+def test_a_tenant_alone_is_served_in_order_however_far_it_is_ahead() -> None:
+    share = _share()
+    for number, tenant in enumerate([0, 0, 1]):
+        share.push(waiting(number, number, tenant=tenant), 1)
+    share.served(np.array([0]), np.array([100 * ALLOWANCE]))
+    assert [s.number for s in drained(share, 2)] == [2, 0, 1]
+
+
+def test_one_that_ran_before_is_never_held() -> None:
+    share = _share()
+    share.push(waiting(0, 0, tenant=0, outputs=3), 1)
+    share.push(waiting(1, 1, tenant=1), 1)
+    share.served(np.array([0]), np.array([100 * ALLOWANCE]))
+    assert share.head(2).number == 0
+
+
+def test_what_is_taken_within_a_step_counts_at_once() -> None:
+    share = _share()
+    for number in range(6):
+        share.push(waiting(number, number, ALLOWANCE, tenant=0 if number < 5 else 1), 1)
+    taken = []
+    for _ in range(3):
+        share.pop(head := share.head(1))
+        taken.append(head.record.tenant)
+    assert taken == [0, 0, 1]
+
+
+def test_one_that_is_taken_and_put_back_changes_nothing() -> None:
+    share = _share()
+    share.push(waiting(0, 0, 10 * ALLOWANCE, tenant=0), 1)
+    share.push(waiting(1, 1, tenant=1), 1)
+    for now in range(1, 5):
+        head = share.head(now)
+        assert head.number == 0
+        share.pop(head)
+        share.push(head, now)
+
+
+def test_each_class_has_counters_of_its_own() -> None:
+    """Tenant 0 was given much in class low; that costs it nothing in class normal."""
+    order = ClassThenSlack()
+    queue = order.queue()
+    for number, (tenant, priority) in enumerate([(0, LOW), (1, LOW), (0, NORMAL), (1, NORMAL), (0, LOW)]):
+        queue.push(waiting(number, number, tenant=tenant, priority=priority), 1)
+    _serve(order, [0, 1], [ALLOWANCE + 1, 0], LOW)
+    assert [s.number for s in drained(queue, 2)] == [2, 3, 1, 0, 4]
+
+
+def test_tokens_of_one_tenant_alone_are_not_counted() -> None:
+    """Nor is anything kept for it: what is not counted costs no time."""
+    order = ClassThenSlack()
+    queue = order.queue()
+    for number in range(3):
+        queue.push(waiting(number, number, tenant=7), 1)
+    share = order._shares[NORMAL]
+    assert not share.several
+    before = share.counters.counter[7]
+    queue.pop(queue.head(2))
+    _serve(order, [7], [10])
+    assert not share.several
+    assert share.counters.counter[7] == before
+    assert not share._taken
+    assert not share._charged
+
+
+def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: int) -> Queue:
+    """Sequences of these tenants wait in that order, of class normal; so many of each tenant run."""
+    queue = order.queue()
+    for number, tenant in enumerate(tenants):
+        queue.push(waiting(number, number, tenant=tenant), 1)
+    rows = Rows(slots=most, blocks=most)
+    for tenant, count in enumerate(running):
+        for _ in range(count):
+            rows.add(known=1, limit=9, tenant=tenant)
+    order.spare(rows.table, most, len(tenants))
+    return queue
+
+
+def test_who_holds_more_than_an_even_share_of_the_slots_leaves_the_last_ones_to_others() -> None:
+    queue = _full(ClassThenSlack(), [0, 0, 0, 0, 1, 1, 1], [40, 21], 64)  # three are free, two are to be left
+    queue.pop(first := queue.head(2))
+    assert first.number == 0
+    assert queue.head(2).number == 4
+    queue.push(first, 2)  # it did not get it after all, and the others are before it
+    assert [s.number for s in drained(queue, 2)] == [4, 5, 6]
+    assert sorted(s.number for s in queue) == [0, 1, 2, 3]
+
+
+def test_what_is_taken_within_a_step_counts_for_the_share_of_the_slots() -> None:
+    """Nobody runs: 32 of 64 slots are an even share, and two of the others are left."""
+    queue = _full(ClassThenSlack(), [0] * 80 + [1], [], 64)
+    taken = drained(queue, 2)
+    assert [s.record.tenant for s in taken] == [0] * 62 + [1]
+
+
+def test_who_leaves_slots_enters_again_when_more_are_free_or_its_share_is_even() -> None:
+    order = ClassThenSlack()
+    queue = _full(order, [0, 0, 1], [40, 22], 64)
+    assert [s.number for s in drained(queue, 2)] == [2]
+    rows = Rows(slots=64, blocks=64)
+    for tenant in [0] * 31 + [1] * 31:
+        rows.add(known=1, limit=9, tenant=tenant)
+    order.spare(rows.table, 64, 2)
+    assert queue.head(3).number == 0, "31 of 64 are less than an even share of two"
+    order.spare(Rows(slots=64).table, 64, 2)
+    assert [s.number for s in drained(queue, 4)] == [0, 1]
+
+
+def test_a_tenant_alone_leaves_no_slot() -> None:
+    assert len(drained(_full(ClassThenSlack(), [0, 0, 0], [62], 64), 2)) == 3
+
+
+def test_urgent_ones_leave_none_while_there_are_slots_of_lower_classes_to_take() -> None:
+    order = ClassThenSlack()
+    queue = order.queue()
+    for number, tenant in enumerate([0, 0, 1]):
+        queue.push(waiting(number, number, tenant=tenant, priority=1), 1)
+    rows = Rows(slots=64, blocks=64)
+    for _ in range(63):
+        rows.add(known=1, limit=9, tenant=0, priority=1)
+    order.spare(rows.table, 64, 3)
+    assert queue.head(2).number == 2
+    rows.table.priority[5] = LOW
+    order.spare(rows.table, 64, 3)
+    assert queue.head(3).number == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "pop", "back", "drop", "served", "spare"]),
+            st.integers(0, 4),
+            st.integers(1, 9000),
+        ),
+        max_size=70,
+    )
+)
+def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) -> None:
+    """Nothing is lost or invented, whatever happens; and the head's tenant is within the allowance of the least served
+    of those who wait, at the moment's beginning, or has the least of all who may enter."""
+    share = _share()
+    spare = share._spare
+    all_of: list[Sequence] = []
+    charged: dict[int, int] = {}
+    for now, (kind, tenant, tokens) in enumerate(events, 1):
+        if kind == "push":
+            sequence = waiting(now, now, tokens, tenant=tenant)
+            share.push(sequence, now)
+            all_of.append(sequence)
+        elif kind == "served" and share.several:
+            share.served(np.array([tenant]), np.array([tokens]))
+            charged.clear()
+        elif kind == "spare":
+            spare.count(np.array([tenant, 2, 1, 4 - tenant, 0]), 5, 8, tokens % 4 - 1)
+        elif kind == "drop" and all_of:
+            sequence = all_of.pop(tokens % len(all_of))
+            sequence.state = State.ENDED
+            share.drop(sequence)
+        elif all_of and kind in ("pop", "back"):
+            several = share.several
+            sequence = share.head(now)
+            if sequence is None:
+                continue
+            share.pop(sequence)
+            if kind == "back":
+                share.push(sequence, now)
+            else:
+                all_of.remove(sequence)
+                if several:
+                    who = sequence.record.tenant
+                    charged[who] = charged.get(who, 0) + sequence.known
+        assert sorted(s.number for s in share) == sorted(s.number for s in all_of)
+        assert bool(share) == bool(all_of)
+        later = len(events) + now  # a moment of its own
+        head = share.head(later)
+        may = {s.record.tenant for s in all_of if not spare.barred(s.record.tenant)}
+        assert (head is None) == (not may)
+        if head is not None:
+            used = {t: int(share.counters.counter[t]) + charged.get(t, 0) for t in {s.record.tenant for s in all_of}}
+            least = min(int(share.counters.counter[t]) for t in used)
+            mine = used[head.record.tenant]
+            assert mine <= least + ALLOWANCE or mine == min(used[t] for t in may)
+            assert head.record.tenant in may

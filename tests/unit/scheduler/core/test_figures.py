@@ -1,0 +1,103 @@
+"""What a core says of itself by class: who is before a request that comes now, and when its first token comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.core.placer import CLASSES
+from tests.unit.scheduler.core.named import Named, house
+from tests.unit.scheduler.core.twin import MS, request
+
+BY_CLASS = ["orcinus", "iteration-level", "sarathi:order=class", "vllm:order=class-slack"]
+BY_ARRIVAL = ["orcinus:order=fcfs", "sarathi", "vllm", "sglang", "fastgen:order=fair", "tgi:order=ratio"]
+
+
+def by_class(h: Named, field: str) -> list[int]:
+    stats = h.core.stats()
+    return [int(stats[f"{field}_{name}"]) for name in CLASSES]
+
+
+def full(policy: str, priorities: list[int]) -> Named:
+    """Two slots with those classes in them, prompts done; five wait: 10 tokens realtime, 20 high, 2 x 40 normal, 80
+    low."""
+    h = house(policy, slots=2)
+    for index, priority in enumerate(priorities):
+        h.add(request(f"runs-{index}", 3, 50, seed=index, priority=priority))
+    for _ in range(3):
+        h.step()
+    h.plan()
+    for index, (priority, tokens) in enumerate([(0, 10), (1, 20), (2, 40), (2, 40), (3, 80)]):
+        h.add(request(f"waits-{index}", tokens, 3, seed=9 + index, priority=priority))
+    return h
+
+
+@pytest.mark.parametrize("policy", BY_CLASS)
+def test_where_the_order_goes_by_class_only_better_ones_and_its_own_are_before_a_request(policy: str) -> None:
+    h = full(policy, [0, 1])
+    assert by_class(h, "behind") == [1, 2, 4, 5]
+    assert by_class(h, "queued_tokens") == [10, 30, 110, 190]
+    assert h.core.stats()["queued_tokens"] == 190
+    h.core.check()
+
+
+@pytest.mark.parametrize("policy", BY_ARRIVAL)
+def test_where_it_does_not_all_that_wait_are_before_everybody(policy: str) -> None:
+    h = full(policy, [0, 1])
+    assert by_class(h, "behind") == [5, 5, 5, 5]
+    assert by_class(h, "queued_tokens") == [190, 190, 190, 190]
+
+
+def test_slots_of_lower_classes_are_as_good_as_free_for_those_who_may_take_them() -> None:
+    """Realtime and high take from normal and low ones; who waits before them needs such slots first."""
+    assert by_class(full("orcinus", [2, 3]), "behind") == [0, 0, 4, 5]
+    assert by_class(full("orcinus", [1, 3]), "behind") == [0, 1, 4, 5]
+    assert by_class(full("orcinus:relief=newest", [2, 3]), "behind") == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(("policy", "tokens"), [("orcinus", [0, 0, 83, 83]), ("sarathi", [83, 83, 83, 83])])
+def test_running_prompts_of_lower_classes_are_not_before_those_who_may_take_slots(
+    policy: str, tokens: list[int]
+) -> None:
+    h = house(policy, step_max=16)
+    h.add(request("long", 100, 5, seed=1, priority=2))
+    h.step()
+    assert by_class(h, "queued_tokens") == tokens
+
+
+def test_the_tokens_of_the_waiting_are_exact_when_one_gets_a_token_after_it_was_preempted() -> None:
+    h = house("sarathi", slots=4, blocks=8, block_size=2, context=32)
+    h.core.lookahead = h.core._shared.lookahead = 1
+    for index in range(3):
+        h.add(request(f"{index}", 4, 10, seed=index, priority=index))
+    h.finish()
+    assert h.core.stats()["preemptions"] and by_class(h, "queued_tokens") == [0, 0, 0, 0]
+
+
+def test_the_predicted_first_token_is_a_steps_time_while_little_is_before_it_and_the_pace_of_full_steps_else() -> None:
+    """4 ms a step and 0.1 ms a token, steps of 512 tokens: what full steps would take plays no part for 30 tokens."""
+    h = house("sarathi:order=class", slots=2, blocks=4000, context=8000)
+    model = h.core.replicas[0].model
+    assert h.core.predicted_ttft_ns(0) == 0
+    model.observed, model.c0, model.c1, model.c2, model.c3 = 1, 4.0 * MS, MS / 10, 0.0, 0.0
+    assert h.core.predicted_ttft_ns(0) == pytest.approx(4.1 * MS + 4.1 * MS)
+    h.add(request("urgent", 30, 3, seed=1, priority=0))
+    h.add(request("patient", 5090, 3, seed=2, priority=3))
+    assert h.core.predicted_ttft_ns(0) == pytest.approx(7 * MS + 4.1 * MS)
+    assert h.core.predicted_ttft_ns() == pytest.approx(10 * (4 * MS + 51.2 * MS) + 4.1 * MS)
+
+
+def test_the_oldest_of_a_class_is_the_first_that_waits_and_never_ran() -> None:
+    h = house("orcinus", slots=1)
+    for index, (priority, arrived) in enumerate([(3, 5), (2, 7), (2, 9), (3, 8), (1, 11)]):
+        h.add(request(f"{index}", 10, 3, seed=index, priority=priority, arrived_ns=arrived))
+        if not index:
+            h.step()
+    assert by_class(h, "oldest_ns") == [0, 11, 7, 8]
+    h.core.park("1")
+    assert by_class(h, "oldest_ns") == [0, 11, 9, 8]
+    h.step()
+    h.step()
+    assert by_class(h, "oldest_ns") == [0, 0, 9, 8], "the high one took the slot; who lost it has run"
+    h.core.resume("1", h.now)
+    h.finish()
+    assert by_class(h, "oldest_ns") == [0, 0, 0, 0]

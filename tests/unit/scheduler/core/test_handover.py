@@ -1,0 +1,243 @@
+"""Roles where they do not fit together: who computes and decodes what nobody hands over, or may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.draft import Draft
+from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.policy import How
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.types import Limits
+from services.scheduler.workers.fleet import UnreadableWarnings
+from tests.unit.scheduler.core.test_roles import D, P, counters, house, until
+from tests.unit.scheduler.core.twin import House, request
+
+
+def entered(h: House) -> list[int]:
+    """Runs to the end; how many sequences had a slot on each replica."""
+    found = [0] * len(h.workers)
+    for _ in range(1000):
+        for replica in h.workers:
+            while (step := h.plan(replica)) is not None:
+                found[replica] += len(step.enters)
+        for replica in h.workers:
+            h.answer(replica)
+            h.core.check()
+        h.now += 10_000_000
+        if h.core.idle:
+            return found
+    raise AssertionError("it never ended")
+
+
+def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    h, unread = House(Core("orcinus"), P), UnreadableWarnings()
+    h.join(D)
+    h.workers[1].unmappable = set(h.tiers)
+    unread.look(h.core, {0: "p", 1: "d"})
+    assert not caplog.records, "it has not tried yet"
+    for i in range(40):
+        h.add(request(f"r{i}", 10, 8, seed=i))
+    found = entered(h)
+    assert min(found) >= 10 and sum(found) == 40 and counters(h).handed == 0
+    for _ in range(2):
+        unread.look(h.core, {0: "p", 1: "d"})
+    (said,) = caplog.messages
+    assert "decode worker d" in said and "prefill worker p" in said and "could not map" in said
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (replace(D, host_tier="elsewhere/"), "another folder"),
+        (replace(D, kv_format="g"), "kv_format: g and f"),
+        (replace(D, host_tier=""), "no folder"),
+        (replace(D, block_size=8), "8 and 4 tokens"),
+    ],
+)
+def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
+    other: Limits, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    h = house(P, other)
+    UnreadableWarnings().look(h.core, {0: "p", 1: "d"})
+    assert len(caplog.messages) == 1 and why in caplog.messages[0]
+    for i in range(40):
+        h.add(request(f"r{i}", 10, 8, seed=i))
+    assert min(entered(h)) >= 10
+
+
+def test_a_decode_replica_computes_nothing_before_it_has_told_whom_it_can_read() -> None:
+    h = House(Core("orcinus"), P)
+    h.join(D)
+    h.add(request("r", 10, 8))
+    step = h.plan(1)
+    assert step is not None and step.peers and not step.enters
+    h.finish()
+
+
+def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> None:
+    h = house(P, D, replace(P, host_tier="elsewhere/"))
+    for i in range(30):
+        h.add(request(f"r{i}", 10, 8, seed=i))
+    for _ in range(100):
+        while (step := h.plan(1)) is not None:
+            assert not step.prefill_tokens
+        h.step_once()
+    assert h.core.idle
+
+
+@pytest.mark.parametrize("by_class", [True, False])
+def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool) -> None:
+    """One decode slot and a prefill replica that stands idle: a prompt that comes now starts at once."""
+    policy = "orcinus" if by_class else "sarathi"
+    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
+    for i in range(30):
+        h.add(request(f"r{i}", 8, 30, seed=i, priority=3 * (i % 2)))
+    until(h, lambda: counters(h).handed == 30, h.step_once)
+    h.step_once()
+    assert h.core.stats()["swapped"] >= 20
+    assert [h.core.stats()[f"behind_{name}"] for name in CLASSES] == [0, 0, 0, 0]
+    for i in range(3):
+        h.add(request(f"new{i}", 8, 5, seed=i, priority=i + 1))
+    assert [h.core.stats()[f"behind_{name}"] for name in CLASSES] == ([0, 1, 2, 3] if by_class else [3, 3, 3, 3])
+    h.finish()
+
+
+def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
+    h = house(replace(P, slots=2), replace(D, blocks=120))
+    for i in range(8):
+        h.add(request(f"r{i}", 8, 40, seed=i, priority=3))
+    until(h, lambda: h.core.replicas[1].table.count == 8, h.step_once)
+    for i in range(3):
+        h.add(request(f"new{i}", 8, 5, seed=i, priority=0))
+    assert h.core.stats()["behind_realtime"] == 3
+    h.lose(0)
+    assert h.core.stats()["behind_realtime"] == 0, "it computes itself now, and lower ones would yield"
+    h.finish()
+
+
+def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
+    """How often in so many steps of the prefill replica a replica is asked whether it could run a sequence."""
+    calls = 0
+    could = h.core._routing.could
+
+    def counted(replica: Replica, sequence: Sequence) -> bool:
+        nonlocal calls
+        calls += 1
+        return could(replica, sequence)
+
+    monkeypatch.setattr(h.core._routing, "could", counted)
+    for _ in range(steps):
+        assert h.plan(0) is not None
+        h.answer(0)
+    return calls
+
+
+def test_a_full_host_tier_costs_no_look_at_each_that_decodes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(replace(P, host_blocks=1, blocks=200), D, lookahead=0)
+    for i in range(8):
+        h.add(request(f"r{i}", 7, 30, seed=i))
+    until(h, lambda: counters(h).not_handed, lambda: (h.plan(0), h.answer(0)))
+    assert counters(h).not_handed == 8, "each is counted once"
+    assert asked(h, monkeypatch, 10) == 0
+    assert counters(h).not_handed == 8
+    h.finish()
+
+
+def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(replace(P, blocks=200, host_blocks=200), replace(D, max_model_len=20), replace(D, blocks=5), lookahead=0)
+    for i in range(8):
+        h.add(request(f"r{i}", 7, 40, seed=i))
+    assert asked(h, monkeypatch, 1) > 0
+    assert asked(h, monkeypatch, 1) == 2 * 8
+    assert asked(h, monkeypatch, 10) == 0
+    assert counters(h).handed == counters(h).not_handed == 0
+    h.finish()
+
+
+def handed_at_switch(lookahead: int, lag: int = 0) -> House:
+    """Three run on the decode replica for long, "x" and "y" have just been handed over when another policy is asked
+    for, and "new" waits."""
+    h = house(P, replace(D, blocks=150), lookahead=lookahead, lag=lag)
+    for i in range(3):
+        h.add(request(f"long{i}", 8, 70, seed=i))
+    until(h, lambda: h.core.replicas[1].table.count == 3, h.step_once)
+    for name in "xy":
+        h.add(request(name, 8, 10, seed=9))
+    until(h, lambda: counters(h).handed == 5, lambda: (h.plan(0), counters(h).handed == 5 or h.answer(0)))
+    h.core.switch("vllm")
+    h.add(request("new", 8, 5, seed=10))
+    return h
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_who_was_handed_over_goes_on_while_another_policy_waits_for_the_end_of_what_runs(
+    lookahead: int, lag: int
+) -> None:
+    h = handed_at_switch(lookahead, lag)
+    until(h, lambda: {"x", "y"} <= set(h.ended), h.step_once)
+    assert set(h.ended) == {"x", "y"} and h.core.policy.name == "orcinus"
+    assert "new" not in h.started, "nobody else enters"
+    until(h, lambda: h.core.policy.name == "vllm", h.step_once)
+    assert {"long0", "long1", "long2"} <= set(h.ended) and "new" not in h.ended
+    h.finish()
+
+
+def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
+    h = house(P, replace(D, slots=1), lookahead=0)
+    for i in range(4):
+        h.add(request(f"r{i}", 8, 20, seed=i))
+    until(h, lambda: counters(h).handed == 4, h.step_once)
+    h.core.switch("vllm")
+    h.add(request("new", 8, 5, seed=10))
+    h.finish()
+    assert h.core.policy.name == "vllm"
+
+
+def test_a_policy_that_is_asked_for_no_more_lets_all_enter_again() -> None:
+    h = handed_at_switch(1)
+    for _ in range(5):
+        h.step_once()
+    h.core.switch("orcinus")
+    until(h, lambda: "new" in h.ended, h.step_once)
+    assert "long0" not in h.ended
+    h.finish()
+
+
+def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
+    """The prefill replica has preempted "a" by swap after 16 of its 60 tokens of prompt; it runs to its end. Also the
+    prompt tokens that each replica computed after that."""
+    h = house(replace(P, max_step_tokens=16), *others, lookahead=0)
+    h.add(request("a", 60, 6, seed=1))
+    h.plan(0)
+    h.answer(0)
+    out = h.core.collector()
+    h.core._shared.preempt(h.core.replicas[0], Draft(0, 0, 0), 0, h.now, out, How.SWAP)
+    h.take(out.build())
+    assert h.core.stats()["swapped"] == 1
+    h.plan(0)
+    h.answer(0)
+    computed = [0] * len(h.workers)
+    while not h.core.idle:
+        for replica in h.workers:
+            while (step := h.plan(replica)) is not None:
+                computed[replica] += int(step.chunk_lengths[step.chunk_lengths > 1].sum())
+        for replica in h.workers:
+            h.answer(replica)
+            h.core.check()
+        h.now += 10_000_000
+    return h, computed
+
+
+def test_what_was_swapped_out_in_the_middle_of_its_prompt_goes_on_where_prompts_are_computed() -> None:
+    h, computed = swapped_in_its_prompt(D)
+    assert computed == [44, 0] and counters(h).handed == 1
+    h, computed = swapped_in_its_prompt(D, replace(P, max_step_tokens=16))
+    assert sum(computed) == 44 and computed[1] == 0, "either prefill replica may load it"

@@ -1,0 +1,388 @@
+"""What the core tells about a request: its ends, checkpoints, restarts, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Int32, Limits, Records, StepResult
+from tests.unit.scheduler.core.twin import MS, House, answer, request
+
+LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128)
+CORE = Path(__file__).resolve().parents[4] / "services" / "scheduler" / "core"
+
+
+def house(policy: str = "orcinus", limits: Limits = LIMITS, **more: int) -> House:
+    return House(Core(policy, **more), limits)
+
+
+def rounds(h: House, count: int) -> None:
+    for _ in range(count):
+        h.step_once()
+
+
+def blocks_free(h: House) -> bool:
+    stats = h.core.stats()
+    return stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"] and stats["running"] == 0
+
+
+# -- ends
+
+
+def test_a_stop_id_ends_a_sequence_and_is_part_of_what_is_published() -> None:
+    new = request("a", 4, 30, seed=3)
+    tokens, _ = answer(new, 0, 64)
+    new.stop_ids = np.array([22, tokens[6]], np.int32)
+    h = house(lookahead=2)
+    h.add(new)
+    h.finish()
+    assert h.ended["a"] == [Finish.STOP]
+    assert h.published["a", 0] == tokens[: tokens.index(tokens[6]) + 1]
+
+
+def test_the_last_of_many_stop_ids_counts_beside_a_request_without_any() -> None:
+    many = request("many", 4, 30, seed=3)
+    tokens, _ = answer(many, 0, 64)
+    many.stop_ids = np.array([*range(100, 115), tokens[6]], np.int32)
+    h = house()
+    h.add(many)
+    h.add(request("none", 4, 30, seed=4))
+    h.finish()
+    assert [h.ended["many"], h.ended["none"]] == [[Finish.STOP], [Finish.LENGTH]]
+
+
+def test_no_stop_id_counts_before_min_tokens() -> None:
+    new = request("a", 4, 12, seed=3, min_tokens=9)
+    new.stop_ids = np.arange(16, dtype=np.int32)  # most tokens would stop it
+    h = house()
+    h.add(new)
+    h.finish()
+    assert len(h.published["a", 0]) >= 9
+
+
+def test_a_full_context_ends_a_sequence_by_length() -> None:
+    h = house()
+    h.add(request("a", 60, 500, seed=1))
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH] and len(h.published["a", 0]) == 4
+
+
+def test_max_tokens_zero_ends_at_once() -> None:
+    h = house()
+    h.add(request("a", 4, 0, seed=1))
+    assert h.ended["a"] == [Finish.LENGTH] and h.core.idle
+
+
+def test_each_prompt_and_each_n_is_a_sequence_of_its_own() -> None:
+    h = house()
+    h.add(request("a", (3, 7), 6, seed=4, n=2))
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH] * 4
+    assert h.started == ["a"]
+    assert len({tuple(h.published["a", c]) for c in range(4)}) == 4
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2, 3])
+@pytest.mark.parametrize("answered", [0, 1, 4])
+def test_a_cancel_at_any_moment_frees_slots_and_blocks_at_once(in_flight: int, answered: int) -> None:
+    h = house(lookahead=2)
+    h.add(request("a", (5, 9), 20, seed=1, n=2))
+    rounds(h, answered)
+    while len(h.core.replicas[0].inflight) > in_flight:
+        h.answer()
+    while len(h.core.replicas[0].inflight) < in_flight and h.plan() is not None:
+        pass
+    h.take(h.core.cancel("a", h.now))
+    h.core.check()
+    assert h.ended["a"] == [Finish.CANCELLED] * 4 and blocks_free(h)
+    h.add(request("b", 5, 6, seed=2))  # takes the same slots while the old answers still come
+    h.finish()
+    assert h.core.stats()["cancelled"] == 1 and h.core.stats()["finished"] == 1
+
+
+def test_a_cancel_of_an_unknown_request_tells_nothing() -> None:
+    outcome = house().core.cancel("nobody", 0)
+    assert not outcome.requests and not outcome.ended
+
+
+def test_a_cancel_with_an_error_tells_it() -> None:
+    h = house()
+    h.add(request("a", 4, 9, seed=1))
+    h.take(h.core.cancel("a", h.now, Finish.ERROR, "was alone in the step at two crashes"))
+    assert h.errors["a"] == "was alone in the step at two crashes" and h.core.stats()["failed"] == 1
+
+
+def test_a_stop_string_ends_its_choice_alone_and_trims_it() -> None:
+    h = house()
+    h.add(request("a", 5, 20, seed=1, n=2))
+    rounds(h, 9)
+    outputs = list(h.published["a", 1])
+    assert len(outputs) > 4
+    h.stop("a", 1, 4)
+    h.core.check()
+    assert "a" not in h.ended
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH, Finish.STOP]
+
+
+def test_a_stop_for_what_has_ended_or_never_was_tells_nothing() -> None:
+    h = house()
+    h.add(request("a", 5, 3, seed=1, n=2))
+    h.finish()
+    for choice in (0, 7, -1):
+        assert not h.core.stop("a", choice, 1, h.now).requests
+    assert not h.core.stop("nobody", 0, 1, h.now).requests
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_a_passed_deadline_ends_the_running_and_the_waiting(slots: int) -> None:
+    h = house(limits=Limits(slots, 64, 4, 64, 128))
+    h.add(request("first", 5, 50, seed=1, deadline_ns=h.now + 95 * MS))
+    h.add(request("second", 5, 50, seed=2, deadline_ns=h.now + 50 * MS))
+    h.add(request("third", 5, 3, seed=3))
+    rounds(h, 7)
+    assert h.ended["second"] == [Finish.DEADLINE] and "first" not in h.ended
+    rounds(h, 4)
+    assert h.ended["first"] == [Finish.DEADLINE]
+    h.finish()
+    assert h.ended["third"] == [Finish.LENGTH]
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
+    h = house()
+    for i in range(600):
+        h.add(request(f"r{i}", 2, 1, seed=1, deadline_ns=h.now + 10**15))
+        rounds(h, 3)
+    h.finish()
+    assert len(h.core._deadlines) <= 65
+
+
+def test_failure_in_the_last_unanswered_step_ends_a_parked_sequence() -> None:
+    h = House(Core("orcinus", lookahead=1), Limits(4, 100, 4, 64, 64))
+    h.add(request("a", 5, 9, seed=1))
+    assert h.plan() is not None
+    h.core.park("a")
+    h.workers[0].fail_next = {0}
+    h.answer()
+    assert h.ended["a"] == [Finish.ERROR]
+    assert h.core.idle
+
+
+def test_one_sequence_fails_alone() -> None:
+    h = house()
+    h.add(request("a", 5, 8, seed=1, n=3))
+    rounds(h, 3)
+    h.workers[0].fail_next = {1}
+    h.answer()
+    h.core.check()
+    assert h.over["a", 1] is Finish.ERROR and "a" not in h.ended
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH, Finish.ERROR, Finish.LENGTH]
+    assert h.errors["a"] == "nan_logits: the logits are not finite"
+
+
+# -- what can never run
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "says"),
+    [
+        (64, 1, ("64", "context is 64")),
+        (30, 30, ("30", "15 KV blocks", "has 10")),
+        (0, 5, ("empty",)),
+    ],
+)
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_request_that_can_never_run_is_an_error_that_names_the_values(
+    prompt: int, max_tokens: int, says: tuple[str, ...], joined: bool
+) -> None:
+    limits = Limits(slots=8, blocks=10, block_size=4, max_model_len=64, max_step_tokens=128)
+    h = house(limits=limits)
+    if not joined:
+        h.lose()
+    h.add(request("a", prompt, max_tokens, seed=1))
+    if not joined:
+        h.join(limits)
+        assert not h.core.idle or "a" in h.ended
+        h.plan()
+    assert h.ended["a"] == [Finish.ERROR] and h.core.idle
+    assert all(word in h.errors["a"] for word in says), h.errors["a"]
+
+
+def test_a_request_that_just_fits_an_empty_pool_runs() -> None:
+    for policy in ("orca", "sarathi", "orcinus"):
+        h = house(policy, Limits(slots=2, blocks=10, block_size=4, max_model_len=64, max_step_tokens=16), lookahead=2)
+        h.add(request("a", 21, 20, seed=1))  # 40 tokens are computed: 10 blocks of 4
+        h.finish()
+        assert h.ended["a"] == [Finish.LENGTH]
+
+
+def test_wrong_calls_are_refused() -> None:
+    h = house()
+    h.add(request("a", 4, 9, seed=1))
+    with pytest.raises(ValueError, match="held already"):
+        h.core.add(request("a", 4, 9, seed=1), h.now)
+    with pytest.raises(ValueError, match="priority 4"):
+        h.core.add(request("b", priority=4), h.now)
+    with pytest.raises(ValueError, match="17 stop ids"):
+        h.core.add(request("c", stop_ids=tuple(range(17))), h.now)
+    h.plan()
+    with pytest.raises(ValueError, match="other slots"):
+        h.core.apply(StepResult(1, 0, np.array([3], np.int32), np.array([1], np.int32)), h.now)
+    with pytest.raises(ValueError, match="2 tokens for 1"):
+        h.core.apply(StepResult(1, 0, np.array([0], np.int32), np.array([1, 2], np.int32)), h.now)
+    assert h.core.unfinished == 1
+
+
+# -- delivery
+
+
+def test_rows_follow_an_adopted_request_to_its_new_gateway() -> None:
+    h = house()
+    h.add(request("a", 5, 20, seed=1, gateway="one"))
+    h.add(request("b", 5, 20, seed=2, gateway="one"))
+    rounds(h, 4)
+    h.core.adopt("a", "two")
+    h.core.adopt("nobody", "two")
+    h.plan()
+    outcome = h.answer()
+    assert outcome is not None and sorted(outcome.gateways) == ["one", "two"]
+    h.finish()
+
+
+def records_of(tokens: Int32) -> Records:
+    """Something of each token's own."""
+    return np.array([b"%d" % token for token in tokens.tolist()], object)
+
+
+def test_rows_of_a_gateway_stand_together_with_their_logprobs() -> None:
+    h = house()
+    for i in range(6):
+        h.add(request(f"r{i}", 3, 9, seed=i, gateway="xyx"[i % 3]))
+    h.plan()
+    result = h.workers[0].run()
+    result.logprobs = records_of(result.tokens)
+    outcome = h.core.apply(result, h.now)
+    assert outcome.gateways in (["x"] * 4 + ["y"] * 2, ["y"] * 2 + ["x"] * 4)
+    assert outcome.logprobs is not None and (outcome.logprobs == records_of(outcome.tokens)).all()
+    h.take(outcome)
+    h.finish()
+
+
+def test_logprobs_of_the_preempted_stay_with_their_tokens() -> None:
+    """A small pool: some are preempted with a step unanswered, and that step's token comes with its logprob."""
+    h = house("sarathi", Limits(6, 20, 2, 40, 64), lookahead=2)
+    late = 0
+    for i in range(24):
+        h.add(request(f"r{i}", 1 + 3 * i % 7, 9 + 5 * i % 11, seed=i, gateway="ab"[i % 2]))
+    for _ in range(400):
+        if h.core.idle:
+            break
+        while h.plan() is not None:
+            pass
+        if not h.workers[0].queue:
+            continue
+        late += bool(h.core.replicas[0].departed)
+        result = h.workers[0].run()
+        result.logprobs = records_of(result.tokens)
+        outcome = h.core.apply(result, h.now)
+        if outcome.tokens.size:
+            assert outcome.logprobs is not None and (outcome.logprobs == records_of(outcome.tokens)).all()
+        h.take(outcome)
+    h.finish()
+    assert late, "nobody was preempted with a step unanswered"
+
+
+def test_a_checkpoint_is_due_after_32_tokens_a_second_and_at_the_end() -> None:
+    h = house(limits=Limits(2, 64, 16, 256, 128), lookahead=0)
+    h.add(request("a", 4, 71, seed=1))
+    seen: list[tuple[int, int]] = []
+
+    def go(times: int) -> None:
+        for _ in range(times):
+            h.plan()
+            outcome = h.answer()
+            assert outcome is not None
+            seen.extend((first, tokens.size) for _, _, first, tokens in outcome.checkpoints)
+
+    go(64)
+    assert seen == [(0, 32), (32, 32)]
+    go(2)
+    h.now += 1000 * MS
+    go(1)
+    assert seen[2:] == [(64, 3)]
+    go(4)
+    assert seen[3:] == [(67, 4)] and h.core.idle
+
+
+def test_what_a_preempted_sequence_has_is_checkpointed_while_it_waits() -> None:
+    h = house("sarathi", Limits(4, 8, 2, 32, 64), lookahead=0)
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2))
+    while not h.core.stats()["preemptions"]:
+        h.step_once()
+    assert h.records["b", 0] == h.published["b", 0] != []
+    h.finish()
+
+
+# -- figures and structure
+
+
+def test_stats_tell_what_the_last_step_was_made_of() -> None:
+    h = house("sarathi", step_tokens=8, lookahead=0)
+    h.add(request("a", 4, 9, seed=1, priority=0))
+    h.add(request("b", 20, 9, seed=1, priority=3))
+    h.plan()
+    h.answer()
+    h.add(request("c", 7, 9, seed=1, priority=1))
+    h.plan()
+    stats = h.core.stats()
+    assert (stats["step_tokens"], stats["step_decode"], stats["step_prefill"]) == (8, 1, 7)
+    assert (stats["running"], stats["waiting"], stats["waiting_high"]) == (2, 1, 1)
+    assert stats["queued_tokens"] == (20 - 4 - 7 - 1) + 7  # b's prompt but its last token, and c
+    assert stats["blocks_total"] - stats["blocks_free"] == 2 + 3
+    h.finish()
+    assert h.core.stats()["finished"] == 3 and h.core.stats()["tokens_total"] == 27
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: r.table.planned.__setitem__(0, 30),
+        lambda r: r.table.held.__setitem__(0, 0),
+        lambda r: r.table.unanswered.__setitem__(0, 0),
+        lambda r: r.table.blocks.__setitem__((0, 0), int(r.table.blocks[1, 0])),
+        lambda r: r.pool.refs.__setitem__(0, 2),
+        lambda r: setattr(r, "outstanding", 5),
+        lambda r: r.table.sequence.__setitem__(0, r.table.sequence[1]),
+    ],
+)
+def test_check_sees_a_spoiled_table(spoil: object) -> None:
+    h = house()
+    for name in "ab":
+        h.add(request(name, 5, 20, seed=1))
+    h.plan()
+    h.core.check()
+    spoil(h.core.replicas[0])  # type: ignore[operator]
+    with pytest.raises(RuntimeError):
+        h.core.check()
+
+
+def test_the_core_is_pure() -> None:
+    """numpy and the standard library's pure parts; no clock, no I/O, no assert, no file over 400 lines."""
+    pure = {"__future__", "numpy", "collections", "dataclasses", "enum", "heapq", "typing", "math", "re"}
+    for path in sorted(CORE.rglob("*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            assert not isinstance(node, ast.Assert), path
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.startswith("services.scheduler.core") or name.split(".")[0] in pure, (path, name)
+    assert "services.scheduler.core" in sys.modules

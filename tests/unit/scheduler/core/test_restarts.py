@@ -1,0 +1,188 @@
+"""What the core makes of lost workers, restarts and requests that go back to the queue."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Limits, StepResult
+from tests.unit.scheduler.core.test_requests import LIMITS, house, rounds
+from tests.unit.scheduler.core.twin import answer, request
+
+# -- workers that come and go
+
+
+def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
+    h = house()
+    h.add(request("a", 4, 9, seed=1))
+    step = h.plan()
+    assert step is not None
+    failed = StepResult(step.id, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), error="out of memory")
+    assert not h.core.apply(failed, h.now).requests and len(h.core.replicas[0].inflight) == 1
+    result = h.workers[0].run()
+    h.lose()
+    assert not h.core.apply(result, h.now).requests
+    assert h.core.waiting_count == 1 and h.core.plan(h.now) == (None, None)
+    h.join(LIMITS)
+    h.finish()
+
+
+def test_the_lost_keep_their_arrival_and_their_tokens() -> None:
+    h = house(limits=Limits(2, 64, 4, 64, 128))
+    for seed, name in enumerate("ab"):
+        h.add(request(name, 5, 12, seed=seed))
+    rounds(h, 5)
+    h.add(request("c", 5, 12, seed=2))
+    produced = len(h.published["a", 0])
+    assert produced
+    h.lose()
+    h.join(Limits(2, 64, 4, 64, 128))
+    step = h.plan()
+    assert step is not None
+    assert [e.request.id for e in step.enters] == ["a", "b"]
+    assert step.enters[0].tokens.size == 5 + produced and step.enters[0].prompt_tokens == 5
+    assert [len(h.records["a", 0]), h.core.stats()["preemptions"]] == [produced, 0]
+    h.finish()
+
+
+def test_a_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
+    new = request("a", 5, 10, seed=1, n=2)
+    both = [answer(new, c, 64)[0] for c in range(2)]
+    new.outputs = [np.array(both[0][:4], np.int32), np.array(both[1][:2], np.int32)]
+    new.finished = [Finish.RUNNING, Finish.STOP]
+    h = house()
+    h.add(new)
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH, Finish.STOP]
+    assert h.published["a", 0] == both[0] and h.published["a", 1] == both[1][:2]
+
+
+def test_outputs_that_no_checkpoint_has_carried_before_a_restart_are_in_the_first_one() -> None:
+    new = request("a", 5, 10, seed=1, n=3)
+    whole = [answer(new, choice, 64)[0] for choice in range(3)]
+    new.outputs = [np.array(tokens[:count], np.int32) for tokens, count in zip(whole, (7, 4, 10), strict=True)]
+    new.recorded = [3, 4, 9]
+    outcome = Core(checkpoint_tokens=32).add(new, 0)
+    carried = [(choice, first, tokens.tolist()) for _, choice, first, tokens in outcome.checkpoints]
+    assert carried == [(0, 3, whole[0][3:7]), (2, 9, whole[2][9:10])]
+
+
+def test_a_request_that_was_complete_before_a_restart_ends_at_once() -> None:
+    new = request("a", 5, 4, seed=1)
+    new.outputs = [np.array(answer(new, 0, 64)[0], np.int32)]
+    h = house()
+    h.add(new)
+    assert h.ended["a"] == [Finish.LENGTH] and h.core.idle
+
+
+# -- back to the queue
+
+
+def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is_not() -> None:
+    h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
+    h.add(request("runs", 4, 8, seed=1))
+    rounds(h, 2)
+    waits = request("waits", 4, 8, seed=2)
+    assert not h.core.add(waits, h.now).requests
+    assert not h.core.release("runs")
+    assert not h.core.release("unknown")
+    assert h.core.release("waits")
+    h.core.check()
+    assert h.core.unfinished == 1
+    h.finish()  # no row of "waits": the house would not know it
+    assert not h.core.add(waits, h.now).errors  # the same id may come again
+
+
+def test_a_request_that_ran_is_let_go_with_a_checkpoint_and_goes_on_elsewhere() -> None:
+    h, other = house(), house()
+    h.add(request("goes", 4, 20, seed=1))
+    h.add(request("stays", 4, 20, seed=2))
+    rounds(h, 6)
+    assert h.core.release("goes", begun=True)
+    assert not h.core.release("goes", begun=True)
+    h.core.check()
+    h.take(h.core.checkpoint())
+    told = h.published["goes", 0]
+    assert told and h.records["goes", 0] == told
+    again = request("goes", 4, 20, seed=1)
+    again.outputs = [np.array(told, np.int32)]
+    other.add(again)
+    other.finish()
+    assert other.published["goes", 0][: len(told)] == told
+    del h.requests["goes"]
+    h.finish()  # answers to steps that it was in are dropped: no row of it any more
+    assert h.published["goes", 0] == told
+
+
+def test_a_restarted_request_with_outputs_is_not_released() -> None:
+    core = Core()
+    new = request("r", 4, 8, seed=1)
+    new.outputs = [np.array([5], np.int32)]
+    core.add(new, 1)
+    assert not core.release("r")
+
+
+# -- set aside
+
+
+def test_a_parked_request_gets_no_step_until_it_is_resumed_in_its_old_place() -> None:
+    h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
+    for index, name in enumerate("abc"):
+        h.add(request(name, 4, 8, seed=index))
+    h.core.park("a")
+    h.core.check()
+    assert h.core.stats()["parked"] == 1
+    rounds(h, 3)
+    assert h.started == ["b"]
+    h.core.resume("a", h.now)
+    assert h.core.stats()["parked"] == 0
+    h.finish()
+    assert h.started == ["b", "a", "c"]
+
+
+def test_a_running_request_that_is_parked_gives_up_slot_and_blocks_and_no_token() -> None:
+    h = house()
+    h.add(request("a", 4, 20, seed=1))
+    h.add(request("b", 4, 20, seed=2))
+    rounds(h, 3)
+    h.core.park("a")
+    h.core.park("a")  # asked again while a step of it is unanswered
+    h.core.check()
+    rounds(h, 3)
+    stats = h.core.stats()
+    assert (stats["parked"], stats["running"]) == (1, 1)
+    known = list(h.published["a", 0])
+    assert h.records["a", 0] == known, "what it has is in the record"
+    rounds(h, 3)
+    assert h.published["a", 0] == known
+    h.core.resume("a", h.now)
+    h.finish()
+    assert h.ended == {"a": [Finish.LENGTH], "b": [Finish.LENGTH]}
+    assert h.published["a", 0][: len(known)] == known
+    assert len(h.published["a", 0]) == 20
+
+
+def test_a_parked_request_can_be_cancelled() -> None:
+    h = house()
+    h.add(request("runs", 4, 8, seed=1))
+    rounds(h, 2)
+    h.add(request("waits", 4, 8, seed=2))
+    h.core.park("waits")
+    h.core.park("unknown")
+    h.core.resume("unknown", h.now)
+    h.take(h.core.cancel("waits", h.now))
+    h.core.check()
+    h.finish()
+    assert h.ended == {"waits": [Finish.CANCELLED], "runs": [Finish.LENGTH]}
+
+
+def test_a_last_checkpoint_carries_everything_that_is_known() -> None:
+    h = house(checkpoint_tokens=1000)
+    new = request("a", 4, 30, seed=1)
+    h.add(new)
+    rounds(h, 6)
+    assert h.records["a", 0] == []
+    h.take(h.core.checkpoint())
+    assert h.records["a", 0] == h.published["a", 0] != []
+    h.take(h.core.checkpoint())  # nothing twice
+    h.finish()

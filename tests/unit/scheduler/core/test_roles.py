@@ -1,0 +1,329 @@
+"""Roles: what a prefill replica has computed goes to a decode replica through the host tier, and nothing waits for a
+role that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import worker_pb2
+from services.scheduler.core.core import Core
+from services.scheduler.core.draft import Counters
+from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
+from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
+from shared.columns import pack, unpack
+from tests.unit.scheduler.core.twin import House, answer, request
+
+BOTH = Limits(slots=8, blocks=40, block_size=4, max_model_len=80, max_step_tokens=64, host_blocks=60, kv_format="f")
+BOTH.host_tier = "folder/"
+P, D = replace(BOTH, role=PREFILL), replace(BOTH, role=DECODE)
+
+
+def house(*limits: Limits, policy: str = "orcinus", lookahead: int = 1, lag: int = 0, **more: Any) -> House:
+    h = House(Core(policy, lookahead=lookahead, checkpoint_tokens=4, **more), limits[0], lag)
+    for each in limits[1:]:
+        h.join(each)
+    h.step_once()  # in which they are told of each other
+    return h
+
+
+def counters(h: House) -> Counters:
+    return h.core._shared.counters
+
+
+def until(h: House, done: Callable[[], object], step: Callable[[], object]) -> None:
+    """Steps until then."""
+    for _ in range(1000):
+        if done():
+            return
+        step()
+        h.core.check()
+    raise AssertionError("it never came")
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_prompt_is_computed_on_one_replica_and_decoded_on_the_other(lookahead: int, lag: int) -> None:
+    h = house(P, D, lookahead=lookahead, lag=lag)
+    prompts: list[int] = []
+    for i in range(12):
+        h.add(request(f"r{i}", 6 + i, 9, seed=i))
+    for _ in range(1000):
+        for replica in (0, 1):
+            while (step := h.plan(replica)) is not None:
+                h.core.check()
+                if replica == 0:
+                    prompts += step.chunk_lengths.tolist()
+                else:
+                    assert (step.chunk_lengths == 1).all(), "a prompt was computed where only is decoded"
+        for replica in (0, 1):
+            h.answer(replica)
+            h.core.check()
+        h.now += 10_000_000
+        if h.core.idle:
+            break
+    assert sum(prompts) == sum(6 + i for i in range(12)), "nothing but prompts, each once"
+    assert counters(h).handed == 12 and len(h.ended) == 12
+
+
+def test_a_request_of_one_token_ends_where_its_prompt_was_computed() -> None:
+    h = house(P, D)
+    h.add(request("r", 9, 1))
+    h.finish()
+    assert counters(h).handed == 0 and h.core.stats()["swapped_blocks"] == 0
+
+
+def test_without_the_other_role_a_replica_does_both() -> None:
+    for alone in (P, D):
+        h = house(alone, alone)
+        for i in range(8):
+            h.add(request(f"r{i}", 10, 8, seed=i))
+        h.finish()
+        assert counters(h).handed == 0
+
+
+@pytest.mark.parametrize(
+    "other", [replace(D, host_tier="elsewhere/"), replace(D, kv_format="g"), replace(D, host_tier="")]
+)
+def test_replicas_that_do_not_share_a_folder_and_a_format_are_no_peers(other: Limits) -> None:
+    h = House(Core("orcinus"), P)
+    h.join(other)
+    assert h.plan(0) is None and h.plan(1) is None
+    assert h.plan(0) is None
+
+
+def test_peers_are_told_of_who_joins_and_of_who_is_lost() -> None:
+    h = House(Core("orcinus"), P)
+    assert h.plan(0) is None
+    h.join(D)
+    first = h.plan(0)
+    assert first is not None and [(p.number, p.host_tier, p.host_blocks) for p in first.peers] == [(1, "folder/1", 60)]
+    assert first.chunk_slots.size == 0 and first.swap_in_peers.size == 0
+    h.answer(0)
+    assert h.plan(0) is None
+    h.lose(1)
+    gone = h.plan(0)
+    assert gone is not None and [(p.number, p.host_tier) for p in gone.peers] == [(1, "")]
+    h.join(D)
+    again = h.plan(0)
+    assert again is not None and [(p.number, p.host_tier) for p in again.peers] == [(1, "folder/2")]
+
+
+def test_an_acknowledgement_of_a_tier_that_was_replaced_counts_for_nothing() -> None:
+    h = House(Core("orcinus"), P)
+    h.join(D)
+    h.plan(1)
+    h.lose(0)
+    h.join(P)  # under the number that the decode replica is about to acknowledge for the old one
+    h.answer(1)
+    assert not h.core.replicas[1].peers.readable
+    h.plan(1)
+    h.answer(1)
+    assert h.core.replicas[1].peers.readable == {0: h.core.replicas[0]}
+
+
+def test_nothing_is_loaded_before_its_copy_is_acknowledged() -> None:
+    h = house(P, D, lookahead=0)
+    h.add(request("r", 9, 6))
+    until(h, lambda: counters(h).handed, lambda: h.plan(0) or h.answer(0))
+    assert h.plan(1) is None, "the swap-out is on its way"
+    h.answer(0)
+    step = h.plan(1)
+    assert step is not None and step.swap_in_peers.tolist() == [0, 0, 0]
+    source = h.core.replicas[0].host
+    assert source.total - source.available == 3, "kept until they are copied"
+    h.answer(1)
+    assert source.available == source.total
+    h.finish()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_second_prompt_with_the_same_prefix_hits_where_the_first_was_computed(lookahead: int) -> None:
+    h = house(P, D, lookahead=lookahead)
+    h.add(request("a", 33, 4, seed=5))
+    h.finish()
+    h.add(request("b", 33, 4, seed=5))
+    h.finish()
+    assert h.core.replicas[0].sharing.hit_tokens == 32
+    assert counters(h).handed == 2
+
+
+def test_those_who_wait_for_a_prefix_get_it_though_its_owner_is_about_to_leave() -> None:
+    h = house(P, D, lookahead=1)
+    for name in "abcd":
+        h.add(request(name, 33, 4, seed=5))
+    h.finish()
+    assert h.core.replicas[0].sharing.hit_tokens == 3 * 32
+
+
+def test_a_full_host_tier_keeps_sequences_where_they_are_until_there_is_room() -> None:
+    h = house(replace(P, host_blocks=4), D)
+    for i in range(10):
+        h.add(request(f"r{i}", 12, 20, seed=i))
+    h.finish()
+    assert counters(h).not_handed > 0 and counters(h).handed > 0
+
+
+def test_a_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
+    h = house(P, D, lookahead=0, lag=3)
+    for i in range(4):
+        h.add(request(f"r{i}", 9, 12, seed=i))
+    transfers = h.core.replicas[1].transfers
+    until(
+        h,
+        lambda: any(transfers.from_peer(slot) is not None for slot in transfers.slots()),
+        lambda: h.plan(1) or h.step_once(),
+    )
+    loading = len(h.core.replicas[1].transfers.slots())
+    h.lose(0)
+    h.core.check()
+    assert len(h.core.replicas[1].transfers.slots()) < loading
+    draining = h.core.replicas[1].pool.draining
+    assert draining > 0, "the copies go on"
+    h.finish()
+    assert h.core.replicas[1].pool.draining == 0
+
+
+def test_a_lost_decode_replica_leaves_the_kv_that_it_was_loading_for_the_next() -> None:
+    h = house(P, D, D, lookahead=0, lag=3)
+    h.add(request("r", 9, 12))
+    until(
+        h,
+        lambda: any(h.core.replicas[d].transfers.slots() for d in (1, 2)),
+        lambda: h.plan(1) or h.plan(2) or h.step_once(),
+    )
+    loads = next(d for d in (1, 2) if h.core.replicas[d].transfers.slots())
+    before = h.core.stats()["recomputed_tokens"]
+    h.lose(loads)
+    h.core.check()
+    assert h.core.stats()["swapped"] == 1
+    h.finish()
+    assert h.core.stats()["recomputed_tokens"] == before, "loaded from the same host blocks"
+
+
+def test_what_a_decode_replica_preempts_it_swaps_to_its_own_tier() -> None:
+    h = house(P, replace(D, blocks=14), policy="orcinus:memory=fits")
+    for i in range(6):
+        h.add(request(f"r{i}", 8, 24, seed=i))
+    h.finish()
+    assert h.core.stats()["preemptions"] > 0 and h.core.stats()["recomputed_tokens"] == 0
+
+
+def test_many_that_wait_to_be_decoded_do_not_keep_prompts_from_being_computed() -> None:
+    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
+    for i in range(40):
+        h.add(request(f"r{i}", 8, 30, seed=i))
+    for _ in range(40):
+        h.step_once()
+    assert counters(h).handed == 40, "the decode replica has one slot"
+    h.finish()
+
+
+def test_a_replica_without_a_role_loads_what_another_swapped_out() -> None:
+    """Peers need no roles: the one whose pool is full swaps, the other one has room."""
+    h = house(replace(BOTH, blocks=20), policy="orcinus:memory=fits,relief=newest-swap")
+    for i in range(4):
+        h.add(request(f"r{i}", 12, 30, seed=i))
+    for _ in range(60):
+        h.step_once()
+        if h.core.stats()["swapped"]:
+            break
+    assert h.core.stats()["swapped"]
+    h.join(replace(BOTH, blocks=80))
+    copied = False
+    for _ in range(100):
+        while (step := h.plan(1)) is not None:
+            copied |= bool(step.swap_in_peers.size)
+        h.step_once()
+    h.finish()
+    assert copied
+
+
+def test_on_trial_a_request_stays_on_the_dock_whatever_its_role() -> None:
+    for dock in (P, D):
+        h = house(dock)
+        h.add(request("poison", 9, 8))
+        h.core.confine({"poison"})
+        h.core.assign_dock(h.now)
+        h.join(D if dock is P else P)
+        h.add(request("other", 9, 8, seed=1))
+        h.finish()
+        assert h.ended["poison"] == [Finish.LENGTH] and h.ended["other"] == [Finish.LENGTH]
+
+
+def test_a_sequence_parked_or_cancelled_on_its_way_gives_back_its_blocks() -> None:
+    h = house(P, D, lookahead=1, lag=1)
+    for i in range(12):
+        h.add(request(f"r{i}", 9, 14, seed=i))
+    for i in range(12):
+        h.step_once()
+        if i % 2:
+            h.core.park(f"r{i}")
+            h.core.check()
+        else:
+            h.take(h.core.cancel(f"r{i}", h.now))
+            h.core.check()
+    for i in range(12):
+        h.core.resume(f"r{i}", h.now)
+    h.finish()
+    stats = h.core.stats()
+    assert stats["host_blocks_free"] == stats["host_blocks_total"] and stats["blocks_draining"] == 0
+
+
+def test_peers_and_their_blocks_cross_the_wire() -> None:
+    info = worker_pb2.WorkerInfo(max_seqs=4, gpu_blocks=8, block_size=4, role="decode", host_tier="f/1", kv_format="x")
+    limits = limits_from_wire(info)
+    assert (limits.role, limits.host_tier, limits.kv_format) == (DECODE, "f/1", "x")
+    h = House(Core("orcinus"), P)
+    h.join(D)
+    plan = h.plan(1)
+    assert plan is not None
+    plan.swap_in_host, plan.swap_in_gpu = np.array([5, 6], np.int32), np.array([1, 2], np.int32)
+    plan.swap_in_peers = np.array([0, -1], np.int32)
+    step = worker_pb2.Step.FromString(step_to_wire(plan, 7).SerializeToString())
+    assert [(p.number, p.host_tier, p.host_blocks) for p in step.peers] == [(0, "folder/0", 60)]
+    assert unpack(step.swap_in_peers).tolist() == [0, -1]
+    result = worker_pb2.Result(id=1, peer_acks=pack(np.array([0], np.int32)))
+    assert result_from_wire(result, 1).peer_acks.tolist() == [0]
+
+
+def test_what_is_parked_after_it_was_handed_over_is_computed_anew() -> None:
+    """Others may take it than those to whom its KV was offered."""
+    h = house(P, replace(D, slots=1), lookahead=0)
+    for i in range(3):
+        h.add(request(f"r{i}", 9, 25, seed=i))
+    until(h, lambda: counters(h).handed == 3, h.step_once)
+    for _ in range(4):
+        h.step_once()
+    for i in range(3):
+        h.core.park(f"r{i}")
+        h.core.resume(f"r{i}", h.now)
+    h.finish(bound=500)
+
+
+@pytest.mark.parametrize("at_token", [0, 4, 9])
+def test_a_sequence_stopped_before_its_chunk_is_answered_does_no_harm(at_token: int) -> None:
+    h = house(P, D)
+    again = request("r", 9, 30, seed=3)
+    again.outputs = [np.array(answer(again, 0, 80)[0][:13], np.int32)]
+    h.add(again)
+    h.plan(0)
+    h.plan(0)
+    assert counters(h).handed == 1
+    h.stop("r", 0, at_token)
+    h.answer(0)
+    h.finish()
+
+
+def test_nothing_is_handed_over_while_another_policy_waits_for_the_end_of_what_runs() -> None:
+    h = house(P, D)
+    h.add(request("r", 9, 10))
+    h.plan(0)
+    h.core.switch("vllm")
+    h.finish()
+    assert counters(h).handed == 0

@@ -1,0 +1,136 @@
+"""Roles and the waiting: who has to be computed and who is swapped out stand apart, and neither keeps the other, or
+those of another replica, from going on.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.core.policy import Queue
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.types import DECODE, PREFILL
+from tests.unit.scheduler.core.test_roles import BOTH, D, P, house, until
+from tests.unit.scheduler.core.twin import House, request
+
+
+def two_tenants(h: House, steps: int, least: int = 6) -> None:
+    """So many steps in which requests of two tenants wait at any time."""
+    for step in range(steps):
+        while h.core.waiting_count < least:
+            for tenant in ("x", "y"):
+                h.add(request(f"{tenant}{len(h.requests)}", 20, 6, seed=step, tenant=tenant))
+        h.step_once()
+
+
+@pytest.mark.parametrize("policy", ["orcinus", "fair"])
+@pytest.mark.parametrize("roles", [False, True])
+def test_who_has_ended_is_forgotten_by_the_order(policy: str, roles: bool) -> None:
+    h = house(*((P, D) if roles else (BOTH, BOTH)), policy="orcinus:order=fair" if policy == "fair" else policy)
+    two_tenants(h, 100)
+    gc.collect()
+    held = {s for record in h.core._records.values() for s in record.sequences}
+    mine = [s for s in gc.get_objects() if isinstance(s, Sequence) and s.record.request.id in h.requests]
+    assert len(h.ended) > 50 and len([s for s in mine if s not in held]) <= 16, "nobody but those of the last steps"
+
+
+@pytest.mark.parametrize("policy", ["orcinus", "orcinus:order=fair"])
+def test_what_tenants_had_is_remembered_when_the_last_role_goes_and_one_comes(policy: str) -> None:
+    h = house(BOTH, BOTH, policy=policy)
+    order, made = h.core.policy.order, list[Queue]()
+    new = order.queue
+    order.queue = lambda: made.append(queue := new()) or queue
+    two_tenants(h, 10)
+    for role in (D, P):
+        h.lose(1)
+        two_tenants(h, 3)
+        h.join(role)
+        two_tenants(h, 10)
+    h.lose(1)
+    h.finish()
+    assert not made, "one queue, with what it knows of the tenants"
+
+
+def test_who_is_swapped_out_where_he_alone_may_run_does_not_wait_for_all_prompts() -> None:
+    """The decode replica's context is too short for every third request: these are decoded, preempted and taken again
+    where prompts wait at any time."""
+    prefill, decode = replace(P, blocks=36, slots=6), replace(D, blocks=200, slots=16, max_model_len=40)
+    h = house(prefill, decode, lookahead=0, policy="orcinus:memory=fits,relief=newest-swap")
+    waits: dict[Sequence, int] = {}
+    longest = 0
+    for _ in range(250):
+        while sum(not record.started for record in h.core._records.values()) < 4:
+            number = len(h.requests)
+            h.add(request(f"r{number}", 20, 10 if number % 3 else 50, seed=number))
+        h.step_once()
+        swapped = [s for s in h.core._placer if s.swapped and s.replica == 0]
+        waits = {s: waits.get(s, 0) + 1 for s in swapped}
+        longest = max(longest, *waits.values(), 0)
+    assert h.core.stats()["preemptions"] > 10 and longest < 80
+
+
+@pytest.mark.parametrize("role", ["", DECODE])
+def test_a_prompt_of_a_better_class_goes_before_who_is_swapped_out(role: str) -> None:
+    h = house(*[replace(BOTH, role=role, blocks=24)] * 2, lookahead=0, policy="orcinus:memory=fits,relief=newest-swap")
+    for i in range(8):
+        h.add(request(f"low{i}", 12, 60, seed=i, priority=3))
+    until(h, lambda: h.core.stats()["swapped"] >= 3, h.step_once)
+    h.add(request("realtime", 8, 4, seed=9, priority=0))
+    h.step_once()
+    assert "realtime" in h.started and h.core.stats()["swapped"] >= 3
+    h.finish()
+
+
+@pytest.mark.parametrize("role", ["", DECODE, PREFILL])
+def test_lower_ones_yield_to_a_prompt_wherever_it_may_be_computed(role: str) -> None:
+    h = house(*[replace(BOTH, role=role, slots=2)] * 2, lookahead=0)
+    for i in range(4):
+        h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
+    for _ in range(6):
+        h.step_once()
+    h.add(request("realtime", 8, 4, seed=9, priority=0))
+    for _ in range(8):
+        h.step_once()
+    assert "realtime" in h.ended and h.core.stats()["preemptions"] > 0
+
+
+def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
+    h = house(replace(P, slots=1, host_blocks=4), replace(D, slots=2), lookahead=0)
+    for i in range(2):
+        h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
+    until(h, lambda: h.core.replicas[1].table.count == 2, h.step_once)
+    picker, decode = h.core._passes._admission._picker, h.core.replicas[1]
+    h.add(request("realtime", 8, 4, seed=9, priority=0))
+    assert picker.first(decode, h.now) is None and picker.first(h.core.replicas[0], h.now) is not None
+    h.finish()
+
+
+def test_those_handed_over_in_one_folder_do_not_hide_those_of_another() -> None:
+    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
+    for i in range(40):
+        h.add(request(f"a{i}", 8, 60, seed=i))
+    for _ in range(20):
+        h.step_once()
+    h.join(replace(P, host_blocks=400, blocks=200, host_tier="other/"))
+    h.join(replace(D, host_tier="other/"))
+    for i in range(6):
+        h.add(request(f"b{i}", 8, 60, seed=100 + i))
+    for _ in range(10):
+        h.step_once()
+    assert h.core.stats()["swapped"] > 30 and h.core.replicas[3].table.count > 1
+
+
+def test_those_who_need_a_longer_context_do_not_hide_short_ones() -> None:
+    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
+    for i in range(24):
+        h.add(request(f"long{i}", 8, 60, seed=i))
+    for _ in range(20):
+        h.step_once()
+    h.join(replace(D, max_model_len=40))
+    for i in range(4):
+        h.add(request(f"short{i}", 8, 20, seed=100 + i))
+    for _ in range(10):
+        h.step_once()
+    assert h.core.stats()["swapped"] > 18 and h.core.replicas[2].table.count > 1

@@ -1,0 +1,358 @@
+"""Which replica takes whom: prefixes against load, how long anybody waits for a favourite, trials on one replica."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.scheduler.core import routing
+from services.scheduler.core.core import Core
+from services.scheduler.core.routing import MOST_PASSED, NEVER, TIMED
+from services.scheduler.core.types import Finish, Limits, NewRequest
+from tests.unit.scheduler.core.twin import House, request
+
+LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64)
+SECOND = 1_000_000_000
+
+
+def house(replicas: int = 2, policy: str = "orcinus", **settings: object) -> House:
+    made = House(Core(policy, lookahead=0, prefix_cache=True, **settings), LIMITS)
+    for _ in range(replicas - 1):
+        made.join(LIMITS)
+    return made
+
+
+def with_prefix(name: str, group: int, own: int, max_tokens: int = 8) -> NewRequest:
+    """40 tokens of the group, ten blocks, and 5 of its own."""
+    head = np.random.default_rng(group).integers(0, 23, 40)
+    tail = np.random.default_rng(1000 + own).integers(0, 23, 5)
+    made = request(name, 45, max_tokens, seed=own)
+    made.prompts = [np.concatenate([head, tail]).astype(np.int32)]
+    return made
+
+
+def where(h: House, name: str) -> int:
+    """The replica on which it runs; -1: on none."""
+    (sequence,) = h.core._records[name].sequences
+    return sequence.replica if sequence.slot >= 0 else -1
+
+
+def run_to_end(h: House) -> None:
+    h.finish()
+    h.core.check()
+
+
+def warmed(h: House) -> None:
+    """Each replica has run something, so that its speed is known; group k is cached on replica k."""
+    numbers = sorted(h.workers)
+    for number in numbers:
+        h.add(with_prefix(f"warm{number}", number, number))
+        assert h.plan(number) is not None
+        assert where(h, f"warm{number}") == number
+    run_to_end(h)
+
+
+def test_who_has_a_prefix_cached_takes_the_request_though_another_plans_first() -> None:
+    h = house()
+    warmed(h)
+    h.add(with_prefix("a", 1, 50))
+    assert h.plan(0) is None, "it is worth more to wait for replica 1"
+    h.plan(1)
+    assert where(h, "a") == 1
+    assert h.core.stats()["prefix_hit_tokens"] == 40
+    run_to_end(h)
+
+
+def test_nobody_waits_for_a_favourite_longer_than_that_is_worth() -> None:
+    h = house()
+    warmed(h)
+    h.add(with_prefix("a", 1, 50))
+    assert h.plan(0) is None
+    again = h.core.look_again_ns(0)
+    model = h.core.replicas[0].model
+    assert 0 < again - h.now <= 4 * model.predict(45, 0, 45 * 45), "of the order of what computing the prefix takes"
+    h.now = again - 1
+    assert h.plan(0) is None
+    h.now = again
+    assert h.plan(0) is not None
+    assert where(h, "a") == 0
+    run_to_end(h)
+
+
+def test_a_request_without_a_prefix_goes_where_less_is_to_do() -> None:
+    h = house()
+    warmed(h)
+    for number in range(4):
+        h.add(request(f"busy{number}", 20, 60, seed=number))
+        h.core.replicas[1].nobody = (-1, 0)
+    h.plan(0)
+    busy = [where(h, f"busy{number}") for number in range(4)]
+    h.plan(1)
+    assert set(busy) == {0, -1}, "some of them are for replica 1"
+    assert {where(h, f"busy{number}") for number in range(4)} == {0, 1}
+    run_to_end(h)
+
+
+def timed(h: House, number: int, steps: int, base_ns: float, row_ns: float = 1e4) -> None:
+    """So many decode steps of a replica were timed, that take base_ns and row_ns for each of their 1 to 8 rows."""
+    for step in range(steps):
+        rows = step % 8 + 1
+        h.core.replicas[number].model.observe(rows, 20 * rows, 0.0, int(base_ns + row_ns * rows))
+    h.core.replicas[number].model.fold()
+
+
+def spread(h: House, count: int) -> list[int]:
+    """How many of `count` short requests each replica takes that come at once."""
+    for number in range(count):
+        h.add(request(f"r{number}", 5, 20, seed=number))
+    for number in sorted(h.workers):
+        h.plan(number)
+    return [h.core.replicas[number].table.count for number in sorted(h.workers)]
+
+
+def test_a_replica_whose_first_steps_were_slow_gets_its_part_and_one_that_is_slow_does_not() -> None:
+    for steps, takes in ((3, [2, 2, 2]), (40, [3, 3, 0])):
+        h = house(3)
+        timed(h, 0, 40, 1e6)
+        timed(h, 1, 40, 1e6)
+        timed(h, 2, steps, 5e6)
+        assert spread(h, 6) == takes
+        run_to_end(h)
+
+
+def test_a_request_goes_to_a_slower_replica_where_it_costs_those_who_run_less() -> None:
+    """A step of a tenth more is nothing against rows that each slow down all others."""
+    h = house(2)
+    timed(h, 0, 40, 1e6, row_ns=2e5)
+    timed(h, 1, 40, 1.1e6, row_ns=2e5)
+    assert spread(h, 8) == [4, 4]
+    run_to_end(h)
+
+
+def test_a_hot_prefix_does_not_keep_others_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ask for the prefix of replica 0, which is worth more than anything: the guard sends some to replica 1."""
+    monkeypatch.setattr(routing, "WEIGHT", 10_000)
+    h = house()
+    warmed(h)
+    for number in range(32):
+        h.add(with_prefix(f"r{number}", 0, 100 + number, max_tokens=40))
+    for _ in range(8):
+        h.step_once()
+    counts = [replica.table.count for replica in h.core.replicas]
+    assert min(counts) > 0 and max(counts) <= 1.3 * sum(counts) / 2 + 4
+    run_to_end(h)
+
+
+def test_no_more_than_sixteen_later_ones_go_before_a_request_whose_own_replica_has_no_room() -> None:
+    h = house()
+    warmed(h)
+    h.add(with_prefix("first", 1, 50, max_tokens=4))
+    for number in range(3 * MOST_PASSED):
+        h.add(with_prefix(f"r{number}", 0, 100 + number, max_tokens=4))
+    for _ in range(4000):  # replica 1 plans nothing
+        while h.plan(0) is not None:
+            pass
+        h.answer(0)
+        h.now += 10_000_000
+        if h.core._records.get("first") is None or where(h, "first") == 0:
+            break
+    assert sum(name.startswith("r") for name in h.ended) <= MOST_PASSED + LIMITS.slots
+    run_to_end(h)
+
+
+def test_a_request_runs_only_where_all_of_it_fits() -> None:
+    h = house(1)
+    small = replace(LIMITS, max_model_len=32)
+    assert h.join(small) == 1
+    h.add(request("long", 20, 60, seed=1))
+    assert h.plan(1) is None
+    h.plan(0)
+    assert where(h, "long") == 0
+    run_to_end(h)
+    assert h.ended["long"] == [Finish.LENGTH] and len(h.published["long", 0]) == 60
+
+
+def test_a_request_whose_longest_replica_has_too_few_blocks_runs_as_far_as_another_goes() -> None:
+    h = house(replicas=1)
+    h.join(replace(LIMITS, max_model_len=256, blocks=8))
+    h.most = LIMITS.max_model_len
+    h.add(request("a", 20, 200, seed=3))
+    run_to_end(h)
+    assert len(h.published["a", 0]) == LIMITS.max_model_len - 20
+
+
+def test_the_microbatches_of_a_replica_are_its_stages_unless_they_are_set() -> None:
+    for setting, found in ((0, [1, 2]), (3, [3, 3])):
+        core = Core("orcinus", microbatches=setting)
+        numbers = [core.join(LIMITS), core.join(replace(LIMITS, stages=2))]
+        assert [core.replicas[number].microbatches for number in numbers] == found
+
+
+def test_another_block_size_works_without_sharing() -> None:
+    h = house(1)
+    assert h.join(replace(LIMITS, block_size=8)) == 1
+    assert [replica.sharing is not None for replica in h.core.replicas] == [True, False]
+    for number in range(6):
+        h.add(with_prefix(f"r{number}", 0, number))
+    run_to_end(h)
+
+
+def test_those_on_trial_run_alone_on_the_next_replica_that_joins_and_all_others_elsewhere() -> None:
+    h = house(2)
+    for number in range(4):
+        h.add(request(f"r{number}", 5, 30, seed=number))
+    h.step_once()
+    h.lose(0)
+    h.core.confine({"r0", "r1"})
+    for _ in range(3):
+        h.step_once()
+    assert [where(h, f"r{n}") for n in (2, 3)] == [1, 1]
+    assert not {where(h, "r0"), where(h, "r1")} & {0}
+    h.join(LIMITS)
+    h.core.assign_dock(h.now)
+    for _ in range(3):
+        h.step_once()
+    assert where(h, "r2") == where(h, "r3") == 1
+    h.core.confine(())
+    run_to_end(h)
+
+
+def test_a_dock_is_emptied_where_no_replica_joins() -> None:
+    h = house(2)
+    for number in range(6):
+        h.add(request(f"r{number}", 5, 30, seed=number))
+    for _ in range(2):
+        h.step_once()
+    for name in ("r0", "r1"):
+        h.core.park(name)
+    h.core.confine({"r0"})
+    h.core.resume("r0", h.now)
+    h.core.assign_dock(h.now)
+    dock = h.core._routing.dock
+    for _ in range(4):
+        h.step_once()
+    assert where(h, "r0") == dock
+    assert all(where(h, f"r{number}") != dock for number in range(2, 6))
+    h.core.confine(())
+    h.core.resume("r1", h.now)
+    run_to_end(h)
+
+
+SMALL = replace(LIMITS, max_model_len=32)
+
+
+def of_two_sizes() -> House:
+    """Replicas 0 and 1 are large, and 2 is small; 0 is lost with a long and two short requests, under suspicion."""
+    h = house(2)
+    assert h.join(SMALL) == 2
+    for number, (prompt, most) in enumerate(((40, 60), (5, 9), (5, 9))):
+        h.add(request(f"r{number}", prompt, most, seed=number))
+    h.plan(0)
+    h.lose(0)
+    h.core.confine({"r0"})
+    return h
+
+
+def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
+    h = of_two_sizes()
+    h.add(request("bystander", 5, 20, seed=9))
+    h.plan(1)
+    assert where(h, "bystander") == 1, "the small one has least to do"
+    h.core.assign_dock(h.now)
+    for _ in range(3):
+        h.step_once()
+    assert where(h, "r0") == 1 and h.core._routing.dock == 1
+    h.core.confine(())
+    run_to_end(h)
+    assert len(h.published["r0", 0]) == 60
+
+
+def test_a_replica_that_joins_is_the_dock_only_if_no_other_fits_more_of_those_on_trial() -> None:
+    h = of_two_sizes()
+    assert h.join(SMALL) == 0
+    assert h.core._routing.dock == -1
+    h.core.confine({"r1", "r2"})
+    assert h.join(SMALL) == 3
+    assert h.core._routing.dock == 3
+    h.core.confine(())
+    run_to_end(h)
+
+
+def test_the_dock_moves_on_for_those_on_trial_who_do_not_fit_it() -> None:
+    h = of_two_sizes()
+    h.lose(1)
+    h.core.confine({"r0", "r1", "r2"})
+    h.core.assign_dock(h.now)
+    assert h.core._routing.dock == 2
+    assert h.join(LIMITS) == 0
+    assert h.core._routing.dock == 2, "two of them fit it"
+    h.step_once()
+    assert where(h, "r0") == -1
+    h.core.confine({"r0"})  # the others got a token each
+    h.core.assign_dock(h.now)
+    assert h.core._routing.dock == 0
+    h.step_once()
+    assert where(h, "r0") == 0
+    h.core.confine(())
+    run_to_end(h)
+
+
+def test_no_replica_is_emptied_for_those_on_trial_who_fit_none() -> None:
+    h = of_two_sizes()
+    h.lose(1)
+    h.add(request("bystander", 5, 20, seed=9))
+    h.plan(2)
+    h.core.confine({"r0"})
+    h.core.assign_dock(h.now)
+    h.step_once()
+    assert where(h, "bystander") == 2 and h.core._routing.dock == -1
+    assert h.join(LIMITS) == 0 and h.core._routing.dock == 0
+    h.core.confine(())
+    run_to_end(h)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None:
+    """Against brute force: the moment at which each replica would have the request's prompt computed and decoded, from
+    what is in its table and cache, computed here from scratch. The least is who may take it at once."""
+    rng = random.Random(seed)
+    h = house(3)
+    warmed(h)
+    for number in range(rng.randint(0, 12)):
+        h.add(with_prefix(f"r{number}", rng.randint(0, 3), number, max_tokens=60))
+        h.plan(rng.randint(0, 2))
+        h.answer(rng.randint(0, 2))
+    for number in range(3):
+        while h.workers[number].queue:
+            h.answer(number)
+    for name in [name for name in h.requests if name.startswith("r") and name in h.core._records]:
+        if where(h, name) < 0:
+            h.take(h.core.cancel(name, h.now))
+    h.add(with_prefix("asked", rng.randint(0, 3), 77))
+    (sequence,) = h.core._records["asked"].sequences
+    since = [h.core._routing.since(replica, sequence, h.now) for replica in h.core.replicas]
+    times = []
+    known = max(h.core.replicas, key=lambda replica: replica.model.observed)
+    for replica in h.core.replicas:
+        table, c = replica.table, (replica if replica.model.observed >= TIMED else known).model.coefficients
+        rows = [s for s in range(table.slots) if table.active[s]]
+        context = sum(int(table.planned[s]) for s in rows)
+        step = c[0] + c[1] * len(rows) + c[2] * context
+        chunk = 64 - len(rows)
+        token = c[1] + step / chunk
+        owed = sum(int(table.known[s] - table.planned[s]) for s in rows if table.known[s] - table.planned[s] > 1)
+        keys = sequence.keys.tolist()
+        index = replica.pool._index._block_of
+        hit = 4 * len(list(itertools.takewhile(index.__contains__, keys)))
+        rest = 45 - min(hit, 44)
+        time = owed * token + max(rest / chunk, 1) * step + 3 * rest * (token + c[3] * (45 - rest + rest / 2))
+        times.append(time + 8 * step * (1 + len(rows) / 8 / 8) + 8 * (len(rows) * c[1] + c[2] * context))
+    if any(replica.table.count == 8 for replica in h.core.replicas):
+        return
+    best = min(range(3), key=times.__getitem__)
+    assert since[best] - h.now <= 0.05 * times[best] and max(since) < NEVER
+    run_to_end(h)

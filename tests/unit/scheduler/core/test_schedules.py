@@ -1,0 +1,367 @@
+"""Schedules computed by hand: what each preset plans, step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.parts.batch import Chunked
+from services.scheduler.core.parts.memory import Watermark
+from services.scheduler.core.parts.order import ClassThenArrival
+from services.scheduler.core.parts.relief import LeastLost
+from services.scheduler.core.parts.tokens import Fixed
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.presets import PRESETS, preset
+from services.scheduler.core.sequence import PINNED_AFTER
+from services.scheduler.core.types import Finish, Limits
+from tests.unit.scheduler.core.named import Named, house
+from tests.unit.scheduler.core.twin import MS, House, request
+
+# -- orca
+
+
+def test_orca_keeps_ab_cd_ef_in_flight_with_three_workers_and_max_bs_two() -> None:
+    """Orca, figure 8: three batches of two in flight; AB is selected again when it returns; G takes A's place."""
+    h = house("orca", max_seqs=6, microbatches=3)
+    for name in "abcdefg":
+        h.add(request(name, 3, 2 if name == "a" else 9, seed=1))
+    assert [set(h.plan_named()) for _ in range(3)] == [{"a", "b"}, {"c", "d"}, {"e", "f"}]
+    assert h.plan() is None, "n_scheduled = n_workers: it waits for a batch to return"
+    h.answer()
+    assert h.plan_named() == {"a": (3, 1), "b": (3, 1)}
+    assert h.plan() is None
+    h.answer()
+    assert h.plan_named() == {"c": (3, 1), "d": (3, 1)}
+    h.answer()
+    assert h.plan_named() == {"e": (3, 1), "f": (3, 1)}
+    h.answer()  # a has its two tokens
+    assert h.ended["a"] == [Finish.LENGTH]
+    assert h.plan_named() == {"b": (4, 1), "g": (0, 3)}
+    h.finish()
+
+
+def test_orca_selects_by_arrival_and_not_by_slot() -> None:
+    """Two batches of one. c takes the slot that a left, before b's, and is still selected after him."""
+    h = house("orca", max_seqs=2, microbatches=2)
+    h.add(request("a", 3, 1, seed=1))
+    h.add(request("b", 3, 6, seed=1))
+    assert [set(h.plan_named()) for _ in range(2)] == [{"a"}, {"b"}]
+    h.answer()
+    h.answer()
+    h.add(request("c", 3, 6, seed=1))
+    for _ in range(3):
+        assert [set(h.plan_named()) for _ in range(2)] == [{"b"}, {"c"}]
+        h.answer()
+        h.answer()
+    assert h.names == {0: "c", 1: "b"}
+    h.finish()
+
+
+def test_orca_reserves_prompt_and_output_and_stops_at_the_first_that_does_not_fit() -> None:
+    """10 blocks of 4. a and b need ceil((8 + 8 - 1) / 4) = 4 each, c 4: two are left, and d (1 block) may not pass."""
+    h = house("orca", blocks=10)
+    for name, prompt, output in (("a", 8, 8), ("b", 8, 8), ("c", 8, 8), ("d", 2, 3)):
+        h.add(request(name, prompt, output, seed=2))
+    assert h.step() == {"a": (0, 8), "b": (0, 8)}
+    for done in range(7):
+        assert h.step() == {"a": (8 + done, 1), "b": (8 + done, 1)}
+    assert h.step() == {"c": (0, 8), "d": (0, 2)}, "their reservations returned in the step that ended them"
+    h.finish()
+    assert h.core.stats()["preemptions"] == 0
+
+
+def test_orca_runs_prompts_whole_and_cuts_only_what_no_step_could_hold() -> None:
+    """12 tokens a step: b (6) waits for a step with room for all of it; c (30) runs as 12, 12, 6 beside nobody else."""
+    h = house("orca", step_max=12)
+    h.add(request("a", 10, 3, seed=1))
+    h.add(request("b", 6, 2, seed=1))
+    assert h.step() == {"a": (0, 10)}
+    assert h.step() == {"a": (10, 1), "b": (0, 6)}
+    assert h.step() == {"a": (11, 1), "b": (6, 1)}
+    h.add(request("c", 30, 2, seed=1))
+    h.add(request("d", 4, 2, seed=1))
+    assert h.step() == {"c": (0, 12)}
+    assert h.step() == {"c": (12, 12)}
+    assert h.step() == {"c": (24, 6), "d": (0, 4)}
+    assert h.step() == {"c": (30, 1), "d": (4, 1)}
+    h.finish()
+
+
+# -- sarathi
+
+
+def test_sarathi_fills_the_budget_with_decodes_first_then_chunks() -> None:
+    """Budget 8: B = n_decode + n_prefill at every step while the long prompt lasts."""
+    h = house("sarathi", step_tokens=8)
+    h.add(request("a", 4, 6, seed=1))
+    h.add(request("b", 20, 3, seed=1))
+    assert h.step() == {"a": (0, 4), "b": (0, 4)}
+    assert h.step() == {"a": (4, 1), "b": (4, 7)}
+    assert h.step() == {"a": (5, 1), "b": (11, 7)}
+    assert h.step() == {"a": (6, 1), "b": (18, 2)}
+    assert h.step() == {"a": (7, 1), "b": (20, 1)}
+    assert h.step() == {"a": (8, 1), "b": (21, 1)}
+    assert h.core.idle
+
+
+def test_sarathi_continues_a_started_prompt_before_it_admits_another() -> None:
+    h = house("sarathi", step_tokens=8)
+    h.add(request("a", 12, 2, seed=1))
+    h.add(request("b", 6, 2, seed=1))
+    assert h.step() == {"a": (0, 8)}
+    assert h.step() == {"a": (8, 4), "b": (0, 4)}
+    assert h.step() == {"a": (12, 1), "b": (4, 2)}
+    h.finish()
+
+
+def test_sarathi_preempts_the_newest_and_he_keeps_his_place() -> None:
+    """8 blocks of 2. At position 8 both need a fifth block and none is left: b yields his four.
+
+    Back in, b needs ceil(9 / 2) = 5 of them, so he waits until a has ended, and computes his 9 tokens in one chunk.
+    """
+    h = house("sarathi", blocks=8, block_size=2, context=32)
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2))
+    assert h.step() == {"a": (0, 4), "b": (0, 4)}
+    for at in range(4, 8):
+        assert h.step() == {"a": (at, 1), "b": (at, 1)}
+    h.add(request("c", 1, 1, seed=3))
+    assert h.step() == {"a": (8, 1)}
+    assert h.core.stats()["preemptions"] == 1
+    for at in range(9, 13):
+        assert h.step() == {"a": (at, 1)}, "b stands before c and does not fit yet: c may not pass him"
+    assert h.step() == {"b": (0, 9), "c": (0, 1)}
+    assert h.core.stats()["recomputed_tokens"] == 8
+    h.finish()
+
+
+# -- orcinus
+
+
+def test_orcinus_serves_classes_in_order_and_arrival_within_a_class() -> None:
+    h = house("orcinus", slots=1)
+    for name, priority in (("low", 3), ("normal-1", 2), ("normal-2", 2), ("realtime", 0), ("high", 1)):
+        h.add(request(name, 2, 1, seed=1, priority=priority))
+    assert [*(next(iter(h.step())) for _ in range(5))] == ["realtime", "high", "normal-1", "normal-2", "low"]
+
+
+def test_a_low_request_is_served_under_an_endless_stream_of_higher_ones() -> None:
+    """It is late after 2 s, and every 32nd admission is of the longest waiting of the late, whoever else waits."""
+    h = house("orcinus", slots=1)
+    h.add(request("low", 2, 1, seed=1, priority=3))
+    served = []
+    for i in range(60):
+        h.add(request(f"rt{i}", 2, 1, seed=1, priority=0))
+        served += h.step()
+        h.now += 990 * MS
+        if "low" in served:
+            break
+    assert served[-1] == "low" and 30 <= len(served) <= 32
+
+
+def test_first_come_ignores_classes() -> None:
+    h = house("sarathi", slots=1)
+    h.add(request("low", 2, 1, seed=1, priority=3))
+    h.add(request("realtime", 2, 1, seed=1, priority=0))
+    assert list(h.step()) == ["low"]
+
+
+def test_orcinus_admits_by_the_peak_and_never_preempts_here() -> None:
+    """12 blocks of 4. a and b end at 27 tokens each: 7 blocks each would be 14 > 12, one block is all they hold now.
+
+    Reserving both would need 14. The peak counts b from its own prefill on: both end in the same step, so b waits;
+    with 13 tokens (4 blocks at its end, 11 in all) c may enter at once.
+    """
+    h = house("orcinus", blocks=12)
+    h.add(request("a", 4, 24, seed=1))
+    assert h.step() == {"a": (0, 4)}
+    h.add(request("b", 4, 24, seed=2))
+    assert set(h.step()) == {"a"}
+    h.take(h.core.cancel("b", h.now))
+    h.add(request("c", 4, 10, seed=2))
+    assert set(h.step()) == {"a", "c"}
+    h.finish()
+    assert h.core.stats()["preemptions"] == 0
+
+
+def test_the_peak_lets_one_in_that_a_reservation_would_keep_out() -> None:
+    """9 blocks of 4. a (23 tokens, 6 blocks at its end) has 4 steps to go; b grows to 5 blocks after a has gone."""
+
+    def run(policy: str) -> set[str]:
+        h = house(policy, blocks=9)
+        h.add(request("a", 4, 20, seed=1))
+        for _ in range(16):
+            h.step()
+        h.add(request("b", 4, 16, seed=2))
+        both = set(h.step())
+        h.finish()
+        assert h.core.stats()["preemptions"] == 0
+        return both
+
+    assert run("orcinus") == {"a", "b"}
+    assert run("orca") == {"a"}
+
+
+def test_orcinus_chooses_the_lowest_class_and_of_it_the_least_work_lost() -> None:
+    relief = preset("orcinus").relief
+    h = house("orcinus")
+    for name, prompt, priority in (("high", 2, 1), ("low-long", 9, 3), ("low-short", 5, 3), ("normal", 1, 2)):
+        h.add(request(name, prompt, 30, seed=1, priority=priority))
+    h.step()
+    table = h.core.replicas[0].table
+
+    def victim(names: set[str]) -> str:
+        slots = [s for s in range(table.high) if table.request[s].id in names]
+        return table.request[relief.victim(table, np.array(slots, np.int32))].id
+
+    assert victim({"high", "low-long", "low-short", "normal"}) == "low-short"
+    assert victim({"high", "low-long", "normal"}) == "low-long"
+    assert victim({"high", "normal"}) == "normal"
+
+
+# -- rules that hold for every policy
+
+
+@pytest.mark.parametrize(("max_seqs", "most"), [(0, 4), (3, 3), (9, 4)])
+def test_as_many_run_as_max_seqs_and_the_slots_allow(max_seqs: int, most: int) -> None:
+    h = house("orcinus", slots=4, max_seqs=max_seqs)
+    for i in range(8):
+        h.add(request(f"r{i}", 3, 6, seed=i))
+    assert len(h.step()) == most
+    assert h.core.stats()["running"] == most
+    h.finish()
+
+
+def test_nobody_enters_in_an_iteration_that_preempted() -> None:
+    """8 blocks of 2 as above; b is low and yields at position 8. c is high and would fit at once: it waits a step."""
+    parts = (ClassThenArrival(), Watermark(0.0), Fixed(64), Chunked(), LeastLost())
+    h = Named(Core(Policy("eager", *parts), lookahead=0), Limits(8, 8, 2, 32, 64))
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2, priority=3))
+    for _ in range(5):
+        assert set(h.step()) == {"a", "b"}
+    h.add(request("c", 1, 1, seed=3, priority=1))
+    assert h.step() == {"a": (8, 1)}
+    assert h.core.stats()["preemptions"] == 1
+    assert h.step() == {"a": (9, 1), "c": (0, 1)}
+    h.finish()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields(seed: int) -> None:
+    """Seen from inside: a pinned row has its whole remainder promised from its first step on."""
+    h = House(Core("sarathi", lookahead=1), Limits(10, 26, 2, 60, 64))
+    for i in range(40):
+        h.add(request(f"r{i}", 3 + i % 5, 30, seed=100 * seed + i))
+    pinned = 0
+    for _ in range(3000):
+        if h.core.idle:
+            break
+        h.step_once()
+        table = h.core.replicas[0].table
+        for slot in np.flatnonzero(table.pinned):
+            pinned += 1
+            assert table.sequence[slot].preemptions == PINNED_AFTER
+            assert table.promised[slot] == -(-(table.limit[slot] - 1) // 2)
+    h.finish()
+    assert pinned, "the load is not hard enough for this test"
+
+
+def test_the_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
+    """10 blocks of 2. b has 7 of them reserved, so a, though he came first, yields when he needs a fourth."""
+    h = house("sarathi", blocks=10, block_size=2, context=32)
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2))
+    h.core._records["b"].sequences[0].preemptions = PINNED_AFTER
+    assert h.step() == {"a": (0, 4), "b": (0, 4)}
+    for at in (4, 5):
+        assert h.step() == {"a": (at, 1), "b": (at, 1)}
+    for at in range(6, 13):
+        assert h.step() == {"b": (at, 1)}
+    assert h.core.stats()["preemptions"] == 1
+    assert h.step() == {"a": (0, 7)}
+    h.finish()
+
+
+def test_no_over_run_token_costs_anybody_his_memory() -> None:
+    """Lookahead 1, no block left: who has a step unanswered sits out, for its answer may end him; b is not preempted.
+
+    8 blocks of 2; both ask for a fifth block at position 8, when a's ninth token is not known yet.
+    """
+    h = house("sarathi", blocks=8, block_size=2, context=32, lookahead=1)
+    h.add(request("a", 4, 10, seed=1))
+    h.add(request("b", 4, 10, seed=2))
+    assert h.plan_named() == {"a": (0, 4), "b": (0, 4)}
+    for at in range(4, 8):
+        assert h.plan_named() == {"a": (at, 1), "b": (at, 1)}
+        h.answer()
+    assert h.plan() is None and h.core.stats()["preemptions"] == 0
+    h.answer()  # now both have nothing in flight
+    assert h.plan_named() == {"a": (8, 1)} and h.core.stats()["preemptions"] == 1
+    h.finish()
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_nothing_past_the_last_token_is_planned(policy: str) -> None:
+    """prompt + max_tokens - 1 tokens are computed in all, whatever the lookahead."""
+    h = house(policy, lookahead=2)
+    h.add(request("a", 5, 6, seed=1))
+    computed = 0
+    while not h.core.idle:
+        while (step := h.plan()) is not None:
+            computed += int(step.chunk_lengths.sum())
+        h.answer()
+        h.now += 10_000_000  # `request` waits for more to come
+    assert computed == 5 + 6 - 1
+
+
+def test_a_sequence_is_planned_again_while_at_most_lookahead_steps_are_unanswered() -> None:
+    for lookahead in (0, 1, 2):
+        h = house("orcinus", lookahead=lookahead)
+        h.add(request("a", 5, 9, seed=1))
+        for _ in range(lookahead + 1):
+            assert h.plan() is not None
+        assert h.plan() is None
+        assert len(h.core.replicas[0].inflight) == lookahead + 1
+        h.finish()
+
+
+def test_microbatches_share_what_runs() -> None:
+    h = house("orcinus", microbatches=2, lookahead=1)
+    for name in "abcd":
+        h.add(request(name, 2, 12, seed=1))
+    seen = [frozenset(h.plan_named()) for _ in range(4)]
+    assert seen[0] == seen[2] and seen[1] == seen[3] and not seen[0] & seen[1]
+    assert len(seen[0]) == len(seen[1]) == 2
+    assert h.plan() is None
+    h.finish()
+
+
+def test_those_who_wait_for_memory_do_not_unbalance_the_microbatches() -> None:
+    """Four sequences of 11 blocks fit 46, ten wait: the four, entered together, are split two and two at once."""
+    h = house("sarathi", blocks=46, microbatches=2)
+    for i in range(14):
+        h.add(request(f"r{i}", 40, 4, seed=i))
+    assert [set(h.plan_named()), h.plan()] == [{"r0", "r1", "r2", "r3"}, None]
+    h.answer()
+    assert [set(h.plan_named()) for _ in range(2)] == [{"r0", "r1"}, {"r2", "r3"}]
+    h.finish()
+
+
+def test_freed_slots_and_blocks_serve_in_the_very_next_step() -> None:
+    h = house("orca", slots=1, blocks=2)
+    h.add(request("a", 4, 2, seed=1))
+    h.add(request("b", 4, 2, seed=2))
+    h.step()
+    h.step()
+    step = h.plan()
+    assert step is not None
+    assert step.free_slots.tolist() == [0] and [e.slot for e in step.enters] == [0]
+    h.answer()
+    h.finish()
+
+
+def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'fifo'; there are fastgen, .*orca, orcinus"):
+        Core("fifo")

@@ -1,0 +1,332 @@
+"""Several workers of one shard: who waits when one of them dies, and how shards share the workers there are."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.types import Finish, Limits
+from services.scheduler.quarantine import DOCK_S, Quarantine
+from services.scheduler.workers.fleet import AVOID_S, Fleet
+from services.scheduler.workers.loop import WorkerContext, WorkerLoop
+from services.scheduler.workers.registry import Registration, WorkerRegistry
+from shared.settings import SchedulerSettings
+from tests.unit.scheduler.core.twin import House, request
+
+LIMITS = Limits(slots=8, blocks=256, block_size=4, max_model_len=128, max_step_tokens=64)
+SECOND = 1_000_000_000
+
+
+class Shard:
+    """Twin workers of one core, and the parking in front of it; a request in `poison` kills who runs it."""
+
+    def __init__(self, workers: int) -> None:
+        self.house = House(Core("orcinus", lookahead=0), LIMITS)
+        for _ in range(workers - 1):
+            self.house.join(LIMITS)
+        self.core = self.house.core
+        self.parking = Quarantine(self.core, self.give_up, lambda name, finish, text: None)
+        self.given_up: list[str] = []
+        self.deaths: list[int] = []
+
+    def give_up(self, name: str, text: str) -> None:
+        self.given_up.append(name)
+        self.house.take(self.core.cancel(name, self.house.now, Finish.ERROR, text))
+        self.parking.ended(name, self.house.now)
+
+    def arrive(self, name: str, seed: int) -> None:
+        self.house.add(request(name, 6, 60, seed=seed))
+        self.parking.arrived(name, "g", self.house.now)
+
+    def in_step(self, replica: int) -> set[str]:
+        step = self.house.workers[replica].queue[0]
+        table = self.core.replicas[replica].table
+        return {table.request[slot].id for slot in step.chunk_slots.tolist()}
+
+    def at(self, replica: int) -> set[str]:
+        """Who runs there."""
+        table = self.core.replicas[replica].table
+        return {request.id for request, on in zip(table.request, table.active, strict=True) if on}
+
+    def round(self, poison: str = "") -> None:
+        """A step of each worker; one whose step has the poison dies, and is there again after it."""
+        for replica in sorted(self.house.workers):
+            while self.house.plan(replica) is not None:
+                pass
+        for replica in sorted(self.house.workers):
+            if not self.house.workers[replica].queue:
+                continue
+            requests = self.in_step(replica)
+            if poison in requests:
+                self.deaths.append(replica)
+                self.house.lose(replica)
+                self.parking.lost(f"worker-{replica}", f"{len(self.deaths)}", requests, requests)
+                continue
+            before = {name: len(self.house.published[name, 0]) for name in requests}
+            self.house.answer(replica)
+            moved = {name for name, count in before.items() if len(self.house.published[name, 0]) > count}
+            self.parking.progressed(moved, self.house.now)
+            for name in moved & self.house.ended.keys():
+                self.parking.ended(name, self.house.now)
+        self.core.check()
+        self.house.now += SECOND // 100
+
+    def back(self) -> None:
+        """The worker that died last registers anew."""
+        number = self.house.join(LIMITS)
+        assert number == self.deaths[-1]
+        self.parking.found(f"worker-{number}", "another", self.house.now)
+
+    def running(self, name: str) -> bool:
+        return name in self.core._records and self.core._records[name].sequences[0].slot >= 0
+
+
+def test_a_poisonous_request_kills_one_worker_at_a_time_and_all_others_run_on() -> None:
+    shard = Shard(2)
+    for number in range(8):
+        shard.arrive(f"r{number}", number)
+    shard.arrive("poison", 99)
+    for _ in range(40):
+        shard.round("poison")
+        if len(shard.house.workers) == 1:
+            for _ in range(3):  # until it is back: nobody who was with it runs at the other
+                shard.round("poison")
+            shard.back()
+        if shard.given_up:
+            break
+    assert shard.given_up == ["poison"]
+    assert len(set(shard.deaths)) == 1, "the other worker never ran it"
+    for _ in range(200):
+        shard.round()
+    assert set(shard.house.ended) == {"poison", *(f"r{n}" for n in range(8))}
+    assert all(shard.house.ended[f"r{n}"] != [Finish.ERROR] for n in range(8))
+
+
+def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> None:
+    shard = Shard(2)
+    for number in range(6):
+        shard.arrive(f"r{number}", number)
+    shard.round()
+    shard.round()
+    at_it = shard.at(0)
+    shard.house.lose(0)
+    shard.parking.lost("worker-0", "first", at_it, at_it)
+    shard.round()
+    assert not any(shard.running(name) for name in at_it), "nobody knows yet whether they killed it"
+    shard.parking.gone(lambda name: name == "worker-0", shard.house.now)
+    shard.round()
+    assert not any(shard.running(name) for name in at_it), "a new worker may come"
+    shard.house.now += int(DOCK_S * SECOND)
+    shard.parking.look({"g"}, shard.house.now)
+    for _ in range(400):
+        shard.round()
+    assert set(shard.house.ended) == {f"r{n}" for n in range(6)}
+    assert not shard.given_up and not shard.parking.suspecting
+
+
+async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() -> None:
+    shard = Shard(2)
+    for number in range(5):
+        shard.arrive(f"r{number}", number)
+    for _ in range(3):
+        shard.round()
+    nobody: Any = None
+    desk = WorkerContext(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
+    fleet = Fleet(SchedulerSettings(shard="a"), nobody, desk, nobody)
+    for number, role in enumerate(("", "decode")):
+        link: Any = SimpleNamespace(info=SimpleNamespace(role=role), epoch=7 + number, leaving=False)
+        fleet.drives[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, desk)
+    fleet.drives["w1"].leave()
+    rows, all_of = fleet.replicas(), shard.core.stats()
+    assert [(row["role"], row["state"], row["epoch"], row["number"], row["slots"]) for row in rows.values()] == [
+        ("", "serving", 7, 0, LIMITS.slots), ("decode", "leaving", 8, 1, LIMITS.slots),
+    ]  # fmt: skip
+    assert [row["running"] for row in rows.values()] == [len(shard.at(0)), len(shard.at(1))]
+    for name in ("running", "blocks_total", "blocks_free", "blocks_cached", "blocks_draining", "prefix_hit_tokens"):
+        assert sum(row[name] for row in rows.values()) == all_of[name], name
+    shard.core.confine({"r0"})
+    shard.core.assign_dock(shard.house.now)
+    docks = [row["dock"] for row in fleet.replicas().values()]
+    assert sorted(docks) == [0, 1]
+    shard.house.lose(0)
+    del fleet.drives["w0"]
+    assert fleet.replicas().keys() == {"w1"}
+
+
+class Redis:
+    """Workers' records as Redis has them: of each its shard, and its slots behind a slash."""
+
+    def __init__(self, **shards: str) -> None:
+        self.records = {name.replace("_", "-"): shard for name, shard in shards.items()}
+
+    async def zrange(self, key: str, first: int, last: int, withscores: bool) -> list[tuple[bytes, float]]:
+        return [(name.encode(), 1.0) for name in self.records]
+
+    def pipeline(self, transaction: bool) -> Redis:
+        self.asked: list[str] = []
+        return self
+
+    def hgetall(self, key: str) -> None:
+        self.asked.append(key)
+
+    async def execute(self) -> list[dict[bytes, bytes]]:
+        return [
+            {
+                b"ready": b"1",
+                b"address": b"a",
+                b"identity": key.encode(),
+                b"shard": self.records[key].partition("/")[0].encode(),
+                b"slots": self.records[key].partition("/")[2].encode() or b"1",
+                b"run": b"5",
+            }
+            for key in self.asked
+        ]
+
+
+class Keys:
+    """Of workers alone."""
+
+    workers, epoch, prefix = "workers", "epoch", ""
+
+    def worker(self, name: str) -> str:
+        return name
+
+
+class Lease:
+    """Every worker that is asked for is ours."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.given: list[list[Any]] = []
+
+    async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
+        if script == Scripts.give_worker:
+            self.given.append([*keys, *args])
+        return 7
+
+
+class Others:
+    """What a look at the other shards showed."""
+
+    def __init__(self, live: tuple[str, ...], starving: tuple[str, ...]) -> None:
+        self.live, self.starving, self.led = list(live), list(starving), set(live)
+
+
+class Scripts:
+    """Names alone."""
+
+    take_worker, give_worker = "take_worker", "give_worker"
+
+
+async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], str]:
+    """What shard `a` takes beside those held; and which it gives away then."""
+    workers = WorkerRegistry(redis, Scripts(), Keys(), "a", Lease(), others, 1000)
+    await workers.look()
+    names = list(held)
+    while (found := await workers.take(names, {}, {}, "")) is not None:
+        assert isinstance(found, Registration) and found.epoch == 7
+        names.append(found.id)
+    return names[len(held) :], workers.surplus(dict.fromkeys(names, 0))
+
+
+@pytest.mark.parametrize(
+    ("records", "others", "held", "takes", "gives"),
+    [
+        ({"w0": "", "w1": "", "w2": ""}, Others((), ()), (), ["w0", "w1", "w2"], ""),
+        ({"w0": "", "w1": ""}, Others(("b",), ("b",)), (), ["w0"], ""),
+        ({"w0": "", "w1": "", "w2": ""}, Others(("b",), ("b",)), (), ["w0", "w1"], ""),
+        ({"w0": "a", "w1": "a"}, Others(("b",), ("b",)), ("w0", "w1"), [], "w0"),
+        ({"w0": "a", "w1": "a"}, Others(("b",), ()), ("w0", "w1"), [], ""),
+        ({"w0": "a", "w1": "a", "w2": ""}, Others(("b",), ("b",)), ("w0", "w1"), [], ""),
+        ({"w0": "gone"}, Others((), ()), (), ["w0"], ""),
+        ({"w0": "a", "w1": "gone"}, Others((), ()), ("w0",), [], ""),
+        ({"w0": "/8", "w1": "/64", "w2": "/8"}, Others(("b",), ("b",)), (), ["w1"], ""),
+        ({"w0": "a/8", "w1": "/64", "w2": "b/64"}, Others(("b",), ()), ("w0",), ["w1"], ""),
+        ({"w0": "a/8", "w1": "/64"}, Others(("b",), ("b",)), ("w0",), [], ""),
+        ({"w0": "a/8", "w1": "a/64", "w2": "a/48"}, Others(("b",), ("b",)), ("w0", "w1", "w2"), [], "w1"),
+        ({"w0": "b", "w1": "a", "w2": "b", "w3": "a"}, Others(("b", "c"), ("c",)), ("w1", "w3"), [], ""),
+        ({"w0": "b", "w1": "a/2", "w2": "b", "w3": "a"}, Others(("b", "c"), ("c",)), ("w1", "w3"), [], "w1"),
+    ],
+)
+async def test_a_shard_takes_its_share_of_the_slots_and_gives_one_worker_back_where_another_has_none(
+    records: dict[str, str], others: Others, held: tuple[str, ...], takes: list[str], gives: str
+) -> None:
+    assert await taken(Redis(**records), others, held) == (takes, gives)
+
+
+class OneRecord(Lease):
+    """The lease of a shard that takes and gives in records that all see."""
+
+    def __init__(self, redis: Redis, shard: str) -> None:
+        super().__init__()
+        self.records, self.shard = redis.records, shard
+
+    async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
+        owner, _, slots = self.records[keys[0]].partition("/")
+        if owner not in ("", self.shard):
+            return 0
+        self.records[keys[0]] = f"/{slots}" if script == Scripts.give_worker else f"{self.shard}/{slots}"
+        return 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_nothing_moves(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"s{number}" for number in range(rng.randint(1, 4))]
+    redis = Redis(**{f"w{n}": f"/{rng.choice((8, 8, 64))}" for n in range(rng.randint(len(names), 8))})
+    live: dict[str, WorkerRegistry] = {}
+    held: dict[str, set[str]] = {}
+    moves: list[int] = []
+    for _ in range(60):
+        if len(live) < len(names) and rng.random() < 0.3:
+            name = names[len(live)]
+            live[name] = WorkerRegistry(redis, Scripts(), Keys(), name, OneRecord(redis, name), Others((), ()), 1000)
+            held[name] = set()
+        moves.append(0)
+        for name in rng.sample(sorted(live), len(live)):
+            workers, mine = live[name], held[name]
+            others = tuple(other for other in live if other != name)
+            workers._shards = Others(others, tuple(other for other in others if not held[other]))
+            await workers.look()
+            while (found := await workers.take(mine, {}, {}, "")) is not None:
+                mine.add(found.id)
+                moves[-1] += 1
+            if given := workers.surplus(dict.fromkeys(mine, 0)):
+                await workers.give_back(next(worker for worker in workers.ready if worker.id == given))
+                mine.remove(given)
+                moves[-1] += 1
+    assert all(held.values()) and set().union(*held.values()) == redis.records.keys()
+    assert len(live) == len(names) and not sum(moves[-10:])
+
+
+@pytest.mark.parametrize(
+    ("record", "others", "gives"),
+    [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])],
+)
+async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobody_waits_for_it(
+    record: str, others: Others, gives: list[list[Any]]
+) -> None:
+    shard, lease = Shard(1), Lease()
+    shard.arrive("r0", 0)
+    shard.parking.lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
+    workers = WorkerRegistry(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
+    nobody: Any = None
+    desk = WorkerContext(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
+    fleet = Fleet(SchedulerSettings(shard="a"), workers, desk, nobody)
+    fleet._tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+    fleet._failed["w1"] = time.monotonic()
+    await fleet._look()
+    shard.round()
+    assert not lease.given and not shard.running("r0"), "its record may have outlived it"
+    fleet._failed["w1"] -= AVOID_S
+    await fleet._look()
+    shard.round()
+    assert lease.given == gives
+    assert shard.running("r0") and not shard.parking.suspecting

@@ -1,0 +1,144 @@
+"""What the scheduler tells of iterations and requests: metrics beside prometheus_client's own, the ring, the lives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
+from services.scheduler.metrics import ALIASES, Metrics
+from services.scheduler.telemetry import COLUMNS, ROWS, Iterations, Stats
+from services.scheduler.tracing import RequestTimes, Timeline
+from services.scheduler.workers.loop import WorkerRates
+from shared.columns import unpack
+from shared.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
+from tests.support.written_stack import REPLICA
+
+BOUNDS = (0.1, 0.5, 1, 2.5)
+
+
+def exposed(registry: CollectorRegistry) -> dict[str, float]:
+    """Sample with its labels -> value; without the time at which a family was made."""
+    lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "_created" not in line}
+
+
+def test_a_histogram_of_columns_says_what_one_of_single_values_says() -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    single = Histogram("x_seconds", "x", ["class"], buckets=BOUNDS, registry=theirs)
+    columns = ColumnHistogram("x_seconds", "x", BOUNDS, "class", ("a", "b"))
+    ours.register(ColumnHistograms(columns))
+    random = np.random.default_rng(5)
+    for number, name in enumerate("ab"):
+        for _ in range(3):
+            values = np.concatenate([random.exponential(1, 40), BOUNDS])  # a bound belongs to its bucket
+            columns.observe(values, number)
+            for value in values:
+                single.labels(name).observe(value)
+    columns.settle()
+    assert exposed(ours) == pytest.approx(exposed(theirs))
+
+
+def test_columns_that_nobody_settles_are_counted_before_they_pile_up() -> None:
+    columns = ColumnHistogram("x_seconds", "x", BOUNDS)
+    for _ in range(PENDING_COLUMNS):
+        columns.observe(0.2)
+    assert columns.family().samples[-2].value == PENDING_COLUMNS
+
+
+def test_an_alias_sums_up_the_labels_that_it_leaves_out() -> None:
+    registry = CollectorRegistry()
+    columns = ColumnHistogram("ours_seconds", "x", BOUNDS, "class", ("a", "b"))
+    columns.observe(np.array([0.2, 0.3]), 0)
+    columns.observe(0.3, 1)
+    columns.settle()
+    registry.register(Aliases([ColumnHistograms(columns)], [Alias("vllm:x_seconds", "ours_seconds", {})], "m"))
+    found = exposed(registry)
+    assert found['vllm:x_seconds_count{engine="0",model_name="m"}'] == 3
+    assert found['vllm:x_seconds_bucket{engine="0",le="0.1",model_name="m"}'] == 0
+    assert found['vllm:x_seconds_bucket{engine="0",le="0.5",model_name="m"}'] == 3
+
+
+def test_metrics_of_the_scheduler_are_what_its_statistics_were_fed() -> None:
+    metrics = Metrics("demo", aliases=True)
+    stats = Stats(0, metrics)
+    stats.step(decode=3, prefill=40, spent_ns=2_000_000)
+    stats.result(30_000_000, 5, prefill=40, decode=3)
+    stats.call("publish", 0.002)
+    core = {"running": 7, "waiting_low": 4, "blocks_total": 10, "blocks_free": 2, "blocks_cached": 3, "preemptions": 6}
+    stats.snapshot(core, 1_000_000_000, 1000, 4, "orcinus", 1)
+    found = exposed(metrics.registry)
+    assert found["orcinus_scheduler_running_sequences"] == 7
+    assert found['orcinus_scheduler_waiting_sequences{class="low"}'] == 4
+    assert found['orcinus_scheduler_kv_blocks{state="used"}'] == 5
+    assert found["orcinus_scheduler_kv_usage_ratio"] == 0.5
+    assert found["orcinus_scheduler_preemptions_total"] == 6
+    assert found["orcinus_scheduler_step_seconds_sum"] == pytest.approx(0.03)
+    assert found['orcinus_scheduler_step_tokens_sum{phase="prefill"}'] == 40
+    assert found['orcinus_scheduler_redis_call_seconds_count{script="publish"}'] == 1
+    assert found['vllm:num_preemptions_total{engine="0",model_name="demo"}'] == 6
+    assert len({name.partition("{")[0] for name in found if name.startswith("vllm:")}) >= len(ALIASES)
+
+
+def test_each_replica_has_series_of_its_own_and_those_of_a_lost_one_go() -> None:
+    metrics = Metrics("demo", aliases=True)
+    before = exposed(metrics.registry)
+    stats = Stats(0, metrics)
+    stats.replicas({"worker-0": REPLICA, "worker-1": {**REPLICA, "role": "decode", "running": 3}})
+    found = exposed(metrics.registry)
+    assert found['orcinus_scheduler_replica_running_sequences{replica="worker-0"}'] == REPLICA["running"]
+    assert found['orcinus_scheduler_replica_running_sequences{replica="worker-1"}'] == 3
+    assert found['orcinus_scheduler_replica_kv_blocks{replica="worker-1",state="used"}'] == 600
+    assert found['orcinus_scheduler_replica_host_kv_blocks{replica="worker-0",state="used"}'] == 100
+    assert found['orcinus_scheduler_replica_step_seconds{replica="worker-0"}'] == pytest.approx(0.0115)
+    assert found['orcinus_scheduler_replica_prefix_hit_tokens_total{replica="worker-0"}'] == 2048
+    assert found['orcinus_scheduler_replica_info{replica="worker-1",role="decode",state="serving"}'] == 1
+    assert {name for name in found if name.startswith("vllm:")} == {n for n in before if n.startswith("vllm:")}
+    stats.replicas({"worker-1": REPLICA})
+    left = [name for name in exposed(metrics.registry) if "replica=" in name]
+    assert left and all('replica="worker-1"' in name for name in left)
+
+
+def test_the_pace_of_a_worker_is_of_what_it_answered_since_the_last_report() -> None:
+    pace = WorkerRates()
+    pace.answered(step_ns=30_000_000, idle_ns=10_000_000, tokens=12)
+    pace.answered(step_ns=10_000_000, idle_ns=0, tokens=8)
+    assert pace.take(2.0) == {"tok_s": 10.0, "step_ms": 20.0, "idle_pct": 20.0}
+    assert pace.take(1.0) == {"tok_s": 0.0, "step_ms": 0.0, "idle_pct": 0.0}
+
+
+def test_the_ring_holds_the_last_iterations_oldest_first() -> None:
+    ring = Iterations()
+    assert ring.fields()["last"] == 0
+    for number in range(3):
+        ring.add(1000 * number, 2_000_000, number, 10 * number, 0)
+    assert unpack(bytes(ring.fields()["prefill"])).tolist() == [0, 10, 20]  # type: ignore[arg-type]
+    for number in range(3, ROWS + 5):
+        ring.add(1000 * number, 1 << 62, number, 0, 1)
+    fields = ring.fields()
+    columns = {name: unpack(bytes(fields[name])).tolist() for name in COLUMNS}  # type: ignore[arg-type]
+    assert fields["last"] == ROWS + 5
+    assert columns["decode"] == columns["idle_us"] == list(range(5, ROWS + 5))
+    assert set(columns["step_us"]) == {2**31 - 1}, "too long for the column, not wrapped"
+
+
+def one(request_id: str, first: int) -> Outcome:
+    request = NewRequest(request_id, [np.array([1], np.int32)], 4)
+    column = np.array([first], np.int32)
+    return Outcome(requests=[request], gateways=["g"], choices=column, first=column, counts=np.array([1], np.int32))
+
+
+def test_a_request_has_a_start_a_first_token_and_an_end_and_leaves_nothing_behind() -> None:
+    told: list[tuple[str, Timeline]] = []
+    lives = RequestTimes(lambda finished, life: told.append((finished.request.id, life)))
+    lives.seen(Outcome(started=["a", "b"]), 10)
+    lives.seen(one("a", 0), 20)
+    lives.seen(one("a", 0), 25)  # of its second choice
+    lives.seen(one("a", 1), 30)
+    lives.seen(one("other", 0), 30)  # its start was another scheduler's
+    for request_id in ("a", "b", "other"):  # b has got no token
+        request = NewRequest(request_id, [np.array([1], np.int32)], 4)
+        lives.seen(Outcome(ended=[FinishedRequest(request, [], [Finish.STOP])]), 40)
+    assert told == [("a", Timeline(10, 20, 40))]
+    assert len(lives) == 0
