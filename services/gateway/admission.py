@@ -13,7 +13,7 @@ from typing import Any
 
 from services.gateway.auth import Caller
 from services.gateway.cluster import RETRY_MOST_S, Forecast
-from services.gateway.openai.errors import ApiError, memory_low
+from services.gateway.errors import ApiError, memory_low
 from services.gateway.openai.validate import GenerationSpec
 from shared.settings import GatewaySettings
 

@@ -12,6 +12,7 @@ from starlette.routing import Match, Route
 
 from services.gateway.dashboard import routes as routes_dashboard
 from services.gateway.dashboard.guard import HostNames, PageHeaders
+from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.http.middleware import BodyLimit, RequestContext, RequireKey
 from services.gateway.http.write_timeout import CutSlow
@@ -19,7 +20,6 @@ from services.gateway.openai import completions as routes_generate
 from services.gateway.openai import document as schema
 from services.gateway.openai import info as routes_info
 from services.gateway.openai import responses as routes_responses
-from services.gateway.openai.errors import ApiError
 from shared.settings import is_loopback
 
 

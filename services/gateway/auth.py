@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.openai.errors import ApiError
+from services.gateway.errors import ApiError
 from shared import api_keys
 from shared.api_keys import KeyRecord
 from shared.keys import CLASSES

@@ -12,15 +12,13 @@ from typing import Any
 from services.gateway.admission import refuse_late
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import MEMORY_MOST, Cluster
-from services.gateway.delivery.background import Keeper
+from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.codec import from_delivery, to_delivery
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.orphans import Reaper
-from services.gateway.delivery.position import Position
-from services.gateway.delivery.stream import Sink
+from services.gateway.delivery.stream import Position, RequestStream
+from services.gateway.errors import ApiError, handed_over, invalid, memory_low, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.openai.errors import ApiError, handed_over, invalid, memory_low, taken_over, unavailable
 from services.gateway.openai.validate import GenerationSpec, Limits
 from services.gateway.processes.siblings import Siblings
 from services.gateway.tasks import end
@@ -46,13 +44,13 @@ class Gateway:
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
         self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
-        self.keeper = Keeper()
-        self.reaper = Reaper(settings, self.id, self.keeper, self._take_up)
+        self.keeper = BackgroundTasks()
+        self.reaper = OrphanAdopter(settings, self.id, self.keeper, self._take_up)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.draining = False
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
-        self.metrics.active.set_function(lambda: len(self.dispatcher.sinks))
+        self.metrics.active.set_function(lambda: len(self.dispatcher.streams))
         self.metrics.watch(self.cluster)
 
     def start(self) -> None:
@@ -87,24 +85,24 @@ class Gateway:
         self.draining = True
         self._hand_over(self.keeper.kept)  # nobody reads them here: another gateway may do that as well
         end = time.monotonic() + seconds
-        while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
+        while self.dispatcher.streams and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
-        self._hand_over(self.dispatcher.sinks)
+        self._hand_over(self.dispatcher.streams)
         end = time.monotonic() + 5.0
-        while self.dispatcher.sinks and time.monotonic() < end:  # noqa: ASYNC110
+        while self.dispatcher.streams and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     def _hand_over(self, requests: Iterable[str]) -> None:
         for request_id in list(requests):
-            if sink := self.dispatcher.sinks.get(request_id):
-                sink.fail(handed_over(request_id), cut=True)
+            if stream := self.dispatcher.streams.get(request_id):
+                stream.fail(handed_over(request_id), cut=True)
 
     def state(self) -> dict[str, Any]:
         """What `/stats` tells of this process."""
         return {
             "id": self.id,
             "model": self.settings.served_model_name,
-            "active_requests": len(self.dispatcher.sinks),
+            "active_requests": len(self.dispatcher.streams),
             "draining": self.draining,
             "not_ready": self.reason_not_ready() or None,
         }
@@ -160,26 +158,26 @@ class Gateway:
             if not (spec.survives_client and await self.dispatcher.record(spec.id)):
                 raise
             return await self.resume(spec.id, tenant, started, same_as=spec)  # no new work
-        sink = self._sink(spec)
-        generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started)
+        stream = self._open_stream(spec)
+        generation = Generation(spec, self.model, stream, self.dispatcher, self.metrics, started)
         generation.span = self.tracing.begin(spec, started)
         try:
-            is_new = await self.dispatcher.enqueue(spec, sink, caller, to_delivery(spec, self.model))
+            is_new = await self.dispatcher.enqueue(spec, stream, caller, to_delivery(spec, self.model))
         except ApiError:
-            self.dispatcher.close(sink)
+            self.dispatcher.close(stream)
             raise
         except BaseException:
             generation.close()
             raise
         if not is_new and spec.survives_client:
-            self.dispatcher.close(sink)
+            self.dispatcher.close(stream)
             return await self.resume(spec.id, tenant, started, same_as=spec)
         self.metrics.prompt_tokens.inc(spec.prompt_tokens)
         return generation
 
-    def _sink(self, spec: GenerationSpec) -> Sink:
+    def _open_stream(self, spec: GenerationSpec) -> RequestStream:
         bound = self.settings.client_buffer_events if spec.stream else 0
-        return Sink(spec.id, spec.choices, bound, survives=spec.survives_client)
+        return RequestStream(spec.id, spec.choices, bound, survives=spec.survives_client)
 
     async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
         """`begin` for a request that nobody waits for; spec.background is set. Raises ApiError."""
@@ -219,19 +217,19 @@ class Gateway:
             raise invalid(
                 "request_id", "the request has best_of: which choice is best shows at its end, not in a stream"
             )
-        sink = self._sink(spec)
+        stream = self._open_stream(spec)
         left = functools.partial(self.keeper.left.add, request_id) if spec.background and not left_by else None
-        generation = Generation(spec, self.model, sink, self.dispatcher, self.metrics, started, position, left)
-        if left_by and request_id in self.dispatcher.sinks:
+        generation = Generation(spec, self.model, stream, self.dispatcher, self.metrics, started, position, left)
+        if left_by and request_id in self.dispatcher.streams:
             raise taken_over()  # by a client here, or about to be
-        self._refuse_while_draining()  # here: from now on `drain` knows the sink
+        self._refuse_while_draining()  # here: from now on `drain` knows the stream
         try:
-            found = await self.dispatcher.adopt(sink, tenant, left_by)
+            found = await self.dispatcher.adopt(stream, tenant, left_by)
         except BaseException:
-            self.dispatcher.close(sink)
+            self.dispatcher.close(stream)
             raise
         if not found:  # it expired just now
-            self.dispatcher.close(sink)
+            self.dispatcher.close(stream)
             raise unknown_request(request_id)
         self.metrics.resumed.inc()
         return generation

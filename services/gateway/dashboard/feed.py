@@ -14,7 +14,7 @@ import orjson
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.openai.errors import unavailable
+from services.gateway.errors import unavailable
 from services.gateway.tasks import end
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.errors import ApiError
 from services.gateway.http.middleware import send_error
-from services.gateway.openai.errors import ApiError
 
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "

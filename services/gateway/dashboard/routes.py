@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.dashboard import pages
 from services.gateway.dashboard.feed import Feed, Viewer
+from services.gateway.errors import unavailable
 from services.gateway.gateway import Gateway
-from services.gateway.openai.errors import unavailable
 from services.gateway.openai.sse import until_disconnect
 from services.gateway.tasks import end
 

@@ -26,9 +26,9 @@ from services.gateway.delivery.codec import to_request
 from services.gateway.delivery.records import ends, fill, missing, rows_of
 from services.gateway.delivery.replies import entries_of, failed, record_of
 from services.gateway.delivery.retries import Command, Retries
-from services.gateway.delivery.stream import Offer, Row, Sink
+from services.gateway.delivery.stream import Offer, RequestStream, Row
+from services.gateway.errors import ApiError, slow_client, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.openai.errors import ApiError, slow_client, taken_over, unavailable
 from services.gateway.openai.validate import GenerationSpec
 from services.gateway.tasks import end
 from shared.keys import Keys
@@ -61,7 +61,7 @@ class Dispatcher:
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._more = asyncio.Event()
         self._retries = Retries()
-        self._sinks: dict[str, Sink] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._outlived = False  # by a request: its last tokens may be nowhere but in this gateway's stream
         self._tasks: list[asyncio.Task[None]] = []
         self.gateway_id = gateway_id
@@ -94,9 +94,9 @@ class Dispatcher:
         await self._reader.aclose()
 
     @property
-    def sinks(self) -> dict[str, Sink]:
+    def streams(self) -> dict[str, RequestStream]:
         """Requests that run now, by id."""
-        return self._sinks
+        return self._streams
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -105,14 +105,14 @@ class Dispatcher:
 
     # What handlers call
 
-    async def enqueue(self, spec: GenerationSpec, sink: Sink, caller: Caller, delivery: bytes) -> bool:
+    async def enqueue(self, spec: GenerationSpec, stream: RequestStream, caller: Caller, delivery: bytes) -> bool:
         """Puts the request into its class's stream; False if one of its id was put there before.
 
         Raises ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
         it: only `adopt` takes it over.
         """
-        if spec.id not in self._sinks:
-            self._register(sink)
+        if spec.id not in self._streams:
+            self._register(stream)
         request, prompts = to_request(spec, self.gateway_id, caller.tenant, caller.salt)
         keys = self._keys
         bounds = Bounds.of(self._settings, spec, caller, self._cluster.forecast(spec.priority))
@@ -129,31 +129,31 @@ class Dispatcher:
         # fmt: on
         answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
         if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
-            self._forget(sink)
+            self._forget(stream)
             raise refusal
         if is_new := bool(answer[0] == b"ok"):
-            sink.left = (answer[2], answer[3])
-        if is_new and self._sinks.get(spec.id) is not sink:  # the one before it was refused
-            self._register(sink)
+            stream.left = (answer[2], answer[3])
+        if is_new and self._streams.get(spec.id) is not stream:  # the one before it was refused
+            self._register(stream)
         return is_new
 
-    async def adopt(self, sink: Sink, tenant: str, former: str = "") -> bool:
+    async def adopt(self, stream: RequestStream, tenant: str, former: str = "") -> bool:
         """Delivers a request from now on that was enqueued before, here or by another gateway; False if there is none
         of that tenant, or `former`, if named, delivers it no more. Raises ApiError(503). `close` has to follow."""
-        self._register(sink)
-        adopt = queue_pb2.Control.Adopt(id=sink.request_id, gateway=self.gateway_id)
+        self._register(stream)
+        adopt = queue_pb2.Control.Adopt(id=stream.request_id, gateway=self.gateway_id)
         control = queue_pb2.Control(adopt=adopt)
         verdict = await self._ask(
-            lambda: self._control(sink.request_id, "adopt", control, former, tenant=tenant, gateway=self.gateway_id)
+            lambda: self._control(stream.request_id, "adopt", control, former, tenant=tenant, gateway=self.gateway_id)
         )
-        self._refill(sink)
+        self._refill(stream)
         return verdict not in ("unknown", "forbidden", "elsewhere")
 
-    def close(self, sink: Sink, cancel_reason: str = "") -> None:
+    def close(self, stream: RequestStream, cancel_reason: str = "") -> None:
         """The handler has ended. With a reason the request is cancelled, unless somebody else delivers it by now."""
-        self._outlived |= not (cancel_reason or sink.done)
-        if self._forget(sink) and cancel_reason:
-            self.cancel(sink.request_id, cancel_reason)
+        self._outlived |= not (cancel_reason or stream.done)
+        if self._forget(stream) and cancel_reason:
+            self.cancel(stream.request_id, cancel_reason)
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Cancels a request that this gateway delivers, without waiting."""
@@ -173,8 +173,8 @@ class Dispatcher:
                 != "elsewhere"
             ):
                 written()
-            elif sink := self._sinks.get(request_id):
-                sink.fail(taken_over(), cut=True)
+            elif stream := self._streams.get(request_id):
+                stream.fail(taken_over(), cut=True)
 
         self._command((request_id, f"stop {choice}"), send)
 
@@ -192,9 +192,9 @@ class Dispatcher:
         """The same as Redis has it: `delivery` is no text."""
         return await self._ask(lambda: record_of(self._redis, self._keys.req(request_id)))
 
-    async def read(self, sink: Sink) -> None:
+    async def read(self, stream: RequestStream) -> None:
         """Puts what is recorded of a request into a mailbox that gets nothing else. Raises ApiError(503)."""
-        fill(sink, *await self._ask(lambda: missing(self._redis, self._keys, sink)))
+        fill(stream, *await self._ask(lambda: missing(self._redis, self._keys, stream)))
 
     # The working task
 
@@ -284,19 +284,19 @@ class Dispatcher:
         reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)
         return reply.decode()
 
-    def _register(self, sink: Sink) -> None:
-        """Rows of its request go to `sink` from now on; one that had it before ends."""
-        if before := self._sinks.get(sink.request_id):
+    def _register(self, stream: RequestStream) -> None:
+        """Rows of its request go to `stream` from now on; one that had it before ends."""
+        if before := self._streams.get(stream.request_id):
             before.fail(taken_over(), cut=True)
-        self._sinks[sink.request_id] = sink
-        self._cluster.active = len(self._sinks)
+        self._streams[stream.request_id] = stream
+        self._cluster.active = len(self._streams)
 
-    def _forget(self, sink: Sink) -> bool:
-        """False if another sink has taken its place."""
-        mine = self._sinks.get(sink.request_id, sink) is sink
+    def _forget(self, stream: RequestStream) -> bool:
+        """False if another stream has taken its place."""
+        mine = self._streams.get(stream.request_id, stream) is stream
         if mine:
-            self._sinks.pop(sink.request_id, None)
-            self._cluster.active = len(self._sinks)
+            self._streams.pop(stream.request_id, None)
+            self._cluster.active = len(self._streams)
         return mine
 
     # The reading task
@@ -328,21 +328,21 @@ class Dispatcher:
 
     def _route(self, batch: queue_pb2.TokenBatch) -> None:
         for request_id, first, row in rows_of(batch):
-            sink = self._sinks.get(request_id)
-            if sink is not None:
-                self._settle(sink, row, first, sink.offer(row, first))
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                self._settle(stream, row, first, stream.offer(row, first))
 
-    def _settle(self, sink: Sink, row: Row, first: int, outcome: Offer) -> None:
+    def _settle(self, stream: RequestStream, row: Row, first: int, outcome: Offer) -> None:
         if outcome is Offer.DUPLICATE:
             self._metrics.duplicates.inc()
         elif outcome is Offer.GAP:
-            sink.put_aside(row, first)
-            self._refill(sink)
+            stream.put_aside(row, first)
+            self._refill(stream)
         elif outcome is Offer.OVERFLOW:
             self._metrics.slow_clients.inc()
-            error = slow_client(sink.bound)
-            sink.fail(error, cut=True)
-            self.close(sink, "" if sink.survives else error.message)
+            error = slow_client(stream.bound)
+            stream.fail(error, cut=True)
+            self.close(stream, "" if stream.survives else error.message)
 
     # Records: gaps and silence
 
@@ -350,50 +350,50 @@ class Dispatcher:
         """Once a second: commands that Redis missed, gaps that are still open, requests unheard of."""
         while True:
             await asyncio.sleep(EVERY_S)
-            self._cluster.unfinished = sum(not sink.done for sink in self._sinks.values())
+            self._cluster.unfinished = sum(not stream.done for stream in self._streams.values())
             if self._cluster.redis_error:
                 continue
             for command in self._retries.take():
                 self._put_command(command)
             now = time.monotonic()
-            for sink in self._sinks.values():
-                if sink.ahead or now - max(sink.heard_at, sink.asked_at) > SILENT_S:
-                    self._refill(sink)
+            for stream in self._streams.values():
+                if stream.ahead or now - max(stream.heard_at, stream.asked_at) > SILENT_S:
+                    self._refill(stream)
 
-    def _refill(self, sink: Sink) -> None:
-        if sink.refilling or sink.failure is not None:
+    def _refill(self, stream: RequestStream) -> None:
+        if stream.refilling or stream.failure is not None:
             return
-        sink.refilling = True
-        sink.asked_at = time.monotonic()
+        stream.refilling = True
+        stream.asked_at = time.monotonic()
 
         async def job() -> None:
             try:
-                await self._read_record(sink)
+                await self._read_record(stream)
             except (*Unreachable, RedisError) as error:
-                log.warning("the record of %s was not read: %s", sink.request_id, error)
+                log.warning("the record of %s was not read: %s", stream.request_id, error)
             finally:
-                sink.refilling = False
+                stream.refilling = False
 
         self._put(job)
 
-    async def _read_record(self, sink: Sink) -> None:
-        if self._sinks.get(sink.request_id) is not sink:
+    async def _read_record(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.request_id) is not stream:
             return
-        record, rows = await missing(self._redis, self._keys, sink)
+        record, rows = await missing(self._redis, self._keys, stream)
         if not record:
-            sink.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
+            stream.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
             return
         # What has ended is delivered by whoever is asked, also by several at once.
         if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:
-            sink.fail(taken_over(), cut=True)
+            stream.fail(taken_over(), cut=True)
             return
         for first, row in rows:
             self._metrics.refilled.inc()
-            self._settle(sink, row, first, sink.offer(row, first))
-        for item in sink.take_ahead():
+            self._settle(stream, row, first, stream.offer(row, first))
+        for item in stream.take_ahead():
             # Still a gap: what is missing is not checkpointed yet; the watch asks again.
-            self._settle(sink, item.row, item.first, sink.offer(item.row, item.first))
-        for row in ends(record, sink.choices):
+            self._settle(stream, item.row, item.first, stream.offer(item.row, item.first))
+        for row in ends(record, stream.choices):
             # What the stream still holds of these is late now.
-            at = sink.received[row.choice]
-            self._settle(sink, row, at, sink.offer(row, at))
+            at = stream.received[row.choice]
+            self._settle(stream, row, at, stream.offer(row, at))

@@ -1,28 +1,66 @@
-"""One running request: from rows of tokens to pieces of text, choice by choice.
+"""Turn rows of tokens into pieces of text, choice by choice, for one running request.
 
-The text after token i of a choice is a function of the request and tokens 0..i alone (detokenize.py, stops.py), so any
-gateway produces the same. Used by the streaming and the whole answers alike.
+The text after token i of a choice is a function of the request and tokens 0..i alone (detokenizer.py, stop.py), so
+every gateway produces the same text. Streams and whole responses both read a `Generation`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from services.gateway.delivery.held_finishes import Endings
-from services.gateway.delivery.position import NOTHING, Position
-from services.gateway.delivery.stream import Row, Sink
+from services.gateway.delivery.stream import NOTHING, Position, RequestStream, Row
+from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.openai.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, unavailable
 from services.gateway.openai.validate import GenerationSpec
 from services.gateway.text.logprobs import Logprobs
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import CallPiece, ToolReader
 from services.gateway.tracing import RequestSpan
+
+HELD_FINISH_S = 30.0
+"""For a Redis that is away. Then the end is told all the same: it is right, and a client cannot wait for ever."""
+
+
+class HeldFinishes:
+    """Choices of one request whose end is held back."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """wake: called when `take` has something new."""
+        self._wake = wake
+        self._held: dict[int, asyncio.TimerHandle] = {}
+        self._ready: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held or self._ready)
+
+    def hold(self, choice: int) -> Callable[[], None]:
+        """Holds the end of a choice until what is returned is called, or for HELD_FINISH_S."""
+
+        def release() -> None:
+            if (timer := self._held.pop(choice, None)) is not None:
+                timer.cancel()
+                self._ready.append(choice)
+                self._wake()
+
+        self._held[choice] = asyncio.get_running_loop().call_later(HELD_FINISH_S, release)
+        return release
+
+    def take(self) -> list[int]:
+        """Choices whose end may be told since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        """Nobody is told any more."""
+        for timer in self._held.values():
+            timer.cancel()
+        self._held.clear()
 
 
 class Finish(IntEnum):
@@ -154,7 +192,7 @@ class Commands(Protocol):
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None: ...
 
-    def close(self, sink: Sink, cancel_reason: str = "") -> None: ...
+    def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...
 
 
 class Generation:
@@ -164,7 +202,7 @@ class Generation:
         self,
         spec: GenerationSpec,
         model: ModelText,
-        sink: Sink,
+        stream: RequestStream,
         commands: Commands,
         metrics: Metrics,
         started: float,
@@ -174,8 +212,8 @@ class Generation:
         """`started`: time.monotonic() at the request's arrival. position: what the client has already. left: called
         when the client has gone and the request goes on without it."""
         self.spec = spec
-        self.sink = sink
-        sink.record_bytes = spec.record_bytes
+        self.stream = stream
+        stream.record_bytes = spec.record_bytes
         self._commands = commands
         self._metrics = metrics
         self._started = started
@@ -183,7 +221,7 @@ class Generation:
         self._closed = False
         self.span: RequestSpan | None = None  # set where traces are sent
         self._left = left
-        self._endings = Endings(sink.wake)
+        self._held_finishes = HeldFinishes(stream.wake)
         self._ended: ApiError | None = None  # told by the next call of `next`
         self.failure: ApiError | None = None
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
@@ -197,7 +235,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices) and not self._endings
+        return all(choice.finish_reason is not None for choice in self.choices) and not self._held_finishes
 
     @property
     def usage(self) -> Usage:
@@ -206,13 +244,13 @@ class Generation:
     async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
         """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
 
-        deliver: as in `Sink.take`; it has to `apply` what it takes. Raises ApiError when the request failed, was
-        cancelled or its client was cut; what came before is given first.
+        deliver: as in `RequestStream.take`; it has to `apply` the rows that it takes. Raises ApiError when the request
+        failed, was cancelled or its client was cut; earlier rows are returned first.
         """
         try:
             if self._ended is not None:
                 raise self._ended
-            return self.apply(await self.sink.take(timeout_s, deliver))
+            return self.apply(await self.stream.take(timeout_s, deliver))
         except ApiError as error:
             self.failure = error
             if error.code == HANDED_OVER and not self._goes_on:
@@ -223,7 +261,7 @@ class Generation:
     @property
     def holds_end(self) -> bool:
         """Was a stop string found whose end is not told yet?"""
-        return bool(self._endings)
+        return bool(self._held_finishes)
 
     def apply(self, rows: list[Row]) -> list[Delta]:
         """What rows add, in order. Raises ApiError when the first of them tells a failure."""
@@ -247,9 +285,9 @@ class Generation:
             ended = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
             if stopped:
-                self.sink.end_choice(row.choice)
+                self.stream.end_choice(row.choice)
                 if row.finish != Finish.STOP:  # also behind an end of its own: the record is to say what was told
-                    written = self._endings.hold(row.choice) if beyond < 2 else _nothing
+                    written = self._held_finishes.hold(row.choice) if beyond < 2 else _nothing
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
                     ended = None
             if choice.finish_reason is not None:
@@ -261,7 +299,7 @@ class Generation:
             held.calls += calls
             held.token_ids = held.token_ids + tokens
             held.finish_reason = ended
-        for number in self._endings.take():
+        for number in self._held_finishes.take():
             reason = self.choices[number].finish_reason
             deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = reason
         self._observe(sum(len(delta.token_ids) for delta in deltas.values()))
@@ -303,28 +341,28 @@ class Generation:
             reasons = [choice.finish_reason for choice in self.choices]
             took_s = time.monotonic() - self._started
             self._metrics.finished(self.spec, reasons, self.usage.completion_tokens, took_s)
-            self._commands.close(self.sink)
+            self._commands.close(self.stream)
         elif self._goes_on:
-            self._commands.close(self.sink)
+            self._commands.close(self.stream)
             if self._left is not None and not self._taken_from_here:
                 self._left()
         elif self.failure is not None:
-            self._commands.close(self.sink, self.failure.message)
+            self._commands.close(self.stream, self.failure.message)
         else:
             self._metrics.cancelled.inc()
-            self._commands.close(self.sink, "the client left")
-        self._endings.close()
+            self._commands.close(self.stream, "the client left")
+        self._held_finishes.close()
 
     @property
     def _taken_from_here(self) -> bool:
         """Does somebody else deliver the request by now, or is to?"""
-        failure = self.failure or self.sink.failure
+        failure = self.failure or self.stream.failure
         return failure is not None and failure.code in (TAKEN_OVER, HANDED_OVER)
 
     @property
     def _goes_on(self) -> bool:
         """Is somebody to get what is still to come: another connection, or the client when it comes back?"""
-        failure = self.failure or self.sink.failure
+        failure = self.failure or self.stream.failure
         if failure is None or failure.code == SLOW_CLIENT:
             return self.spec.survives_client
         streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)

@@ -1,4 +1,4 @@
-"""What Redis has of requests, as rows for their mailboxes (sink.py): what an iteration produced, and what the records
+"""What Redis has of requests, as rows for their mailboxes (stream.py): what an iteration produced, and what the records
 say of one, which are the tokens it lacks and the ends.
 """
 
@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.gateway.delivery.replies import finishes
-from services.gateway.delivery.stream import Row, Sink
+from services.gateway.delivery.stream import RequestStream, Row
 from shared.columns import unpack
 from shared.keys import Keys
 from shared.logprobs import split_records
@@ -30,15 +30,15 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
         offset = end
 
 
-async def missing(redis: Redis, keys: Keys, sink: Sink) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
+async def missing(redis: Redis, keys: Keys, stream: RequestStream) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
     """`req:{id}` (empty when it is gone), and from `out` what the mailbox has not: (index of the first token, row)."""
     pipe: Any = redis.pipeline(transaction=True)
-    pipe.hgetall(keys.req(sink.request_id))
-    before, size = list(sink.received), sink.record_bytes
+    pipe.hgetall(keys.req(stream.request_id))
+    before, size = list(stream.received), stream.record_bytes
     for choice, have in enumerate(before):
-        pipe.getrange(keys.out(sink.request_id, choice), 4 * have, -1)
+        pipe.getrange(keys.out(stream.request_id, choice), 4 * have, -1)
         if size:
-            pipe.getrange(keys.logprobs(sink.request_id, choice), size * have, -1)
+            pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
     record, *found = await pipe.execute()
     outputs, logprobs = (found[::2], found[1::2]) if size else (found, [b""] * len(found))
     rows = []
@@ -54,9 +54,9 @@ def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
 
 
-def fill(sink: Sink, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
+def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
     """Puts what `missing` gave into a mailbox that gets nothing else."""
     for first, row in rows:
-        sink.offer(row, first)
-    for row in ends(record, sink.choices):
-        sink.offer(row, sink.received[row.choice])
+        stream.offer(row, first)
+    for row in ends(record, stream.choices):
+        stream.offer(row, stream.received[row.choice])

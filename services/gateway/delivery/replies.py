@@ -8,7 +8,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.openai.errors import unavailable
+from services.gateway.errors import unavailable
 from shared.redis_client import Unreachable
 
 log = logging.getLogger("orcinus.gateway")

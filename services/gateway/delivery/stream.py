@@ -1,19 +1,58 @@
-"""One request's mailbox between the token reader and the handler that serves the client.
+"""Hold one request's rows between the token reader and the handler that serves the client.
 
-The reader puts rows in (never waits), the handler takes them out. A handler that waits may be called instead: to wake
-its task costs more than all that it does. Every token has its index: what is there already is dropped, what is missing
-is reported as a gap, so the handler sees each token once and in order.
+The reader puts rows in and never waits; the handler takes them out. A handler that waits may be called directly
+instead, since waking its task costs more than all that it does. Every token has its index: tokens that are there
+already are dropped, missing ones are reported as a gap, so the handler sees each token once and in order. `Position`
+is how far the client has read: the second half of an event's id, from which any gateway can go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.gateway.openai.errors import ApiError
+from services.gateway.errors import ApiError, shown
+
+NOTHING, PREAMBLE = -2, -1
+"""Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""
+
+_USAGE = "+"
+_INDEX = re.compile(r"-?[0-9]{1,9}")
+
+
+@dataclass(slots=True)
+class Position:
+    """last: by choice the index of the last token whose text the client has, NOTHING or PREAMBLE before; one more than
+    the last token's with the text that only the end released, two more with the reason. usage: it has that, too."""
+
+    last: list[int]
+    usage: bool = False
+
+    @staticmethod
+    def parse(given: str, request_id: str, choices: int) -> Position:
+        """From an event's id. Raises ApiError(400) for one that is not of this request.
+
+        >>> Position.parse("cmpl-1:4.-1", "cmpl-1", 2)
+        Position(last=[4, -1], usage=False)
+        """
+        owner, _, indices = given.rpartition(":")
+        parts = indices.removesuffix(_USAGE).split(".")
+        if owner != request_id or len(parts) != choices or not all(_INDEX.fullmatch(part) for part in parts):
+            example = f"{request_id}:{'.'.join(['0'] * choices)}"
+            raise ApiError(
+                400,
+                f"Last-Event-ID must be the id of an event of this request, such as {example}; got {shown(given)}",
+                param="Last-Event-ID",
+                code="invalid_event_id",
+            )
+        return Position([max(NOTHING, int(part)) for part in parts], indices.endswith(_USAGE))
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.last)) + _USAGE * self.usage
 
 
 class Offer(Enum):
@@ -46,7 +85,7 @@ class Ahead:
 
 
 @dataclass(slots=True)
-class Sink:
+class RequestStream:
     """Mailbox of one request. `bound`: rows kept for a slow client; 0: no bound (nobody reads slowly). `survives`: the
     request goes on without its client."""
 

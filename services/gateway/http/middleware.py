@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.dashboard import pages
+from services.gateway.errors import ApiError, too_big
 from services.gateway.gateway import Gateway
-from services.gateway.openai.errors import ApiError, too_big
 
 log = logging.getLogger("orcinus.gateway")
 

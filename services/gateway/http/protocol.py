@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.openai.errors import ApiError
+from services.gateway.errors import ApiError
 from shared.settings import GatewaySettings
 
 MOST_HEADERS = 100

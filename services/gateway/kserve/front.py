@@ -19,11 +19,11 @@ from protos import kserve_pb2 as kserve
 from protos import kserve_pb2_grpc
 from services.gateway.auth import Caller
 from services.gateway.delivery.generation import Generation
+from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
 from services.gateway.kserve.tls import Certificate
 from services.gateway.openai.bodies import CompletionBody
-from services.gateway.openai.errors import ApiError, invalid, too_big
 from services.gateway.openai.info import VERSION
 from services.gateway.openai.parse import parse_body
 from services.gateway.openai.sse import SLOW_FLUSH_S
@@ -258,11 +258,11 @@ class _Stream:
     async def _answer(self, request: kserve.ModelInferRequest) -> None:
         generation = await self._front.begin(request, self._call, streams=True)
         telling = asyncio.create_task(self._tell(request, generation))
-        cutting = asyncio.create_task(generation.sink.cut.wait())
+        cutting = asyncio.create_task(generation.stream.cut.wait())
         try:
             await asyncio.wait({telling, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if not telling.done():
-                generation.failure = generation.sink.failure
+                generation.failure = generation.stream.failure
                 raise generation.failure or ApiError(503, "the stream was cut", code="cut")
             telling.result()
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from protos import kserve_pb2 as kserve
-from services.gateway.openai.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.openai.parse import parse_json
 from shared.keys import CLASSES
 

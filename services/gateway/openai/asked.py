@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.gateway.errors import invalid
 from services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from services.gateway.openai.errors import invalid
 from shared.logprobs import record_bytes
 
 MOST_RECORD_BYTES = 64 << 20

@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from services.gateway.auth import Caller
 from services.gateway.delivery.generation import Generation, Usage
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import ChatBody, CompletionBody
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.errors import ApiError, invalid, shown
 from services.gateway.openai.parse import parse_body
 from services.gateway.openai.response import ClientLeft, answer, collect
 from services.gateway.openai.sse import EventStream, EventWriter
@@ -119,7 +119,7 @@ async def begin(
     """A request that somebody waits for, and the headers of its answer. Raises ApiError; must be closed."""
     caller: Caller = request.state.caller
     generation = await gateway.begin(spec, caller, started, last_event)
-    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.sink.left)}
+    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
 
 
 async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from services.gateway.openai.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid, shown
 
 MAX_JSON_DEPTH = 32
 MAX_MEMBERS = 4096

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from services.gateway.delivery.generation import Delta, Generation, Usage
-from services.gateway.openai.errors import ApiError, failed
+from services.gateway.errors import ApiError, failed
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.text.tools.reader import CallPiece
 

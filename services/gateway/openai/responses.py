@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway, unknown_request
 from services.gateway.openai.completions import (
     GENERATION_ERRORS,
@@ -21,7 +22,6 @@ from services.gateway.openai.completions import (
     whole_response,
 )
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.errors import ApiError, invalid
 from services.gateway.openai.response import collect
 from services.gateway.openai.response_object import ResponseEvents, of_chat, of_record, shell
 from services.gateway.openai.responses_body import ResponsesBody, chat_body, in_words_of_responses

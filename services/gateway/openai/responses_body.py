@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field, WithJsonSchema
 
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.openai.bodies import INT64, Body, ChatBody, Priority
-from services.gateway.openai.errors import ApiError, invalid, shown
 from services.gateway.openai.parse import parse_body
 from services.gateway.openai.structured import MAX_TOOLS
 

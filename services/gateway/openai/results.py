@@ -10,7 +10,7 @@ from typing import Any
 from services.gateway.delivery.codec import from_delivery
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.stream import Sink
+from services.gateway.delivery.stream import RequestStream
 from services.gateway.metrics import Metrics
 from services.gateway.openai.response import whole
 from services.gateway.openai.validate import THREAD_TOKENS
@@ -55,13 +55,13 @@ async def result(
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _TOLD.issuperset(ends):
         return None
     spec = from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
-    sink = Sink(request_id, spec.choices)
-    generation = Generation(spec, model, sink, _Silent(), _UNCOUNTED, time.monotonic())
-    await dispatcher.read(sink)
-    if not sink.done:  # it expired just now
+    stream = RequestStream(request_id, spec.choices)
+    generation = Generation(spec, model, stream, _Silent(), _UNCOUNTED, time.monotonic())
+    await dispatcher.read(stream)
+    if not stream.done:  # it expired just now
         return None
     answer = whole(generation, model.fingerprint)
-    if sum(sink.received) > THREAD_TOKENS:
+    if sum(stream.received) > THREAD_TOKENS:
         return await asyncio.to_thread(asyncio.run, answer)
     return await answer
 
@@ -72,4 +72,4 @@ class _Silent:
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
         written()
 
-    def close(self, sink: Sink, cancel_reason: str = "") -> None: ...
+    def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...

@@ -17,9 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.delivery.generation import Delta, Generation, Usage
-from services.gateway.delivery.position import NOTHING, PREAMBLE, Position
-from services.gateway.delivery.stream import Row
-from services.gateway.openai.errors import ApiError
+from services.gateway.delivery.stream import NOTHING, PREAMBLE, Position, Row
+from services.gateway.errors import ApiError
 from services.gateway.tasks import end
 from services.gateway.text.tools.reader import merged
 
@@ -185,7 +184,7 @@ class EventStream(Response):
             self._deliver = self._at_once
         writing = asyncio.create_task(self._write(send))
         leaving = asyncio.create_task(until_disconnect(receive))
-        cutting = asyncio.create_task(generation.sink.cut.wait())
+        cutting = asyncio.create_task(generation.stream.cut.wait())
         try:
             await asyncio.wait({writing, leaving, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if cutting.done() and not leaving.done() and not writing.done():
@@ -223,11 +222,11 @@ class EventStream(Response):
 
     async def _next(self) -> list[Delta]:
         """What is for the writer; empty when nothing was told for `keepalive_s`, in whatever way."""
-        generation, sink, begun = self._generation, self._generation.sink, time.monotonic()
+        generation, stream, begun = self._generation, self._generation.stream, time.monotonic()
         while True:
-            told = max(begun, sink.heard_at)
+            told = max(begun, stream.heard_at)
             deltas = await generation.next(max(0.0, told + self._keepalive_s - time.monotonic()), self._deliver)
-            if deltas or generation.done or sink.heard_at <= told:
+            if deltas or generation.done or stream.heard_at <= told:
                 return deltas
 
     def _at_once(self, row: Row) -> bool:
@@ -239,15 +238,15 @@ class EventStream(Response):
             if events := self._writer.events(generation.apply([row])):
                 self._put(events)
             if not generation.is_plain and generation.done:
-                generation.sink.wake()
+                generation.stream.wake()
         except Exception:
             log.exception("a stream failed")
-            generation.sink.fail(_failed())  # the writer tells it
+            generation.stream.fail(_failed())  # the writer tells it
         return True
 
     async def _cut(self, scope: Scope, send: Send) -> None:
         """The client does not read: the error event may still fit, then the connection goes."""
-        failure = self._generation.sink.failure or ApiError(503, "the stream was cut", code="cut")
+        failure = self._generation.stream.failure or ApiError(503, "the stream was cut", code="cut")
         self._generation.failure = failure
         try:
             async with asyncio.timeout(SLOW_FLUSH_S):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.openai.asked import check_records, choices_asked, logprobs_asked
 from services.gateway.openai.bodies import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
-from services.gateway.openai.errors import ApiError, invalid, shown
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import AskedTools, asked_tools, output_grammar, plain_messages
 from services.gateway.text.tools.reader import ToolUse

@@ -16,7 +16,7 @@ import jinja2
 import orjson
 from tokenizers import Tokenizer
 
-from services.gateway.openai.errors import invalid
+from services.gateway.errors import invalid
 from services.gateway.text.template_renderer import Renderer
 
 Message = Mapping[str, Any]

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 from llguidance import LLMatcher
 
-from services.gateway.openai.errors import invalid, shown, unavailable
+from services.gateway.errors import invalid, shown, unavailable
 from services.gateway.openai.structured import ResponseFormat, StructuredBody
 from shared.grammars import MOST_GRAMMAR_BYTES, GrammarError, Grammars, NoGrammarsError
 

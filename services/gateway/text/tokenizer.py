@@ -14,7 +14,7 @@ import jinja2
 import orjson
 from tokenizers import Tokenizer
 
-from services.gateway.openai.errors import ApiError, invalid
+from services.gateway.errors import ApiError, invalid
 from services.gateway.text.chat_template import ChatTemplate, Message
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from services.cli import app as cli
-from services.gateway.delivery.stream import Offer, Row, Sink
+from services.gateway.delivery.stream import Offer, RequestStream, Row
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.core import Core
 from services.scheduler.shard.lease import Lease
@@ -71,10 +71,10 @@ def _leaked_block() -> Iterator[None]:
 @contextlib.contextmanager
 def _doubled_token() -> Iterator[None]:
     """Tokens that come again are taken for the next ones."""
-    real, calls = Sink.offer, count(1)
+    real, calls = RequestStream.offer, count(1)
     seen: set[str] = set()
 
-    def offer(self: Sink, row: Row, first: int) -> Offer:
+    def offer(self: RequestStream, row: Row, first: int) -> Offer:
         taken = real(self, row, first)
         seen.add(self.request_id)
         fresh = taken is Offer.TAKEN and row.tokens and not row.finish
@@ -82,7 +82,7 @@ def _doubled_token() -> Iterator[None]:
             real(self, row, first + len(row.tokens))
         return taken
 
-    with patch.object(Sink, "offer", offer):
+    with patch.object(RequestStream, "offer", offer):
         yield
 
 

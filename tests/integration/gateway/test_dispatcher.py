@@ -21,9 +21,9 @@ from services.gateway.cluster import Cluster
 from services.gateway.delivery import retries
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.retries import Command, Retries
+from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import CompletionBody, DetokenizeBody
-from services.gateway.openai.errors import ApiError
 from services.gateway.openai.parse import parse_body
 from services.gateway.openai.validate import Limits, completion_spec
 from services.gateway.text.tokenizer import ModelText

@@ -7,24 +7,23 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.gateway.delivery.background import Keeper
-from services.gateway.delivery.orphans import Reaper
-from services.gateway.openai.errors import taken_over, unavailable
+from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
+from services.gateway.errors import taken_over, unavailable
 from shared.settings import GatewaySettings
 from tests.support.stack import RedisServer
 
 IDS = [f"request-{number}" for number in range(20)]
 
 
-def reaper(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitable[None]]) -> Reaper:
+def reaper(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitable[None]]) -> OrphanAdopter:
     server.client.flushall()
     settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
     server.client.sadd(settings.keys.background, "gone")
     server.client.sadd(settings.keys.background_of("gone"), *IDS)
-    return Reaper(settings, name, Keeper(), take_up)
+    return OrphanAdopter(settings, name, BackgroundTasks(), take_up)
 
 
-def left(server: RedisServer, reaper: Reaper) -> set[str]:
+def left(server: RedisServer, reaper: OrphanAdopter) -> set[str]:
     return {name.decode() for name in server.client.smembers(reaper._keys.background_of("gone"))}
 
 
@@ -39,7 +38,7 @@ async def test_of_two_gateways_that_look_at_once_one_adopts_each_request(redis_s
 
         return take_up
 
-    async def look(one: Reaper) -> None:
+    async def look(one: OrphanAdopter) -> None:
         await both.wait()
         await one._inherit("gone")
 

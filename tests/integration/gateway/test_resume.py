@@ -14,9 +14,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.gateway.app import public_app
 from services.gateway.auth import ANONYMOUS, Caller
+from services.gateway.errors import ApiError, handed_over
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import CompletionBody
-from services.gateway.openai.errors import ApiError, handed_over
 from services.gateway.openai.parse import parse_body
 from services.gateway.openai.validate import GenerationSpec, completion_spec
 from services.gateway.text.tokenizer import ModelText
@@ -76,7 +76,7 @@ async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> Non
     with pytest.raises(ApiError) as refused:
         await gateway.resume(spec.id, ANONYMOUS, 0.0)
     assert refused.value.code == "shutting_down"
-    assert not gateway.dispatcher.sinks
+    assert not gateway.dispatcher.streams
 
 
 async def test_the_reaper_takes_nothing_from_a_client_that_came_first(gateway: Gateway, server: RedisServer) -> None:
@@ -86,7 +86,7 @@ async def test_the_reaper_takes_nothing_from_a_client_that_came_first(gateway: G
     server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
     with pytest.raises(ApiError) as refused:
         await gateway._take_up(spec.id, "gone")
-    assert (refused.value.code, begun.sink.failure) == ("taken_over", None)
+    assert (refused.value.code, begun.stream.failure) == ("taken_over", None)
     begun.close()
     found = gateway.dispatcher.raw_record
 
@@ -99,7 +99,7 @@ async def test_the_reaper_takes_nothing_from_a_client_that_came_first(gateway: G
     with pytest.raises(ApiError) as refused:
         await gateway.resume(spec.id, ANONYMOUS, 0.0, left_by="gone")
     assert (refused.value.status, server.client.hget(record, "gateway")) == (404, b"another")
-    assert not gateway.dispatcher.sinks
+    assert not gateway.dispatcher.streams
 
 
 async def test_another_body_under_the_same_key_leaves_the_first_connection_alone(gateway: Gateway) -> None:
@@ -107,10 +107,10 @@ async def test_another_body_under_the_same_key_leaves_the_first_connection_alone
     with pytest.raises(ApiError) as refused:
         await gateway.begin(await named(gateway, n=2), Caller(ANONYMOUS), 0.0)
     assert refused.value.code == "idempotency_key_reused"
-    assert first.sink.failure is None
-    assert gateway.dispatcher.sinks == {first.spec.id: first.sink}
+    assert first.stream.failure is None
+    assert gateway.dispatcher.streams == {first.spec.id: first.stream}
     again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
-    assert gateway.dispatcher.sinks == {first.spec.id: again.sink}
+    assert gateway.dispatcher.streams == {first.spec.id: again.stream}
     again.close()
     with pytest.raises(ApiError, match="another connection"):
         await first.next()
@@ -135,7 +135,7 @@ async def test_one_whose_twin_was_refused_before_it_is_delivered(
     )
     assert isinstance(refused, ApiError)
     assert not isinstance(second, BaseException)
-    assert gateway.dispatcher.sinks == {second.spec.id: second.sink}
+    assert gateway.dispatcher.streams == {second.spec.id: second.stream}
     second.close()
 
 
@@ -168,7 +168,7 @@ async def test_an_answer_that_is_there_is_given_also_while_new_work_is_refused(
 
     monkeypatch.setattr(gateway, "admit", refuse)
     again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
-    assert gateway.dispatcher.sinks == {again.spec.id: again.sink}
+    assert gateway.dispatcher.streams == {again.spec.id: again.stream}
     again.close()
     other = await named(gateway)
     other.id = "cmpl-new"
@@ -209,7 +209,7 @@ async def test_tokens_of_a_request_that_is_handed_over_stay_in_the_stream(
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
     await running.next()
-    running.sink.fail(handed_over(claimed.id), cut=True)
+    running.stream.fail(handed_over(claimed.id), cut=True)
     running.close()
     await gateway.dispatcher.stop()
     assert server.client.xlen(gateway.settings.keys.tokens(gateway.id)) == 1

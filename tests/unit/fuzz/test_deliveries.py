@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.stream import Row, Sink
+from services.gateway.delivery.stream import RequestStream, Row
 from services.gateway.metrics import Metrics
 from services.gateway.openai.response import whole
 from services.gateway.openai.sse import EventWriter
@@ -92,25 +92,25 @@ def expected(tokens: list[int], finish: int, request: GenerationSpec, text: Mode
 
 
 async def streamed(request: GenerationSpec, text: ModelText, deliveries: list[list[tuple[Row, int]]]) -> bytes:
-    sink = Sink(request.id, request.choices)
-    running = Generation(request, text, sink, Recorded(), Metrics(), 0.0)
+    stream = RequestStream(request.id, request.choices)
+    running = Generation(request, text, stream, Recorded(), Metrics(), 0.0)
     writer = EventWriter(running, "fp")
     told = writer.echo()
     for rows in deliveries:
         if running.done:
             break
         for row, first in rows:
-            sink.offer(row, first)
+            stream.offer(row, first)
         told += writer.events(await running.next(0.0))  # at once: all of a delivery may have been there before
     assert running.done
     return told + writer.end(running.usage)
 
 
 async def in_one(request: GenerationSpec, text: ModelText, deliveries: list[list[tuple[Row, int]]]) -> dict[str, Any]:
-    sink = Sink(request.id, request.choices)
+    stream = RequestStream(request.id, request.choices)
     for row, first in (one for rows in deliveries for one in rows):
-        sink.offer(row, first)
-    return await whole(Generation(request, text, sink, Recorded(), Metrics(), 0.0), "fp")
+        stream.offer(row, first)
+    return await whole(Generation(request, text, stream, Recorded(), Metrics(), 0.0), "fp")
 
 
 @st.composite

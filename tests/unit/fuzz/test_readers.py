@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.kserve_pb2 import ModelInferRequest
+from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
 from services.gateway.openai import parse as bodies
-from services.gateway.openai.errors import ApiError
 from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body, parse_json
 from services.gateway.openai.responses_body import ResponsesBody, chat_body
 from services.gateway.text.tools.reader import OPENINGS, ToolReader, ToolUse, merged

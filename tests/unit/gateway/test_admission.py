@@ -11,7 +11,7 @@ from protos import queue_pb2
 from services.gateway.admission import CLASS_SHARES, Bounds
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast
-from services.gateway.openai.errors import ApiError
+from services.gateway.errors import ApiError
 from services.gateway.openai.validate import GenerationSpec
 from shared.keys import CLASSES
 from shared.settings import DEMO_MODEL, GatewaySettings

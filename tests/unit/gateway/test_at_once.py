@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.position import Position
-from services.gateway.delivery.stream import Offer, Row, Sink
+from services.gateway.delivery.stream import Offer, Position, RequestStream, Row
 from services.gateway.metrics import Metrics
-from services.gateway.openai import sse as streams
+from services.gateway.openai import sse
 from services.gateway.openai.sse import KEEP_ALIVE, EventStream, EventWriter
 from tests.unit.gateway.text.test_generation import Recorded, model, spec
 
@@ -30,11 +29,11 @@ class Client:
         self, at_once: bool, keepalive_s: float = KEEPALIVE_S, position: Position | None = None, **changes: Any
     ) -> None:
         request = spec(**changes)
-        self.sink = Sink(request.id, request.choices)
+        self.stream = RequestStream(request.id, request.choices)
         self.commands = Recorded()
-        self.generation = Generation(request, model(), self.sink, self.commands, Metrics(), 0.0, position)
+        self.generation = Generation(request, model(), self.stream, self.commands, Metrics(), 0.0, position)
         self.writer = EventWriter(self.generation, "fp")
-        self.stream = EventStream(self.generation, self.writer, keepalive_s)
+        self.events_response = EventStream(self.generation, self.writer, keepalive_s)
         self.body = b""
         self.room = True
         self.at_once = 0
@@ -57,11 +56,11 @@ class Client:
 
     async def run(self, rows: list[tuple[Row, int, bool]]) -> None:
         """All rows, each when the one before was served; the last ones have to end the request."""
-        serving = asyncio.create_task(self.stream(self.scope, self._receive, self._send))
+        serving = asyncio.create_task(self.events_response(self.scope, self._receive, self._send))
         await self.settled()
         for row, first, room in rows:
             self.room = room
-            assert self.sink.offer(row, first) in (Offer.TAKEN, Offer.LATE)
+            assert self.stream.offer(row, first) in (Offer.TAKEN, Offer.LATE)
             await self.settled()
         for written in self.commands.unwritten:  # stops: Redis is back
             written()
@@ -145,17 +144,17 @@ def test_the_end_by_a_stop_string_is_left_to_the_writer_and_nothing_overtakes_it
     async def scenario() -> Client:
         client = Client(True, stop=["fox"], n=2)
         client.commands.away = True
-        serving = asyncio.create_task(client.stream(client.scope, client._receive, client._send))
+        serving = asyncio.create_task(client.events_response(client.scope, client._receive, client._send))
         await client.settled()
-        client.sink.offer(Row(0, model().encode("a fox")), 0)
+        client.stream.offer(Row(0, model().encode("a fox")), 0)
         assert client.at_once == 1
-        client.sink.offer(Row(1, model().encode("a")), 0)
+        client.stream.offer(Row(1, model().encode("a")), 0)
         assert client.at_once == 1
         await client.settled()
         client.commands.unwritten[0]()
-        client.sink.offer(Row(1, model().encode("b")), 1)
+        client.stream.offer(Row(1, model().encode("b")), 1)
         await client.settled()
-        client.sink.offer(Row(1, [], finish=2), 2)
+        client.stream.offer(Row(1, [], finish=2), 2)
         await asyncio.wait_for(serving, 30)
         return client
 
@@ -189,11 +188,11 @@ def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
                 await room.wait()
             await send(message)
 
-        serving = asyncio.create_task(client.stream(client.scope, client._receive, slow))
+        serving = asyncio.create_task(client.events_response(client.scope, client._receive, slow))
         await client.settled()
         client.room = False
         for row, first, _ in plain_rows(6):
-            client.sink.offer(row, first)
+            client.stream.offer(row, first)
             await client.settled()
             client.room = True  # of the connection; the writer still holds what came before
         assert client.at_once == 0
@@ -210,9 +209,9 @@ def test_a_row_that_cannot_be_told_ends_its_own_stream_with_an_error(monkeypatch
     async def scenario() -> Client:
         client = Client(True)
         monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
-        serving = asyncio.create_task(client.stream(client.scope, client._receive, client._send))
+        serving = asyncio.create_task(client.events_response(client.scope, client._receive, client._send))
         await client.settled()
-        assert client.sink.offer(Row(0, [100]), 0) is Offer.TAKEN
+        assert client.stream.offer(Row(0, [100]), 0) is Offer.TAKEN
         await asyncio.wait_for(serving, 30)
         return client
 
@@ -237,12 +236,12 @@ def test_a_comment_comes_after_silence_and_not_between_tokens(monkeypatch: pytes
             return []
 
         monkeypatch.setattr(client.generation, "next", next_)
-        client.sink.heard_at = 0.0
-        given.append(lambda: setattr(client.sink, "heard_at", 4.0))  # a token, written at once, while it waited
-        await asyncio.wait_for(client.stream(client.scope, client._receive, client._send), 30)
+        client.stream.heard_at = 0.0
+        given.append(lambda: setattr(client.stream, "heard_at", 4.0))  # a token, written at once, while it waited
+        await asyncio.wait_for(client.events_response(client.scope, client._receive, client._send), 30)
         return client
 
-    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(sse, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     client = asyncio.run(scenario())
     assert asked[:3] == [10.0, 4.0, 10.0]
     assert client.body.count(KEEP_ALIVE) == len(asked) - 2  # not behind a token, nor at the end

@@ -8,8 +8,8 @@ import orjson
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.openai.errors import ApiError
 from services.gateway.openai.parse import MAX_CONTAINERS, MAX_MEMBERS, parse_body, parse_json
 from services.gateway.openai.responses_body import ResponsesBody
 

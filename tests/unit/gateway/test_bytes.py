@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from services.gateway.delivery.position import Position
+from services.gateway.delivery.stream import Position
+from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.openai.errors import ApiError
 from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body
 from services.gateway.openai.responses_body import ResponsesBody
 from shared.grammars import GrammarError, Grammars

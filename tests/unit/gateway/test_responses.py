@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.gateway.delivery.generation import Delta, Usage
-from services.gateway.openai.errors import ApiError
+from services.gateway.errors import ApiError
 from services.gateway.openai.response_object import ResponseEvents, of_chat, shell
 from services.gateway.openai.responses_body import ResponsesBody, chat_body, in_words_of_responses
 from services.gateway.openai.structured import AllowedChoice

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.openai.bodies import ChatBody, ChatMessage, GenerationBody
-from services.gateway.openai.errors import ApiError, invalid, shown
 from services.gateway.openai.structured import AllowedChoice, ChosenTool, FunctionTool, Tool, ToolChoice
 from services.gateway.text.grammar import OPTIONS, body_grammar, lark_text
 from services.gateway.text.tokenizer import ModelText

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.delivery.codec import from_delivery, to_delivery
 from services.gateway.delivery.generation import ChoiceText
-from services.gateway.openai.errors import ApiError, failed
+from services.gateway.errors import ApiError, failed
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import asked_tools
 from services.gateway.text.tools.reader import ToolReader, ToolUse, merged

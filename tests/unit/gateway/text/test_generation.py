@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery import held_finishes as endings
+from services.gateway.delivery import generation as generation_module
 from services.gateway.delivery.generation import ChoiceText, Generation
-from services.gateway.delivery.position import Position
-from services.gateway.delivery.stream import Offer, Row, Sink
+from services.gateway.delivery.stream import Offer, Position, RequestStream, Row
+from services.gateway.errors import ApiError, handed_over, taken_over
 from services.gateway.metrics import Metrics
-from services.gateway.openai.errors import ApiError, handed_over, taken_over
 from services.gateway.openai.sse import EventWriter
 from services.gateway.openai.validate import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
@@ -130,25 +129,25 @@ class Recorded:
         self.closed.append(cancel_reason)
 
 
-def generation(**changes: Any) -> tuple[Generation, Sink, Recorded]:
+def generation(**changes: Any) -> tuple[Generation, RequestStream, Recorded]:
     request = spec(**changes)
-    sink, commands = Sink(request.id, request.choices), Recorded()
-    return Generation(request, model(), sink, commands, Metrics(), 0.0), sink, commands
+    stream, commands = RequestStream(request.id, request.choices), Recorded()
+    return Generation(request, model(), stream, commands, Metrics(), 0.0), stream, commands
 
 
 @pytest.mark.parametrize(("finish", "told"), [(0, True), (1, False), (2, True), (4, True)])
 def test_a_stop_string_in_the_last_row_is_told_unless_it_ended_as_a_stop(finish: int, told: bool) -> None:
-    running, sink, commands = generation(stop=["fox"])
+    running, stream, commands = generation(stop=["fox"])
     tokens = model().encode("a fox")
-    sink.offer(Row(0, tokens, finish=finish), 0)
+    stream.offer(Row(0, tokens, finish=finish), 0)
     deltas = asyncio.run(running.next())
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a ", "stop")]
     assert commands.stops == ([(0, len(tokens))] if told else [])
 
 
 def test_a_finished_request_is_closed_without_a_cancel_and_once() -> None:
-    running, sink, commands = generation()
-    sink.offer(Row(0, [60], finish=2), 0)
+    running, stream, commands = generation()
+    stream.offer(Row(0, [60], finish=2), 0)
     asyncio.run(running.next())
     running.close()
     running.close()
@@ -159,8 +158,8 @@ def test_an_unfinished_request_is_cancelled_with_the_reason() -> None:
     left, _, commands = generation()
     left.close()
     assert commands.closed == ["the client left"]
-    failed, sink, commands = generation()
-    sink.fail(ApiError(503, "too slow"))
+    failed, stream, commands = generation()
+    stream.fail(ApiError(503, "too slow"))
     with pytest.raises(ApiError):
         asyncio.run(failed.next())
     failed.close()
@@ -168,22 +167,22 @@ def test_an_unfinished_request_is_cancelled_with_the_reason() -> None:
 
 
 def test_rows_of_a_choice_after_its_stop_string_are_late() -> None:
-    running, sink, commands = generation(stop=["fox"], n=2)
+    running, stream, commands = generation(stop=["fox"], n=2)
     tokens = model().encode("a fox")
-    sink.offer(Row(0, tokens), 0)
+    stream.offer(Row(0, tokens), 0)
     asyncio.run(running.next())
     assert commands.stops == [(0, len(tokens))]
-    assert sink.offer(Row(0, [60], finish=3), len(tokens)) is Offer.LATE
+    assert stream.offer(Row(0, [60], finish=3), len(tokens)) is Offer.LATE
     assert not running.done
-    sink.offer(Row(1, [60], finish=2), 0)
+    stream.offer(Row(1, [60], finish=2), 0)
     asyncio.run(running.next())
     assert running.done
 
 
 def found_while_redis_is_away() -> tuple[Generation, Recorded]:
-    running, sink, commands = generation(stop=["fox"])
+    running, stream, commands = generation(stop=["fox"])
     commands.away = True
-    sink.offer(Row(0, model().encode("a fox"), finish=2), 0)
+    stream.offer(Row(0, model().encode("a fox"), finish=2), 0)
     return running, commands
 
 
@@ -201,7 +200,7 @@ def test_the_end_by_a_stop_string_is_told_once_redis_has_it_and_its_text_before(
 
 
 def test_an_end_that_redis_does_not_take_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "WAIT_S", 0.001)
+    monkeypatch.setattr(generation_module, "HELD_FINISH_S", 0.001)
 
     async def scenario() -> None:
         running, _ = found_while_redis_is_away()
@@ -226,18 +225,18 @@ def test_a_client_that_leaves_before_the_end_was_told_cancels() -> None:
 def test_an_end_that_the_client_has_is_not_told_again_when_its_stop_is_written() -> None:
     request = spec(stop=["fox"])
     tokens = model().encode("a fox")
-    sink, commands = Sink(request.id, 1), Recorded()
+    stream, commands = RequestStream(request.id, 1), Recorded()
     had = Position([len(tokens) + 1])
-    running = Generation(request, model(), sink, commands, Metrics(), 0.0, had)
-    sink.offer(Row(0, tokens), 0)
+    running = Generation(request, model(), stream, commands, Metrics(), 0.0, had)
+    stream.offer(Row(0, tokens), 0)
     assert asyncio.run(running.next()) == []
     assert (commands.stops, running.done) == ([(0, len(tokens))], True)
 
 
 def test_an_error_row_ends_everything_as_an_error() -> None:
-    running, sink, _ = generation(n=2)
-    sink.offer(Row(0, [60]), 0)
-    sink.offer(Row(1, [], finish=5, error="burnt"), 7)
+    running, stream, _ = generation(n=2)
+    stream.offer(Row(0, [60]), 0)
+    stream.offer(Row(1, [], finish=5, error="burnt"), 7)
     assert [delta.token_ids for delta in asyncio.run(running.next())] == [[60]], "what came before the error is told"
     with pytest.raises(ApiError, match="burnt"):
         asyncio.run(running.next())
@@ -245,8 +244,8 @@ def test_an_error_row_ends_everything_as_an_error() -> None:
 
 
 def failing(error: ApiError, **changes: Any) -> tuple[Generation, Recorded]:
-    running, sink, commands = generation(**changes)
-    sink.fail(error, cut=True)
+    running, stream, commands = generation(**changes)
+    stream.fail(error, cut=True)
     return running, commands
 
 
@@ -278,10 +277,10 @@ def test_a_connection_that_another_took_over_cancels_nothing() -> None:
 
 
 def test_an_events_id_says_what_is_had_with_it_and_nothing_of_the_events_behind_it() -> None:
-    running, sink, _ = generation(n=2, return_token_ids=True)
+    running, stream, _ = generation(n=2, return_token_ids=True)
     writer = EventWriter(running, "fp")
-    sink.offer(Row(0, [60, 61]), 0)
-    sink.offer(Row(1, [62], finish=2), 0)
+    stream.offer(Row(0, [60, 61]), 0)
+    stream.offer(Row(1, [62], finish=2), 0)
     events = writer.events(asyncio.run(running.next())).decode().split("\n\n")
     assert [event.partition("\n")[0] for event in events[:-1]] == [
         "id: cmpl-1:1.-2", "id: cmpl-1:1.1", "id: cmpl-1:1.2"
@@ -293,54 +292,54 @@ def test_an_events_id_says_what_is_had_with_it_and_nothing_of_the_events_behind_
 
 
 def test_a_mailbox_takes_each_token_once() -> None:
-    sink = Sink("r", 1)
-    assert sink.offer(Row(0, [1, 2]), 0) is Offer.TAKEN
-    assert sink.offer(Row(0, [1, 2]), 0) is Offer.DUPLICATE
-    assert sink.offer(Row(0, [2, 3]), 1) is Offer.TAKEN
-    assert sink.offer(Row(0, [9]), 5) is Offer.GAP
-    assert sink.offer(Row(0, [], finish=1), 3) is Offer.TAKEN
-    assert sink.offer(Row(0, [4], finish=1), 3) is Offer.LATE
-    assert sink.offer(Row(7, [4]), 0) is Offer.LATE
-    taken = asyncio.run(sink.take())
+    stream = RequestStream("r", 1)
+    assert stream.offer(Row(0, [1, 2]), 0) is Offer.TAKEN
+    assert stream.offer(Row(0, [1, 2]), 0) is Offer.DUPLICATE
+    assert stream.offer(Row(0, [2, 3]), 1) is Offer.TAKEN
+    assert stream.offer(Row(0, [9]), 5) is Offer.GAP
+    assert stream.offer(Row(0, [], finish=1), 3) is Offer.TAKEN
+    assert stream.offer(Row(0, [4], finish=1), 3) is Offer.LATE
+    assert stream.offer(Row(7, [4]), 0) is Offer.LATE
+    taken = asyncio.run(stream.take())
     assert [token for row in taken for token in row.tokens] == [1, 2, 3]
-    assert sink.done
+    assert stream.done
 
 
 def test_a_bounded_mailbox_overflows_and_an_emptied_one_does_not() -> None:
-    sink = Sink("r", 1, bound=2)
-    outcomes = [sink.offer(Row(0, [index]), index) for index in range(3)]
+    stream = RequestStream("r", 1, bound=2)
+    outcomes = [stream.offer(Row(0, [index]), index) for index in range(3)]
     assert outcomes == [Offer.TAKEN, Offer.TAKEN, Offer.OVERFLOW]
-    asyncio.run(sink.take())
-    assert sink.offer(Row(0, [2]), 2) is Offer.TAKEN
+    asyncio.run(stream.take())
+    assert stream.offer(Row(0, [2]), 2) is Offer.TAKEN
 
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_order_and_repetition_of_rows_gives_the_sequence(data: st.DataObject) -> None:
     tokens = list(range(100, 100 + data.draw(st.integers(1, 20))))
-    sink, got = Sink("r", 1), []
+    stream, got = RequestStream("r", 1), []
     for _ in range(40):
         first = data.draw(st.integers(0, len(tokens)))
         row = Row(0, tokens[first : first + data.draw(st.integers(0, 6))])
-        if sink.offer(row, first) is Offer.GAP:
-            sink.put_aside(row, first)
-        for item in sink.take_ahead():
-            if sink.offer(item.row, item.first) is Offer.GAP:
-                sink.put_aside(item.row, item.first)
-    sink.offer(Row(0, tokens, finish=1), 0)
-    got = [token for row in asyncio.run(sink.take()) for token in row.tokens]
+        if stream.offer(row, first) is Offer.GAP:
+            stream.put_aside(row, first)
+        for item in stream.take_ahead():
+            if stream.offer(item.row, item.first) is Offer.GAP:
+                stream.put_aside(item.row, item.first)
+    stream.offer(Row(0, tokens, finish=1), 0)
+    got = [token for row in asyncio.run(stream.take()) for token in row.tokens]
     assert got == tokens
-    assert sink.done
+    assert stream.done
 
 
 def test_a_failed_mailbox_raises_and_takes_no_more() -> None:
-    sink = Sink("r", 1)
-    sink.offer(Row(0, [1]), 0)
-    sink.fail(ApiError(503, "why"))
-    sink.fail(ApiError(503, "later"))
+    stream = RequestStream("r", 1)
+    stream.offer(Row(0, [1]), 0)
+    stream.fail(ApiError(503, "why"))
+    stream.fail(ApiError(503, "later"))
     with pytest.raises(ApiError, match="why"):
-        asyncio.run(sink.take())
-    assert sink.offer(Row(0, [2]), 1) is Offer.LATE
+        asyncio.run(stream.take())
+    assert stream.offer(Row(0, [2]), 1) is Offer.LATE
 
 
 def test_a_stop_string_may_end_in_the_mark_of_half_a_character() -> None:

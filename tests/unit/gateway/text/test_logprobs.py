@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from protos import queue_pb2
 from services.gateway.delivery.codec import from_delivery, to_delivery
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.position import Position
 from services.gateway.delivery.records import rows_of
-from services.gateway.delivery.stream import Row, Sink
+from services.gateway.delivery.stream import Position, RequestStream, Row
+from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.asked import check_records, choices_asked, logprobs_asked
 from services.gateway.openai.bodies import ChatBody, CompletionBody
-from services.gateway.openai.errors import ApiError
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
 from services.gateway.openai.validate import GenerationSpec
@@ -54,15 +53,15 @@ def streamed(request: GenerationSpec, pieces: list[list[int]], had: str = "") ->
     """The choices of all events, one delivery a piece, and the events' ids; from the event `had` on."""
 
     async def go() -> list[bytes]:
-        sink = Sink(request.id, 1)
+        stream = RequestStream(request.id, 1)
         position = Position.parse(had, request.id, 1) if had else None
-        running = Generation(request, model(), sink, Recorded(), Metrics(), 0.0, position)
+        running = Generation(request, model(), stream, Recorded(), Metrics(), 0.0, position)
         writer = EventWriter(running, "fp")
         first, told = 0, []
         for at, piece in enumerate(pieces):
-            sink.offer(row(request, first, piece, 2 if at == len(pieces) - 1 else 0), first)
+            stream.offer(row(request, first, piece, 2 if at == len(pieces) - 1 else 0), first)
             first += len(piece)
-            if sink.failure is None and not running.done:
+            if stream.failure is None and not running.done:
                 told.append(writer.events(await running.next(0)))
         return told
 
@@ -109,10 +108,10 @@ def test_rows_of_a_batch_carry_the_records_of_those_who_asked() -> None:
 
 def test_a_row_that_is_partly_known_keeps_the_records_of_what_is_new() -> None:
     request = asking(2)
-    sink = Sink(request.id, 1, record_bytes=request.record_bytes)
-    sink.offer(row(request, 0, [9, 8]), 0)
-    sink.offer(row(request, 1, [8, 7, 6]), 1)
-    first, second = asyncio.run(sink.take())
+    stream = RequestStream(request.id, 1, record_bytes=request.record_bytes)
+    stream.offer(row(request, 0, [9, 8]), 0)
+    stream.offer(row(request, 1, [8, 7, 6]), 1)
+    first, second = asyncio.run(stream.take())
     assert (second.tokens, second.logprobs) == ([7, 6], record(2, 7, 2) + record(3, 6, 2))
     assert len(first.logprobs) == 2 * request.record_bytes
 
@@ -208,13 +207,13 @@ def test_a_delivery_carries_all_that_another_gateway_needs_to_tell_the_same() ->
 
 def test_continuous_usage_counts_the_tokens_so_far_in_every_event() -> None:
     request = spec(include_usage=True, continuous_usage=True)
-    sink = Sink(request.id, 1)
-    running = Generation(request, model(), sink, Recorded(), Metrics(), 0.0)
+    stream = RequestStream(request.id, 1)
+    running = Generation(request, model(), stream, Recorded(), Metrics(), 0.0)
     writer, seen = EventWriter(running, "fp"), []
 
     async def go() -> None:
         for first, token in enumerate(model().encode("a fox")):
-            sink.offer(Row(0, [token]), first)
+            stream.offer(Row(0, [token]), first)
             lines = writer.events(await running.next(0)).decode().splitlines()
             seen.extend(orjson.loads(line[6:])["usage"] for line in lines if line.startswith("data: "))
 
@@ -256,14 +255,14 @@ def finished(
     request: GenerationSpec, outputs: list[list[int]], made: bytes = b"", means: list[float] | None = None
 ) -> dict[str, Any]:
     """The whole answer to outputs, one for each choice; `made`: the records instead of row()'s."""
-    sink = Sink(request.id, request.choices)
-    running = Generation(request, model(), sink, Recorded(), Metrics(), 0.0)
+    stream = RequestStream(request.id, request.choices)
+    running = Generation(request, model(), stream, Recorded(), Metrics(), 0.0)
     for choice, tokens in enumerate(outputs):
         told = row(request, 0, tokens, 2, choice)
         told.logprobs = made or told.logprobs
         if means is not None:
             told.logprobs = np.full(len(tokens), means[choice], "<f4").tobytes()
-        sink.offer(told, 0)
+        stream.offer(told, 0)
 
     async def go() -> list[str]:
         deltas = await running.next(0)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from services.gateway.openai.errors import ApiError
+from services.gateway.errors import ApiError
 from services.gateway.text.tokenizer import ModelText
 from shared.errors import ModelError
 from shared.settings import DEMO_MODEL

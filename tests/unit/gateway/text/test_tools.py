@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from services.gateway.delivery.codec import from_delivery, to_delivery
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.position import Position
-from services.gateway.delivery.stream import Row, Sink
+from services.gateway.delivery.stream import Position, RequestStream, Row
+from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import ChatBody, CompletionBody
-from services.gateway.openai.errors import ApiError
 from services.gateway.openai.parse import parse_body
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
@@ -326,12 +325,12 @@ def events(model: ModelText, request: GenerationSpec, tokens: list[int], had: st
     """The events of a choice that is fed token by token, to a client that read as far as the event `had`."""
 
     async def run() -> list[str]:
-        sink = Sink(request.id, 1)
+        stream = RequestStream(request.id, 1)
         position = Position.parse(had, request.id, 1) if had else None
-        running = Generation(request, model, sink, Recorded(), Metrics(), 0.0, position)
+        running = Generation(request, model, stream, Recorded(), Metrics(), 0.0, position)
         writer, found = EventWriter(running, "fp"), []
         for at, token in enumerate([*tokens, None]):
-            sink.offer(Row(0, [] if token is None else [token], finish=1 if token is None else 0), at)
+            stream.offer(Row(0, [] if token is None else [token], finish=1 if token is None else 0), at)
             found += writer.events(await running.next()).decode().split("\n\n")[:-1]
         return [event for event in found if event]
 
@@ -362,9 +361,9 @@ def test_a_stream_of_calls_is_openais_and_goes_on_anywhere_with_the_same_events(
 
 def test_a_whole_answer_has_the_calls_of_the_stream(model: ModelText) -> None:
     request = make_spec(endpoint="chat", tools=USE)
-    sink = Sink(request.id, 1)
-    running = Generation(request, model, sink, Recorded(), Metrics(), 0.0)
-    sink.offer(Row(0, model.encode(SAID.removeprefix("Well.")), finish=1), 0)
+    stream = RequestStream(request.id, 1)
+    running = Generation(request, model, stream, Recorded(), Metrics(), 0.0)
+    stream.offer(Row(0, model.encode(SAID.removeprefix("Well.")), finish=1), 0)
     (delta,) = asyncio.run(running.next())
     (choice,) = answer(
         request, "fp", [delta.text], [[]], [str(delta.finish_reason)], running.usage, None, [delta.calls]
