@@ -62,8 +62,3 @@ def test_shared_and_kernels_import_no_service() -> None:
     for folder in ("shared", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not any(name.startswith("services") for name in imports(path)), path
-
-
-def test_files_are_short_enough_to_be_read_in_one_go() -> None:
-    long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 400}
-    assert not long
