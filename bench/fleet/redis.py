@@ -24,7 +24,7 @@ import redis
 from bench.gateway.publisher import LUA, Publisher
 from bench.machine import ROOT, commit, machine, versions
 from protos import queue_pb2
-from services.launcher.redis_server import find_binary, missing_binary_message
+from services.launcher.redis_server import find_binary, missing_binary_message, version_text
 from services.scheduler.core.types import Finish, Outcome
 from shared.columns import pack
 from shared.keys import Keys
@@ -67,7 +67,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, server(Path(directory)) as client:
         found = measure(client, options.iterations)
-        version = str(client.info("server")["redis_version"])
+        version = version_text(client.info("server"))
     whole = {
         "bench": "fleet-redis", "command": "python -m bench.fleet.redis",
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),

