@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.types import Int32, StepPlan
+from services.scheduler.core.types import EMPTY, Int32, StepPlan
 from services.simulator.clock import Features, StepClock
 from services.simulator.workload import PLAIN_ID, STOP_ID, Int64
 
@@ -31,6 +31,7 @@ class Ticket(NamedTuple):
     swap_out: Int32
     swap_in: Int32
     swap_ns: int
+    peers: Int32  # whose host tiers this replica knows of from this step on
     cells: Int64  # of the sequences that get a token, in the order of slots
 
 
@@ -110,8 +111,9 @@ class Device:
             duration = self._clock.duration_ns(plan, features)
         end = self._run(plan, duration, ready_ns)
         ticket = Ticket(
-            end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, self._copied_ns, cells
-        )
+            end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, self._copied_ns,
+            _named_peers(plan), cells,
+        )  # fmt: skip
         self.queue.append(ticket)
         return ticket
 
@@ -216,3 +218,10 @@ class Device:
             time = max(time, self._copies_ns)
         self._last_end = time = max(time, self._last_end)
         return time
+
+
+def _named_peers(plan: StepPlan) -> Int32:
+    """Return the numbers of the peers that the step tells of, which its result acknowledges."""
+    if not plan.peers:
+        return EMPTY
+    return np.array([peer.number for peer in plan.peers if peer.host_tier], np.int32)

@@ -1,7 +1,8 @@
-"""The event loop: arrivals, steps and answers of any number of replicas on one virtual clock.
+"""Run the shipped scheduler core over a workload on a virtual clock: the one event loop of every simulation.
 
-`simulate` runs a policy over a workload; everything else in this package prepares its arguments or shows its result.
-Every replica is a Core of its own, the scheduler's, unmodified; only the device and the time are not real.
+`simulate` is called by `orcinus simulate`, by the tests and by the studies of `bench`. The core is the scheduler's own,
+unmodified; only the devices and the time are simulated. Either one core drives all replicas and routes by itself
+(`routing="scheduler"`), as a shard does, or each replica has a core of its own behind a front router of routing.py.
 """
 
 from __future__ import annotations
@@ -19,24 +20,31 @@ from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, Step
 from services.simulator.clock import StepClock
 from services.simulator.device import Device
 from services.simulator.metrics import Recorder, figures
-from services.simulator.routing import ROUTERS
+from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload import Int64, Workload
 
 START_NS = 1_000_000_000  # the core takes an arrival of 0 for "now"
-TICK_NS = 1_000_000  # how often a core that waits for time to pass is asked again
-MOST_TICKS = 120_000
-SAMPLES = 1_024
+TICK_NS = 1_000_000  # between two plans of a core with requests, nothing in flight and no step
+MAX_TICKS = 120_000
+MAX_LOOK_AHEAD_NS = 10_000_000_000  # a core that may plan again later than this is woken by another event
+MAX_SAMPLES = 1_024
 _NEVER = 1 << 62
+_STEP_ENDS, _PLAN_AGAIN = 0, 1  # kinds of events, in the order in which those of one moment are handled
 Observer = Callable[[int, Core, StepPlan], None]  # now_ns, the core right after planning, the step
 
 
 class Stuck(RuntimeError):  # noqa: N818 - says what happened to the core
-    """A core holds requests, nothing is in flight, and it plans nothing however long one waits."""
+    """A core holds requests, nothing is in flight, and it plans nothing for MAX_TICKS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Size and settings of every replica. 0 for step_tokens: the policy's own."""
+    """Size and settings of every replica.
+
+    step_tokens 0 and lookahead None use the policy's own. roles: the role of each replica (empty: all compute prompts
+    and decode); share_host_tiers: replicas of one core can read each other's host tier. Both, and affinity (the weight
+    of a cached token, see Routing), need the routing "scheduler".
+    """
 
     blocks: int
     max_seqs: int = 256
@@ -45,13 +53,16 @@ class Setup:
     max_step_tokens: int = 8192
     step_tokens: int = 0
     microbatches: int = 1
-    lookahead: int | None = None  # None: the policy's own
+    lookahead: int | None = None
     replicas: int = 1
     routing: str = "round-robin"
-    host_us: float = 300.0  # the scheduler's own time for an iteration; no step starts before its plan is made
+    host_us: float = 300.0  # time of the scheduler for one step; the step does not start before
     block_bytes: int = 0
-    swap_bytes_s: float = 25e9  # PCIe of an A100, by the facts sheet
+    swap_bytes_s: float = 25e9  # PCIe of an A100, by its data sheet
     seed: int = 0
+    affinity: float = 1.0
+    roles: tuple[str, ...] = ()
+    share_host_tiers: bool = False
 
 
 @dataclass(slots=True)
@@ -67,17 +78,26 @@ class Sample:
 
 @dataclass(slots=True)
 class Run:
-    """What came out: `result` is one entry of the JSON's results; `seen` has the columns per request."""
+    """What came out.
+
+    result: one entry of the JSON's results. seen: columns with one entry a request. stats: the statistics of each core.
+    devices: one a replica.
+    """
 
     result: dict[str, Any]
     seen: Recorder
     samples: list[Sample]
+    stats: list[dict[str, float | int]]
+    devices: list[Device]
 
 
-class Server:
-    """One replica: its core, its device, and the scheduler's own time."""
+class Shard:
+    """A core with the devices of its replicas, and the time of the process that plans for them."""
 
-    def __init__(self, policy: str | Policy, setup: Setup, workload: Workload, clock: StepClock) -> None:
+    def __init__(
+        self, policy: str | Policy, setup: Setup, workload: Workload, clock: StepClock, first: int, replicas: int
+    ) -> None:
+        """first: the number of its first replica among those of the run."""
         policy = named(policy) if isinstance(policy, str) else policy
         lookahead = policy.lookahead if setup.lookahead is None else setup.lookahead
         self.core = Core(
@@ -87,32 +107,35 @@ class Server:
             lookahead=lookahead,
             step_tokens=setup.step_tokens,
             checkpoint_tokens=0,  # nothing crashes here
+            affinity=setup.affinity,
         )
-        limits = Limits(
-            slots=setup.max_seqs,
-            blocks=setup.blocks,
-            block_size=setup.block_size,
-            max_model_len=workload.longest,
-            max_step_tokens=setup.max_step_tokens,
-            host_blocks=setup.host_blocks,
-            block_bytes=setup.block_bytes,
-        )
-        self.core.join(limits)
         batch = self.core.policy.batch
-        self.padded, self.at_end = batch.padded, batch.at_end
+        self.at_end = batch.at_end
         block_ns = setup.block_bytes / setup.swap_bytes_s * 1e9
-        self.device = Device(
-            setup.max_seqs, clock, workload.output, setup.microbatches, self.padded, self.at_end, block_ns
-        )
-        self.cap = setup.microbatches * (lookahead + 1)
+        self.devices: list[Device] = []
+        for number in range(replicas):
+            self.core.join(_limits(setup, workload, number))
+            self.devices.append(
+                Device(setup.max_seqs, clock, workload.output, setup.microbatches, batch.padded, batch.at_end, block_ns)
+            )
+        self.first = first
+        self.max_in_flight = setup.microbatches * (lookahead + 1)  # of each replica
         self.host_ns, self.host_free_ns = int(setup.host_us * 1000), 0
-        self.ticks = 0
-        self._answer = StepResult(0, 0, EMPTY, EMPTY)
+        self.ticks = 0  # in a row
+        self.events_due = 0  # pending _PLAN_AGAIN
+        self._answers = [StepResult(0, number, EMPTY, EMPTY) for number in range(replicas)]
 
-    def answer(self, now_ns: int) -> tuple[Outcome, Int64 | None]:
-        """The oldest step's Result goes to the core; the Outcome, and the cells of its rows where they are known."""
-        ticket = self.device.queue.popleft()
-        answer = self._answer  # the same object each time: the core keeps none
+    @property
+    def several(self) -> bool:
+        """Return whether the core routes among several replicas."""
+        return len(self.devices) > 1
+
+    def answer(self, number: int, now_ns: int) -> tuple[Outcome, Int64 | None]:
+        """Give the result of a replica's oldest step to the core; return the outcome and, where they are known, the
+        cells of its rows."""
+        device = self.devices[number]
+        ticket = device.queue.popleft()
+        answer = self._answers[number]  # the same object each time: the core keeps none
         answer.id, answer.slots, answer.tokens, answer.step_ns = (
             ticket.id,
             ticket.slots,
@@ -120,13 +143,30 @@ class Server:
             ticket.duration_ns,
         )
         answer.swap_out_acks, answer.swap_in_acks = ticket.swap_out, ticket.swap_in
-        answer.swap_ns = ticket.swap_ns
-        cells = ticket.cells if ticket.id >= self.device.undisturbed else None
+        answer.swap_ns, answer.peer_acks = ticket.swap_ns, ticket.peers
+        # With several replicas a plan for one may take rows from another.
+        cells = ticket.cells if not self.several and ticket.id >= device.undisturbed else None
         return self.core.apply(answer, now_ns), cells
 
 
+def _limits(setup: Setup, workload: Workload, number: int) -> Limits:
+    """Return the size of one replica of a core."""
+    return Limits(
+        slots=setup.max_seqs,
+        blocks=setup.blocks,
+        block_size=setup.block_size,
+        max_model_len=workload.longest,
+        max_step_tokens=setup.max_step_tokens,
+        host_blocks=setup.host_blocks,
+        block_bytes=setup.block_bytes,
+        role=setup.roles[number] if setup.roles else "",
+        host_tier=f"folder/{number}" if setup.share_host_tiers else "",
+        kv_format="simulated" if setup.share_host_tiers else "",
+    )
+
+
 def named(policy: str) -> Policy:
-    """A fresh policy, by a preset's name or with parts replaced. Raises ValueError for a name that means none."""
+    """Return a fresh policy, by a preset's name or with parts replaced. Raises ValueError for an unknown name."""
     return presets.parse(policy)
 
 
@@ -139,22 +179,17 @@ def simulate(
     observer: Observer | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
-    """Runs `workload` to its end and returns what the clients saw.
+    """Run `workload` to its end and return what the clients saw. Deterministic but for wall_s.
 
-    `policy`: a preset's name, or with one replica a Policy. Deterministic but for wall_s. Raises ValueError for an
-    unknown policy or routing, Stuck when the core does.
+    policy: a preset's name, or with one core a Policy. Raises ValueError for an unknown policy or routing and for a
+    setup that needs another routing; Stuck when a core plans nothing any more.
     """
-    if setup.routing not in ROUTERS:
-        raise ValueError(f"no routing {setup.routing!r}; there are {', '.join(ROUTERS)}")
-    if not isinstance(policy, str) and setup.replicas > 1:
-        raise ValueError("parts may learn, so several replicas need the policy by name")
-    if not len(workload):
-        raise ValueError("the workload has no request")
+    _check(policy, workload, setup)
     begun = time.perf_counter()
     loop = _Loop(policy, workload, setup, clock, observer, progress)
     loop.run()
-    stats = [server.core.stats() for server in loop.servers]
-    devices = [server.device for server in loop.servers]
+    stats = [shard.core.stats() for shard in loop.shards]
+    devices = [device for shard in loop.shards for device in shard.devices]
     computed = sum(device.tokens for device in devices)
     result = {
         "policy": policy if isinstance(policy, str) else policy.name,
@@ -171,7 +206,23 @@ def simulate(
     span_ns = result["duration_s"] * 1e9 * setup.replicas
     result["device_busy"] = round(sum(device.busy_ns for device in devices) / max(span_ns, 1), 4)
     result["wall_s"] = round(time.perf_counter() - begun, 3)
-    return Run(result, loop.seen, loop.samples)
+    return Run(result, loop.seen, loop.samples, stats, devices)
+
+
+def _check(policy: str | Policy, workload: Workload, setup: Setup) -> None:
+    """Raise ValueError for what cannot be simulated."""
+    routings = (*ROUTERS, SCHEDULER)
+    if setup.routing not in routings:
+        raise ValueError(f"routing: unknown {setup.routing!r}; there are {', '.join(routings)}")
+    if setup.routing != SCHEDULER:
+        if not isinstance(policy, str) and setup.replicas > 1:
+            raise ValueError("policy: parts may learn, so several cores need it by name; give a preset's name")
+        if setup.roles or setup.share_host_tiers or setup.affinity != 1.0:
+            raise ValueError(f"roles, shared host tiers and affinity need one core; use the routing {SCHEDULER}")
+    if setup.roles and len(setup.roles) != setup.replicas:
+        raise ValueError(f"roles: {len(setup.roles)} for {setup.replicas} replicas; give one for each")
+    if not len(workload):
+        raise ValueError("workload: no request; give at least one")
 
 
 class _Loop:
@@ -186,25 +237,32 @@ class _Loop:
         observer: Observer | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self.servers = [Server(policy, setup, workload, clock) for _ in range(setup.replicas)]
-        self._at_end = self.servers[0].at_end
+        per_shard = setup.replicas if setup.routing == SCHEDULER else 1
+        self.shards = [
+            Shard(policy, setup, workload, clock, first, per_shard) for first in range(0, setup.replicas, per_shard)
+        ]
+        self._per_shard = per_shard
+        self._at_end = self.shards[0].at_end
         self.seen = Recorder(workload, START_NS, 2 * setup.max_seqs * setup.replicas, self._at_end)
         self.samples: list[Sample] = []
         self._workload, self._setup = workload, setup
         self._observer, self._progress = observer, progress
-        self._router = ROUTERS[setup.routing](setup.seed)
-        self._load = [0] * setup.replicas
-        self._events: list[tuple[int, int]] = []  # end of a step, or a tick, of a replica
+        self._router = ROUTERS[setup.routing](setup.seed) if len(self.shards) > 1 else None
+        self._load = [0] * len(self.shards)
+        self._events: list[tuple[int, int, int]] = []  # ns, kind, replica among all of the run
         self._every_ns = TICK_NS * 100
         self._next_sample = START_NS
 
     def run(self) -> None:
-        """Until everything has ended. Raises OverflowError when times leave 64 bits."""
-        workload, servers, events, seen = self._workload, self.servers, self._events, self.seen
+        """Run until everything has ended. Raises OverflowError when times leave 64 bits."""
+        workload, shards, events, seen = self._workload, self.shards, self._events, self.seen
         arrivals = (workload.arrived_ns + START_NS).tolist()
         arrivals.append(_NEVER)
         following = 0
         due = arrivals[0]
+        for shard in shards:
+            if shard.several:
+                self._fill(shard, START_NS)  # replicas learn of their peers before anything arrives
         while True:
             now = events[0][0] if events else _NEVER
             if due <= now:
@@ -213,90 +271,110 @@ class _Loop:
                         raise OverflowError(f"a step ends after {_NEVER / 1e9:.1e} s of simulated time")
                     return
                 now = due
-                touched = set()
+                touched: dict[int, None] = {}
                 while due == now:
-                    touched.add(self._arrive(following, now))
+                    touched[self._arrive(following, now)] = None
                     following += 1
                     due = arrivals[following]
-                for replica in touched:
-                    if len(servers[replica].device.queue) < servers[replica].cap:
-                        self._fill(replica, now)
+                for number in touched:
+                    self._fill(shards[number], now)
                 continue
-            replica = heapq.heappop(events)[1]
-            server = servers[replica]
-            queue = server.device.queue
-            if queue and queue[0].end_ns == now:
-                outcome, cells = server.answer(now)
+            _, kind, replica = heapq.heappop(events)
+            number, local = divmod(replica, self._per_shard)
+            shard = shards[number]
+            if kind == _STEP_ENDS:
+                outcome, cells = shard.answer(local, now)
                 seen.take(outcome, now, cells)
                 if outcome.ended:
-                    self._ended(outcome, replica, now)
+                    self._ended(outcome, number, now)
+            else:
+                shard.events_due -= 1
             if now >= self._next_sample:
                 self._sample(now)
-            self._fill(replica, now)
+            self._fill(shard, now)
 
     def _arrive(self, index: int, now_ns: int) -> int:
-        """Hands a request to a replica; returns which."""
+        """Hand a request to a core; return the number of its shard."""
         workload = self._workload
-        replica = self._router.choose(self._load, workload.head_hash(index)) if len(self.servers) > 1 else 0
-        self._load[replica] += int(workload.prompt[index] + workload.max_tokens[index])
-        self.seen.replica[index] = replica
-        outcome = self.servers[replica].core.add(workload.request(index, START_NS), now_ns)
+        number = self._router.choose(self._load, workload.head_hash(index)) if self._router is not None else 0
+        self._load[number] += int(workload.prompt[index] + workload.max_tokens[index])
+        self.seen.replica[index] = self.shards[number].first
+        outcome = self.shards[number].core.add(workload.request(index, START_NS), now_ns)
         if outcome.ended or outcome.requests:
-            self._known(outcome, replica, now_ns)
-        return replica
+            self._take_outcome(outcome, number, now_ns)
+        return number
 
-    def _fill(self, replica: int, now_ns: int) -> None:
-        """Plans as far ahead as the core lets."""
-        server = self.servers[replica]
-        core, device = server.core, server.device
-        queue = device.queue
-        while len(queue) < server.cap:
-            plan, outcome = core.plan(now_ns)
-            if outcome is not None and (outcome.ended or outcome.requests):
-                self._known(outcome, replica, now_ns)
-            if plan is None:
-                device.disturbed()  # it may have preempted all the same
-                break
-            planned = (now_ns if now_ns > server.host_free_ns else server.host_free_ns) + server.host_ns
-            server.host_free_ns = planned
-            server.ticks = 0
-            heapq.heappush(self._events, (device.send(plan, planned, self.seen.cell).end_ns, replica))
-            if self._observer is not None:
-                self._observer(now_ns, core, plan)
-        if not queue and core.unfinished:
-            server.ticks += 1
-            if server.ticks > MOST_TICKS:
+    def _fill(self, shard: Shard, now_ns: int) -> None:
+        """Plan for every replica of the shard as far ahead as the core lets."""
+        core, busy = shard.core, False
+        for local, device in enumerate(shard.devices):
+            queue = device.queue
+            while len(queue) < shard.max_in_flight:
+                plan, outcome = core.plan(now_ns, local)
+                if outcome is not None and (outcome.ended or outcome.requests):
+                    self._take_outcome(outcome, shard.first // self._per_shard, now_ns)
+                if plan is None:
+                    device.disturbed()  # it may have preempted all the same
+                    break
+                self._send(shard, local, plan, now_ns)
+            busy = busy or bool(queue)
+            if shard.several and now_ns < (again_ns := core.look_again_ns(local)) < now_ns + MAX_LOOK_AHEAD_NS:
+                self._plan_again(shard, local, again_ns)
+        if not busy and core.unfinished and not shard.events_due:
+            shard.ticks += 1
+            if shard.ticks > MAX_TICKS:
                 raise Stuck(
                     f"policy {core.policy.name} holds {core.unfinished} requests and planned nothing for "
-                    f"{MOST_TICKS * TICK_NS / 1e9:.0f} s of simulated time"
+                    f"{MAX_TICKS * TICK_NS / 1e9:.0f} s of simulated time"
                 )
-            heapq.heappush(self._events, (now_ns + TICK_NS, replica))
+            self._plan_again(shard, 0, now_ns + TICK_NS)
 
-    def _known(self, outcome: Outcome, replica: int, now_ns: int) -> None:
-        """An Outcome that no step's answer gave."""
+    def _send(self, shard: Shard, local: int, plan: StepPlan, now_ns: int) -> None:
+        """Give a step to a device, and note when it ends."""
+        planned = (now_ns if now_ns > shard.host_free_ns else shard.host_free_ns) + shard.host_ns
+        shard.host_free_ns = planned
+        shard.ticks = 0
+        replica = shard.first + local
+        if shard.several:
+            for enter in plan.enters:
+                self.seen.replica[enter.request.payload] = replica
+        ticket = shard.devices[local].send(plan, planned, self.seen.cell)
+        heapq.heappush(self._events, (ticket.end_ns, _STEP_ENDS, replica))
+        if self._observer is not None:
+            self._observer(now_ns, shard.core, plan)
+
+    def _plan_again(self, shard: Shard, local: int, at_ns: int) -> None:
+        shard.events_due += 1
+        heapq.heappush(self._events, (at_ns, _PLAN_AGAIN, shard.first + local))
+
+    def _take_outcome(self, outcome: Outcome, number: int, now_ns: int) -> None:
+        """Record an outcome that no step's answer gave."""
         self.seen.take(outcome, now_ns, None)
-        self._ended(outcome, replica, now_ns)
+        self._ended(outcome, number, now_ns)
 
-    def _ended(self, outcome: Outcome, replica: int, now_ns: int) -> None:
+    def _ended(self, outcome: Outcome, number: int, now_ns: int) -> None:
         ended = [done.request.payload for done in outcome.ended]
         for index in ended:
-            self._load[replica] -= int(self._workload.prompt[index] + self._workload.max_tokens[index])
-        if self._at_end and self.servers[replica].device.batch_ended(ended):
-            self.seen.flush(replica, now_ns)
+            self._load[number] -= int(self._workload.prompt[index] + self._workload.max_tokens[index])
+        if self._at_end:
+            shard = self.shards[number]
+            for local, device in enumerate(shard.devices):
+                if device.batch_ended(ended):
+                    self.seen.flush(shard.first + local, now_ns)
         if self._progress is not None:
             self._progress(self.seen.ended)
 
     def _sample(self, now_ns: int) -> None:
-        """Keeps at most SAMPLES moments, evenly spaced: when there are more, every second one goes."""
-        cores = [server.core for server in self.servers]
+        """Keep at most MAX_SAMPLES moments, evenly spaced: when there are more, drop every second one."""
+        cores = [shard.core for shard in self.shards]
         replicas = [replica for core in cores for replica in core.replicas]
         running = sum(replica.table.count for replica in replicas)
         waiting = sum(core.waiting_count for core in cores)
         free = sum(replica.pool.free + replica.pool.cached for replica in replicas)
         total = sum(replica.pool.total for replica in replicas)
-        slots = running / (self._setup.max_seqs * len(cores))
+        slots = running / (self._setup.max_seqs * len(replicas))
         self.samples.append(Sample((now_ns - START_NS) / 1e9, running, waiting, slots, 1 - free / max(total, 1)))
-        if len(self.samples) >= SAMPLES:
+        if len(self.samples) >= MAX_SAMPLES:
             del self.samples[::2]
             self._every_ns *= 2
         self._next_sample = now_ns + self._every_ns

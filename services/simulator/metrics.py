@@ -93,6 +93,7 @@ class Recorder:
     def __init__(self, workload: Workload, start_ns: int, rows: int, at_end: bool) -> None:
         n = len(workload)
         self.ttft_ns: Int64 = np.full(n, -1, np.int64)
+        self.second_ns: Int64 = np.full(n, -1, np.int64)  # wait for the second token; -1: none
         self.e2e_ns: Int64 = np.full(n, -1, np.int64)
         self.worst_ns: Int64 = np.zeros(n, np.int64)
         self.tokens: Int64 = np.zeros(n, np.int64)
@@ -152,6 +153,8 @@ class Recorder:
         if done.finish[0] not in (Finish.STOP, Finish.LENGTH):
             return
         self.ttft_ns[index] = self._waits[cell]
+        if count > 1:
+            self.second_ns[index] = self._waits[cell + 1]
         if self._at_end:
             self._hold(index)
             return

@@ -15,7 +15,7 @@ from services.simulator.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST,
 from services.simulator.clock import COEFFICIENTS, Linear, RooflineClock, StepClock, fit_step_log, read_coefficients
 from services.simulator.engine import Setup
 from services.simulator.roofline import DEVICES, SHAPES, Roofline
-from services.simulator.routing import ROUTERS
+from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.values import asked, by_class, classes, lengths, policies, real, scales, whole
 
 MOST_BLOCKS = 10_000_000  # of a replica
@@ -107,7 +107,12 @@ def parser() -> Parser:
     add("--kv-blocks", type=whole(0, MOST_BLOCKS), default=0, help="default: what the device has beside the weights")
     add("--host-blocks", type=whole(0, MOST_BLOCKS), default=-1, help="default: the device's host memory")
     add("--replicas", type=whole(1, 1000), default=1)
-    add("--routing", choices=list(ROUTERS), default="round-robin", help="default: %(default)s")
+    add(
+        "--routing",
+        choices=[*ROUTERS, SCHEDULER],
+        default="round-robin",
+        help="a router before replicas with a scheduler each; scheduler: one for all (default: %(default)s)",
+    )
     add("--host-us", type=real(0, 1e8), default=300.0, help="the scheduler's own time a step (default: %(default)s)")
     add = build.add_argument_group("what comes out").add_argument
     add("--json", action="store_true", help="one JSON object on stdout, nothing else")

@@ -70,6 +70,9 @@ class Prefix:
         return head % len(load)
 
 
+SCHEDULER = "scheduler"
+"""One core drives all replicas and routes as a shard of the shipped scheduler does: no router is in front."""
+
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "round-robin": RoundRobin,
     "random": Random,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,6 +273,36 @@ def test_prefix_routing_sends_a_group_to_one_replica() -> None:
     assert len(set(run.seen.replica.tolist())) > 1
 
 
+def test_one_scheduler_routes_by_prefix_among_its_replicas() -> None:
+    n = 120
+    group = np.random.default_rng(5).integers(0, 16, n)
+    work = Workload(np.arange(n) * 4 * MS, np.full(n, 80), np.full(n, 4), group=group, prefix_tokens=64)
+    setup = Setup(blocks=60, max_seqs=8, lookahead=1, replicas=4, routing="scheduler")
+    run, by_load = (simulate("orcinus", work, replace(setup, affinity=a), Linear(2 * MS, 100_000)) for a in (1.0, 0.0))
+    assert run.result["finished"] == n and set(run.seen.replica.tolist()) == {0, 1, 2, 3}
+    assert len(run.stats) == 1 and len(run.devices) == 4 and all(device.tokens for device in run.devices)
+    assert run.result["prefix_hit_tokens"] > by_load.result["prefix_hit_tokens"] > 0
+
+
+def test_prefill_replicas_hand_over_to_decode_replicas() -> None:
+    setup = Setup(
+        blocks=200, max_seqs=8, host_blocks=100, lookahead=1, replicas=2, routing="scheduler", block_bytes=1 << 10,
+        roles=("prefill", "decode"), share_host_tiers=True,
+    )  # fmt: skip
+    run = simulate("orcinus", at([0, 5, 9], [40, 50, 60], [6, 7, 8]), setup, Linear(2 * MS, 10_000))
+    assert run.result["finished"] == 3 and run.stats[0]["handed_over"] == 3
+    assert (run.seen.second_ns > 0).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"roles": ("", "")}, {"affinity": 0.0}, {"share_host_tiers": True}, {"routing": "scheduler", "roles": ("", "")}],
+)
+def test_a_setup_that_its_routing_cannot_have_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"routing scheduler|3 replicas"):
+        simulate("orca", all_at_once([4], [2]), replace(BARE, replicas=3, **changes), TEN)
+
+
 def test_prompts_are_distinct_from_their_first_token_on_except_in_a_group() -> None:
     work = Workload(np.zeros(2000, np.int64), np.full(2000, 20), np.ones(2000, np.int64), group=np.full(2000, -1))
     firsts = {int(work.request(i, 0).prompts[0][0]) for i in range(2000)}
@@ -301,7 +332,7 @@ def test_a_request_that_can_never_run_is_told_and_not_counted() -> None:
 
 def test_a_core_that_plans_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Core, "plan", lambda self, now_ns, replica=0: (None, None))
-    monkeypatch.setattr("services.simulator.engine.MOST_TICKS", 50)
+    monkeypatch.setattr("services.simulator.engine.MAX_TICKS", 50)
     with pytest.raises(Stuck, match="orca holds 1 requests"):
         simulate("orca", all_at_once([4], [2]), BARE, TEN)
 
