@@ -132,7 +132,7 @@ def test_every_variable_is_a_setting_of_the_service_that_gets_it(overlay: str, m
 
 @each_overlay
 def test_probes_ask_addresses_that_are_there_without_a_key(overlay: str) -> None:
-    text = (ROOT / "services" / "gateway" / "routes_info.py").read_text()
+    text = (ROOT / "services" / "gateway" / "openai" / "info.py").read_text()
     seen = set()
     for pod in pods(overlay):
         for kind, probe in pod.probes().items():
