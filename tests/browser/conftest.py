@@ -21,8 +21,9 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Chromium, closed at the end of the module: while it is open, asyncio has a running loop in this thread."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         if "CI" not in os.environ:
