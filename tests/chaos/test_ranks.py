@@ -61,11 +61,17 @@ def test_ranks_give_the_references_tokens_with_chunks_preemption_swap_and_cancel
     with running_stack(tmp_path, reference.path, **settings) as stack:
         assert len(ranks_of(stack)) == tp * pp
         assert [listening(rank) for rank in ranks_of(stack)] == [{"127.0.0.1"}] * (tp * pp)
-        with load(stack, reference, 150) as streams:
-            streams.streams[0].leave.set()
-            streams.check(150, but=[0])
-        stats = stack.stats()
-        assert min(int(stats[name]) for name in ("preemptions", "swapped_blocks", "cancelled")) > 0
+
+        def disturbed() -> bool:
+            """Run the load once. Five streams of LONG tokens need twice the blocks there are."""
+            with load(stack, reference, LONG) as streams:
+                streams.streams[0].leave.set()
+                streams.check(LONG, but=[0])
+            stack.settled()
+            stats = stack.stats()
+            return min(int(stats[name]) for name in ("preemptions", "swapped_blocks", "cancelled")) > 0
+
+        until("sequences were preempted, swapped and cancelled", disturbed, 120)
         after = stack.settled()
         assert after["blocks"] == after["total"]
         ranks = ranks_of(stack)
