@@ -9,7 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
-TESTS ?= tests
+# Processes of pytest: tests of one file stay together, as they share a Redis and a gateway. No more than eight.
+PARALLEL := -n logical --maxprocesses 8 --dist loadfile
+QUICK := tests/unit tests/integration tests/stack -m "(unit or integration or smoke) and not slow"
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
 KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS MAKEFLAGS SHELL
@@ -23,6 +25,7 @@ endif
 PINS := $(firstword $(shell cksum pyproject.toml))
 RUN_STAMP := $(VENV)/.run-$(PINS)
 TEST_STAMP := $(VENV)/.test-$(PINS)
+DEV_STAMP := $(VENV)/.dev-$(PINS)
 CUDA_STAMP := $(VENV)/.cuda-$(PINS)
 TORCH_IS_FOR_CUDA = $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda or torch.__version__.partition("+")[0] != "$(patsubst torch==%,%,$(TORCH))")'
 GPU := $(filter cuda,$(DEVICE))
@@ -60,10 +63,38 @@ endif
 
 install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs (DEVICE=cuda: torch for CUDA and CuPy too)
 
-install-dev: $(TEST_STAMP) $(PROTOS) ## install what tests, lint and benches need
+install-test: $(TEST_STAMP) $(PROTOS) ## install what `make test` needs: no CuPy, browser or clients
 
-test: install-dev ## run the tests (TESTS=path for some)
-	$(PY) -m pytest $(TESTS)
+install-dev: $(DEV_STAMP) $(PROTOS) ## install what all tests, lint and benches need
+
+# Kernels are compiled first: a stack waits only so long for its worker.
+test: install-test kernels-build ## unit and integration tests and a smoke test of the stack, in five minutes (TESTS=path for some)
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),$(QUICK))
+
+test-unit: install-test ## pure parts, in process
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/unit)
+
+test-integration: install-test kernels-build ## each service beside a real Redis
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/integration)
+
+test-stack: install-dev kernels-build ## all services as real processes
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/stack)
+
+test-kernels: install-dev kernels-build ## operations of every backend against float64, the CUDA ones on the emulator
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/emulator tests/kernels)
+
+test-engine: install-dev kernels-build ## the engine against transformers
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/engine)
+
+test-chaos: install-dev kernels-build ## services killed, stopped and cut off under load
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/chaos)
+
+test-clients: clients ## the same as clients
+
+test-deploy: install-dev ## images, Kubernetes, Prometheus, Makefile, CI
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/deploy)
+
+test-all: test-unit test-integration test-deploy kernels-check test-stack test-chaos browser clients schemathesis ## every test there is (an hour)
 
 # The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is that which docs/faults.md speaks of.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")
@@ -73,7 +104,8 @@ test-faults: install-dev ## 200 faults at random under load, every answer checke
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")
 	$(PY) -m tests.chaos.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
 
-schemathesis: install-dev ## generated requests, valid and broken, against a live stack (EXAMPLES=25 an operation, or SECONDS=600)
+schemathesis: install-dev kernels-build ## generated requests, valid and broken, against a gateway and a live stack (EXAMPLES=25 an operation, or SECONDS=600)
+	$(PY) -m pytest tests/api_fuzz
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS)) $(ARGS)
 
 fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
@@ -146,16 +178,13 @@ k8s-check: install-dev ## build the Kubernetes overlays and check them, no clust
 kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
 	$(PY) kernels/cpu/build.py
 
-kernels-check: install-dev ## test every kernel and the engine, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
-	$(PY) -m pytest tests/emulator
-	$(PY) -m pytest tests/kernels
-	$(PY) -m pytest tests/engine
+kernels-check: test-kernels test-engine ## test every kernel and the engine, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
 	$(PY) -m kernels.cuda.check
 
 # The sanitizers' runtime must come before everything else; Python itself never frees all it has.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py)"
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py)"
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/test_demo_model.py
@@ -187,8 +216,13 @@ $(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
 	@rm -f $(VENV)/.run-*; touch $@
 
 $(TEST_STAMP): $(RUN_STAMP)
-	@$(PIP) --no-build-isolation -e '.[build,embedded,bench,dev]'
+	@$(PIP) --no-build-isolation -e '.[build,embedded,test]'
 	@rm -f $(VENV)/.test-*; touch $@
+
+# It brings all of `test`, too.
+$(DEV_STAMP): $(RUN_STAMP)
+	@$(PIP) --no-build-isolation -e '.[build,embedded,dev]'
+	@rm -f $(VENV)/.dev-* $(VENV)/.test-*; touch $@ $(TEST_STAMP)
 
 $(PROTOS) &: $(PROTOS:_pb2.py=.proto) $(RUN_STAMP)
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:_pb2.py=.proto)
@@ -204,4 +238,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-dev test test-faults soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean

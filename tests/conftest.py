@@ -7,10 +7,13 @@ test; a slow machine is no failure, so there is no deadline, neither for a test 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+TESTS = Path(__file__).parent
 SLOW = [HealthCheck.too_slow]
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=SLOW)
@@ -28,3 +31,12 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Here because pytest reads options from the conftest of the folder it is given only."""
     parser.addoption("--kernels-variant", default="", help="test the CPU kernels in this instruction set only")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier: the folder it is in."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if not folder.endswith(".py"):
+            item.add_marker(folder)

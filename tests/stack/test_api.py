@@ -45,6 +45,7 @@ def client(stack: Stack) -> openai.OpenAI:
 EXTRA = {"ignore_eos": True, "return_token_ids": True}
 
 
+@pytest.mark.smoke
 def test_the_official_client_gets_the_references_tokens(
     stack: Stack, client: openai.OpenAI, reference: Reference
 ) -> None:
