@@ -125,10 +125,11 @@ bench-clients: install-dev ## let guidellm and aiperf drive the server once (ins
 	$(PY) -m tests.clients.install guidellm aiperf
 	$(PY) -m tests.clients.load
 
-lint: install-dev ## format check, ruff, mypy, links of the pages
+lint: install-dev ## format check, ruff, mypy, which way imports go, links of the pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory site
 
 # A link that leads nowhere, or a page that is not in the menu, is an error.

