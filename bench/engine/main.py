@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from bench.engine.floor import Floor, machine_floor
 from bench.engine.report import show
 from bench.kernels.backends import opened
 from bench.kernels.clock import Clock
-from bench.machine import commit, machine, versions
+from bench.result import provenance
 from services.worker.engine import Engine
 from shared.errors import OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
@@ -54,19 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 1 <= options.steps <= 10_000:
         print(f"error: --steps is 1 to 10,000, not {options.steps}", file=sys.stderr)
         return 2
+    facts = provenance(["orcinus", "bench", "engine", *given])
     try:
         found = _run(options)
     except OrcinusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found |= {
-        "command": shlex.join(["orcinus", "bench", "engine", *given]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "note": options.note,
-    }
+    found |= {**facts, "note": options.note}
     if options.json:
         print(json.dumps(found))
     else:

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 import redis
 
 from bench.gateway.publisher import LUA, Publisher
-from bench.machine import ROOT, commit, machine, versions
+from bench.result import RESULTS, ROOT, provenance, write
 from protos import queue_pb2
 from services.launcher.redis_server import find_binary, missing_binary_message, version_text
 from services.scheduler.core.types import Finish, Outcome
@@ -65,18 +64,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="fewer than the default are written nowhere")
     options = parser.parse_args()
+    facts = provenance(["python", "-m", "bench.fleet.redis"], "orcinus", "redis")
     with tempfile.TemporaryDirectory() as directory, server(Path(directory)) as client:
         found = measure(client, options.iterations)
         version = version_text(client.info("server"))
     whole = {
-        "bench": "fleet-redis", "command": "python -m bench.fleet.redis",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),
-        "versions": {**versions("orcinus", "redis"), "redis-server": version},
+        "bench": "fleet-redis", **facts, "versions": {**facts["versions"], "redis-server": version},
         "running": RUNNING, "iterations": options.iterations, "prompt_tokens": PROMPT, "cpu_us": found,
     }  # fmt: skip
     print(json.dumps(whole, indent=1))
     if options.iterations == ITERATIONS:
-        RESULT.write_text(json.dumps(whole, indent=1) + "\n")
+        write(RESULTS / "fleet-redis.json", whole)
     return 0
 
 

@@ -7,10 +7,8 @@ hours of a replica.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from bench.fleet.routing import ROUTERS
 from bench.fleet.run import Fleet, Ran, run
 from bench.fleet.scaler import Rule
 from bench.fleet.traffic import Spec, build
-from bench.machine import ROOT, commit, machine, versions
+from bench.result import ROOT, commit, provenance, read, write
 from services.simulator.roofline import Roofline
 
 SHAPE, DEVICE = "llama-8b", "h100"
@@ -51,15 +49,13 @@ def main() -> int:
     size = Size(256, roofline.kv_blocks(16) * 16)
     base = Fleet(1000, "least-tokens", size, StepCost.of(roofline), price_hour=1.0)
     found: dict[str, Any] = {
-        "bench": "fleet", "command": "python -m bench.fleet.study",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(), "machine": machine(), "versions": versions("orcinus"), "prediction": PREDICTION,
+        "bench": "fleet", **provenance(["python", "-m", "bench.fleet.study"], "orcinus"), "prediction": PREDICTION,
         "model": {"shape": SHAPE, "device": DEVICE, "slots": size.slots, "kv_tokens": size.kv_tokens,
                   "step_tokens": size.step_tokens},
     }  # fmt: skip
     share, only = options.share, options.only
     if only:
-        found = {**found, **{name: each for name, each in json.loads(RESULT.read_text()).items() if name not in found}}
+        found = {**found, **{name: each for name, each in read("fleet").items() if name not in found}}
 
     def several(name: str, fleets: list[tuple[str, Fleet]], spec: Spec) -> list[Ran]:
         if only not in ("", name):
@@ -104,7 +100,7 @@ def main() -> int:
     day = several("autoscaling", days, Spec(576_000, 40.0, swing=0.8, day_s=14_400.0))
     found["requests"] = sum(each["requests"] for name in found for each in _runs(found[name]))
     if share == 1.0:
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+        write(RESULT, found)
         draw(routed, day)
         print(f"{RESULT} written", file=sys.stderr)
     return 0

@@ -12,13 +12,11 @@ import argparse
 import json
 import os
 import re
-import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,14 @@ from bench.gateway.publisher import Publisher
 from bench.gateway.report import show
 from bench.gateway.stack import Core, Stack, running
 from bench.gateway.streams import BrokenStreamError, Streams
-from bench.machine import commit, machine, versions
+from bench.result import provenance
 from services.scheduler.core.types import Finish
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
 
 CASES = ("saturation", "rate")
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PACKAGES = ("orcinus", "uvloop", "uvicorn", "redis", "hiredis", "protobuf")
 GOALS = {"tokens_s": 20_000, "wait_p50_ms": 5.0}
 AHEAD = 8
 """Iterations that may be published and not yet read, at saturation."""
@@ -237,11 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     about = {
         "bench": "gateway",
-        "command": shlex.join(["orcinus", "bench", "gateway", *given]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions("orcinus", "uvloop", "uvicorn", "redis", "hiredis", "protobuf"),
+        **provenance(
+            ["orcinus", "bench", "gateway", *given], "orcinus", "uvloop", "uvicorn", "redis", "hiredis", "protobuf"
+        ),
         "goals": GOALS,
         "prediction": options.prediction,
         "note": options.note,

@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.context import Context
-from bench.machine import ROOT, commit, machine, versions
+from bench.result import RESULTS, ROOT, provenance, write
 from shared.errors import ConfigurationError
 
 TOTAL_S = 470.0
@@ -65,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 when every part ended well, 1 when one did not, 2 for wrong use."""
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["docs"]:
-        from bench.gpu.docs import main as docs
-
-        return docs(given[1:])
+        return keep(given[1:])
     try:
         options = _parser().parse_args(given)
     except SystemExit as stop:
@@ -82,6 +78,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
     return run_all(chosen, context, ["python", "-m", "bench.gpu", *given])
+
+
+def keep(argv: Sequence[str]) -> int:
+    """Keep the result of a whole run, if one is named, and render the pages. Return 2 for any other result."""
+    from bench import render
+
+    for name in argv[:1]:
+        try:
+            result = json.loads(Path(name).read_text())
+        except (OSError, ValueError) as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            return 2
+        if result.get("device") != "cuda" or result.get("quick"):
+            print(f"error: {name}: not the result of a whole run on a GPU; give one without --quick", file=sys.stderr)
+            return 2
+        write(RESULTS / "gpu.json", result)
+    render.write()
+    return 0
 
 
 def run_part(part: Part, context: Context) -> int:
@@ -102,11 +116,7 @@ def run_part(part: Part, context: Context) -> int:
 
 def run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int:
     result: dict[str, Any] = {
-        "command": shlex.join(command),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(*PACKAGES),
+        **provenance(command, *PACKAGES),
         "device": context.device,
         "quick": context.quick,
         "parts": {},
@@ -121,7 +131,7 @@ def run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int:
         )
         print(f"{part.name}: {error or 'done'} ({took_s:.0f} s)", file=sys.stderr, flush=True)
         result["parts"][part.name] = {"seconds": round(took_s, 1), "error": error, **context.found(part.name)}
-        (context.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        write(context.out / "result.json", result)
     return 1 if any(part["error"] for part in result["parts"].values()) else 0
 
 

@@ -27,7 +27,7 @@ from bench.kernels.case import LIMITS, Bench, Maker
 from bench.kernels.paged import Paged
 from bench.kernels.peaks import type_name
 from bench.kernels.shapes import QUICK, TINY
-from bench.machine import ROOT
+from bench.result import ROOT
 from kernels.ops import Attention
 
 HEADS = ((64, 8, 8), (64, 32, 1), (80, 4, 2), (96, 8, 2), (128, 32, 8), (128, 7, 1), (128, 16, 1), (256, 4, 2))

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from bench.kernels.backends import DEVICES, TYPES, Backend, opened
 from bench.kernels.case import Bench, Maker, run
 from bench.kernels.peaks import Peaks
 from bench.kernels.shapes import CPU, GPU, QUICK, Plan
-from bench.machine import commit, machine, versions
+from bench.result import provenance
 from shared.errors import OrcinusError
 
 PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x")
@@ -40,21 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     if options.threads:
         torch.set_num_threads(options.threads)
-    about = machine()
+    facts = provenance(["orcinus", "bench", "kernels", *given], *PACKAGES)
     try:
-        backend = opened(options.device, options.repeats, about["cpu"])
+        backend = opened(options.device, options.repeats, facts["machine"]["cpu"])
         peaks = backend.peaks()
     except OrcinusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = _measure(options, backend, peaks) | {
-        "command": shlex.join(["orcinus", "bench", "kernels", *given]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": about,
-        "versions": versions(*PACKAGES),
-        "note": options.note,
-    }
+    found = _measure(options, backend, peaks) | facts | {"note": options.note}
     print(json.dumps(found) if options.json else kernels_table.table(found))
     return 1 if any(row["us"] is None for row in found["rows"]) else 0
 

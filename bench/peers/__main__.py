@@ -2,7 +2,6 @@
 
     python -m bench.peers install [NAME ...]    makes what is missing under .peers/
     python -m bench.peers                       the rounds; writes bench/results/peers.json, docs/peers.md, the chart
-    python -m bench.peers docs                  writes page and chart again from the committed result
 
 Exit codes: 0 measured, 1 a server that is installed failed, 2 wrong use.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import signal
 import sys
 import time
@@ -19,13 +17,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bench.peers import docs, install, run, servers, table
+from bench import render
+from bench.peers import install, plots, run, servers, table
+from bench.result import RESULTS, ROOT, write
+
+CHART = ROOT / "docs" / "img" / "peers.png"
 
 
 def parser() -> argparse.ArgumentParser:
     build = argparse.ArgumentParser(prog="python -m bench.peers", description="Compares Orcinus with other servers.")
     add = build.add_argument
-    add("action", nargs="?", default="run", choices=("run", "install", "docs"))
+    add("action", nargs="?", default="run", choices=("run", "install"))
     add("names", nargs="*", help=f"what to install: {', '.join(install.RECIPES)} (default: everything)")
     add("--peers", default="", help="only these, by comma; Orcinus always runs")
     classes = build.add_mutually_exclusive_group()
@@ -59,9 +61,6 @@ def main(argv: list[str]) -> int:
             return install_all(options, build)
         if options.names:
             build.error(f"{options.names[0]}: only `install` takes names; use --peers")
-        if options.action == "docs":
-            docs.write(docs.kept())
-            return 0
         return compare(options, build, argv)
     except KeyboardInterrupt:
         say("stopped; no server is left")
@@ -99,7 +98,7 @@ def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: l
     if not install.state("model").ok:
         say(f"the model could not be made: {install.state('model').error}")
         return 1
-    result = run.measure(chosen, plan, shlex.join(["python", "-m", "bench.peers", *argv]), say)
+    result = run.measure(chosen, plan, ["python", "-m", "bench.peers", *argv], say)
     show(result, options, whole=not (options.quick or peers or classes))
     return 1 if any(row["error"] and row["installed"] for row in result["rows"]) else 0
 
@@ -107,18 +106,16 @@ def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: l
 def show(result: dict[str, Any], options: argparse.Namespace, whole: bool) -> None:
     """Prints the result, and writes it where asked; into the repository only what was a whole run."""
     if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.output, result)
     elif whole:
-        docs.RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        docs.write(result)
+        write(RESULTS / "peers.json", result)
+        render.write()
+        plots.chart(result, CHART)
     if options.json:
         print(json.dumps(result))
         return
-    for precision in servers.CLASSES:
-        if any(row["class"] == precision for row in result["rows"]):
-            print(f"\n{precision}: {servers.CLASSES[precision]}\n")
-            print(f"{table.closed_table(result['rows'], precision)}\n\n{table.mix_table(result['rows'], precision)}")
-    print(f"\n{table.ratio_table(result['ratios'])}")
+    for part in ("classes", "ratios"):
+        print(render.section("peers", part, {"peers": result}) + "\n")
     for line in table.disturbed(result["rows"]):
         print(f"disturbed: {line}", file=sys.stderr)
 

@@ -1,6 +1,6 @@
 """The rounds: every server in turn, then again, each started fresh and alone on the machine.
 
-`measure` returns the result object that `bench/peers/table.py` finishes and `bench/peers/docs.py` writes down. A
+`measure` returns the result object that `bench/peers/table.py` finishes and bench/templates/peers.md shows. A
 server that does not start, or stops answering, is a row with its error. Called by `python -m bench.peers`.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from bench import machine
 from bench.peers import client, install, table
 from bench.peers.process import Running, StartError
 from bench.peers.servers import Server
+from bench.result import provenance, versions
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -35,14 +34,11 @@ FULL = Plan(3, client.REQUESTS, client.MIX_S)
 QUICK = Plan(1, {1: 3, 8: 16, 32: 32}, 4.0)
 
 
-def measure(servers: Sequence[Server], plan: Plan, command: str, say: Say) -> Row:
+def measure(servers: Sequence[Server], plan: Plan, command: Sequence[str], say: Say) -> Row:
     """Runs everything. What was measured so far is kept in `.peers/last.json` after each server."""
     result: Row = {
         "bench": "peers",
-        "command": command,
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": machine.commit(),
-        "machine": machine.machine(),
+        **provenance(command),
         "settings": {
             "rounds": plan.rounds,
             "requests": plan.requests,
@@ -72,13 +68,13 @@ def measure(servers: Sequence[Server], plan: Plan, command: str, say: Say) -> Ro
 
 def new_row(server: Server) -> Row:
     found = install.state(server.recipe)
-    versions = machine.versions() if server.recipe == "model" else found.versions
+    shown = versions() if server.recipe == "model" else found.versions
     return {
         "name": server.name,
         "peer": server.peer,
         "declared": server.precision,
         "about": server.about,
-        "versions": versions,
+        "versions": shown,
         "same_answers": None,
         "of_answers": None,
         "installed": found.ok,

@@ -1,4 +1,4 @@
-"""From the figures of every round to medians, classes, ratios and the tables of docs/peers.md. Pure.
+"""Turn the figures of every round into medians, classes and ratios. Pure; bench/templates/peers.md shows them.
 
 A result is the object that `bench/peers/run.py` writes: `rows`, each with `rounds`, each with `cells` by name (`c1`,
 `c8`, `c32`, `mix`). A cell counts when all its requests finished with as many tokens as were asked for.
@@ -135,98 +135,6 @@ def best(rows: Sequence[Row], cell: str, figure: str, more: bool) -> tuple[str, 
 def in_cell(row: Row, cell: str) -> Row:
     found: Row = row["medians"].get(cell, {})
     return found
-
-
-def number(amount: float) -> str:
-    return f"{amount:.2f}" if amount < 10 else f"{amount:.1f}" if amount < 100 else f"{amount:,.0f}"
-
-
-def shown(row: Row, cell: str, figure: str, with_range: bool = False) -> str:
-    found = in_cell(row, cell).get(figure)
-    if found is None:
-        return "-"
-    text = number(found["median"])
-    return f"{text} ({number(found['low'])}-{number(found['high'])})" if with_range and found["n"] > 1 else text
-
-
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    safe = [[cell.replace("|", r"\|") for cell in cells] for cells in (head, ["---"] * len(head), *lines)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in safe)
-
-
-def names(row: Row) -> str:
-    return f"**{row['name']}**" if row["peer"] == OURS else str(row["name"])
-
-
-def closed_table(rows: Sequence[Row], precision: str) -> str:
-    """One row a server of the class: tokens a second with range, then latencies and cost."""
-    head = (
-        "server",
-        "same answers",
-        "tok/s at 1",
-        "at 8",
-        "at 32",
-        "TTFT p50 / p99 at 8, ms",
-        "TBT p50 / p99 at 8, ms",
-    )
-    lines = []
-    for row in rows:
-        if row["class"] != precision:
-            continue
-        if not row["medians"]:
-            lines.append([names(row), "-", f"does not run: {row['error']}", *["-"] * 5])
-            continue
-        same = "-" if row["same_answers"] is None else f"{row['same_answers']}/{row['of_answers']}"
-        rates = [shown(row, cell, "output_tok_s", with_range=True) for cell in ("c1", "c8", "c32")]
-        waits = [
-            f"{shown(row, 'c8', f'{kind}.p50')} / {shown(row, 'c8', f'{kind}.p99')}" for kind in ("ttft_ms", "tbt_ms")
-        ]
-        lines.append([names(row), same, *rates, *waits, shown(row, "c32", "cpu_s_per_1000_tokens")])
-    return markdown([*head, "CPU s / 1,000 tokens at 32"], lines)
-
-
-def mix_table(rows: Sequence[Row], precision: str) -> str:
-    """One row a server of the class that ran the long-prompt mix."""
-    head = (
-        "server",
-        "TBT p50, ms",
-        "TBT P99, ms",
-        "TBT max, ms",
-        "tok/s of the streams",
-        "TTFT of the long prompts, ms",
-    )
-    lines = [
-        [
-            names(row),
-            shown(row, "mix", "tbt_ms.p50"),
-            shown(row, "mix", "tbt_ms.p99", with_range=True),
-            shown(row, "mix", "tbt_ms.max"),
-            shown(row, "mix", "output_tok_s", with_range=True),
-            shown(row, "mix", "long_ttft_ms.p50"),
-        ]
-        for row in rows
-        if row["class"] == precision and in_cell(row, "mix")
-    ]
-    return markdown(head, lines)
-
-
-def ratio_table(found: Sequence[Row]) -> str:
-    head = ("class", "what", "best of ours", "its figure", "best peer", "its figure", "ours / peer", "goal", "reached")
-    lines = [
-        [
-            line["class"],
-            line["what"],
-            line["ours"],
-            number(line["orcinus"]),
-            line["best_peer"],
-            number(line["best"]),
-            f"{line['ratio']:.3f}",
-            "-" if line["goal"] is None else f"{'>=' if line['more_is_better'] else '<'} {line['goal']:g}",
-            "-" if line["reached"] is None else "yes" if line["reached"] else "no",
-        ]
-        for line in found
-    ]
-    return markdown(head, lines)
 
 
 def disturbed(rows: Sequence[Row]) -> list[str]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.machine import commit, machine, versions
+from bench.result import provenance
 from bench.scheduler.cases import cases
 from bench.scheduler.curves import BLOCKS, RUNNING, WAITING, by_blocks, by_running, by_waiting, draw
 from bench.scheduler.drive import NotRunningError, Setup
@@ -98,11 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = tuple(count for count in options.running if count <= AT) if quick else options.running
     about = {
         "bench": "scheduler",
-        "command": shlex.join(["orcinus", "bench", "scheduler", *given]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
+        **provenance(["orcinus", "bench", "scheduler", *given]),
         "policy": setup.policy,
         "lookahead": setup.lookahead,
         "gateways": setup.gateways,

@@ -30,6 +30,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigurationError("`orcinus bench serve` needs aiohttp: run `make install-dev` first") from error
 
+from bench.result import provenance
 from bench.serve import arrivals as load_arrivals
 from bench.serve import client as load_client
 from bench.serve import report as load_report
@@ -276,7 +277,7 @@ def main(argv: list[str]) -> int:
     except SystemExit as exit_:
         return int(exit_.code or 0)
     try:
-        about = load_report.provenance(argv)
+        about = provenance(load_report.command_line(argv))
         runs = run_all(options, Console(stderr=True))
         code = max([judge(run.result) for run in runs])
         single = runs[0].result if len(runs) == 1 else {"runs": [run.result for run in runs]}

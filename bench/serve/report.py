@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import commit, machine, versions
-
 SECRET_OPTION = "--api-key"  # noqa: S105 - the option's name
 LATENCIES = ("ttft_ms", "tbt_ms", "tpot_ms", "normalized_latency_ms", "e2e_ms", "late_ms")
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str]) -> list[str]:
     """The command as it was typed, without the key."""
     shown: list[str] = []
     for word in argv:
@@ -31,17 +27,7 @@ def command_line(argv: Sequence[str]) -> str:
             shown.append(f"{SECRET_OPTION}=***")
         else:
             shown.append(word)
-    return "orcinus bench serve " + shlex.join(shown)
-
-
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    return {
-        "command": command_line(argv),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-    }
+    return ["orcinus", "bench", "serve", *shown]
 
 
 def load_name(run: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
     python -m bench.studies.fairness           some minutes; writes bench/results/fairness.json and the page
     python -m bench.studies.fairness --quick   in small, in seconds; prints, writes nothing
     python -m bench.studies.fairness --policy orcinus    these rows anew, the others as they were
-    python -m bench.studies.fairness --docs    renders the page from the committed result alone
 
 Simulated. Three tenants send a share of what the replica can do; a fourth floods it. Compared with the same three while
 the fourth sends just what it was served in the flood: its fair share, since the three were served in full.
@@ -12,29 +11,22 @@ the fourth sends just what it was served in the flood: its fair share, since the
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.machine import ROOT, commit, machine, versions
-from bench.studies.policies.__main__ import compact
-from bench.studies.policies.docs import replaced
+from bench import render
+from bench.result import RESULTS, provenance, read, write
 from bench.studies.policies.runs import DEVICE, SHAPE, clock, replica
 from services.simulator.arrivals import CHAT, Spec, build
 from services.simulator.engine import simulate
 from services.simulator.metrics import Recorder
 from services.simulator.workload import Workload
 
-RESULT = ROOT / "bench" / "results" / "fairness.json"
-PAGE = ROOT / "docs" / "policies.md"
 POLICIES = ("orcinus", "orcinus:order=class", "sarathi:order=fair", "sarathi")
 FLOODS = (1.5, 5.0)  # times the saturation
 OTHERS = (0.15, 0.15, 0.15)
@@ -110,65 +102,28 @@ def medians(policy: str, flood: float, of_seeds: Iterable[tuple[float, dict[str,
     }
 
 
-def made(result: Row) -> str:
-    """By which command, and at which commit each row was."""
+def provenance_of_rows(result: Row) -> str:
+    """Return a sentence with the command, and the commit and date of each policy's rows."""
     by_commit: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
         names = by_commit.setdefault((row["commit"], row["date"][:10]), [])
         if (name := f"`{row['policy']}`") not in names:
             names.append(name)
-    told = [f"{', '.join(names)} at commit {commit} on {date}" for (commit, date), names in by_commit.items()]
-    return f"Made by `python -m bench.studies.fairness`: {'; '.join(told)}."
-
-
-def section(result: Row) -> str:
-    """The page's."""
-    lines = [
-        f"Simulated: {result['shape']} on {result['device']} as above, Poisson arrivals with the lengths of the chat "
-        f"trace for {result['span_s']:.0f} s. Three tenants send {OTHERS[0]:g} of the saturation each; a fourth floods "
-        "the replica. P99 of the three in the flood / while the fourth sends only what it was served in the flood (its "
-        f"fair share); medians of {len(result['seeds'])} seeds. {made(result)}",
-        "",
-        "| policy | flood, of saturation | its share | TTFT, ms | ratio | gap, ms | ratio | ms per output | ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in result["rows"]:
-        cells = [f"`{row['policy']}`", f"{row['flood']:g}", f"{row['share']:.2f}"]
-        for name in FIGURES:
-            flood, held = row[name]["flood"], row[name]["held"]
-            cells += [f"{flood:,.1f} / {held:,.1f}", f"{flood / held:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    ours = [row for row in result["rows"] if row["policy"] == "orcinus"]
-    worst = {name: max(row[name]["flood"] / row[name]["held"] for row in ours) for name in FIGURES}
-    told = [f"{FIGURES[name]} {ratio:.2f} ({'holds' if ratio <= GOAL else 'missed'})" for name, ratio in worst.items()]
-    lines += ["", f"Goal: no ratio of `orcinus` above {GOAL:g}. Worst: {', '.join(told)}."]
-    lines += [
-        "A ratio below 1 is no mistake: beside a flood the last slots are kept for the three, beside the same tenant "
-        "within its share whoever comes takes them. What is left of the time to a first token is steps, those under "
-        "way and those that prompts fill up to the TBT limit. A small fixed budget (`sarathi`) has shorter ones, and "
-        "is slower for everybody when nobody floods."
-    ]
-    return "\n".join(lines)
-
-
-def render(page: Path = PAGE) -> None:
-    page.write_text(replaced(page.read_text(), "fairness", section(json.loads(RESULT.read_text()))))
+    rows = [f"{', '.join(names)} at commit {commit} on {date}" for (commit, date), names in by_commit.items()]
+    return f"Made by `python -m bench.studies.fairness`: {'; '.join(rows)}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.studies.fairness", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small, in seconds; writes nothing")
-    parser.add_argument("--docs", action="store_true", help="the page from the committed result alone")
     given = sys.argv[1:] if argv is None else list(argv)
     parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
     parser.add_argument("--prediction", default="", help="what is expected, written before the run")
     options = parser.parse_args(given)
-    if options.docs:
-        render()
-        return 0
     span_s, seeds, floods = (QUICK_SPAN_S, SEEDS[:1], FLOODS[:1]) if options.quick else (SPAN_S, SEEDS, FLOODS)
-    at, rows = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}, []
-    kept = [] if options.quick else json.loads(RESULT.read_text())["rows"]
+    facts = provenance(["python", "-m", "bench.studies.fairness", *given])
+    at, rows = {"commit": facts["commit"], "date": facts["date"]}, []
+    kept = [] if options.quick else read("fairness")["rows"]
     with ProcessPoolExecutor() as pool:
         anew = {
             (policy, flood): [pool.submit(compare, policy, flood, span_s, seed) for seed in seeds]
@@ -182,11 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rows.append(medians(policy, flood, [job.result() for job in jobs]) | at)
                     print(f"{policy}, flood of {flood:g}: {rows[-1]}", file=sys.stderr, flush=True)
     result = {
-        "command": shlex.join(["python", "-m", "bench.studies.fairness", *given]),
+        **facts,
         "prediction": options.prediction,
-        **at,
-        "machine": machine(),
-        "versions": versions(),
         "shape": SHAPE,
         "device": DEVICE,
         "span_s": span_s,
@@ -194,9 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     if not options.quick:
-        RESULT.write_text(compact(result))
-        render()
-    print(section(result))
+        write(RESULTS / "fairness.json", result, rows_on_lines=True)
+        render.write()
+    print(render.section("fairness", results={"fairness": result}))
     return 0
 
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from bench.machine import ROOT, commit, machine
+from bench.result import RESULTS, ROOT, provenance, write
 
 RESULT = ROOT / "bench" / "results" / "overload.json"
 PROMPT, OUTPUT, AT_ONCE, LOAD, FLOOD, GOAL = 200, 32, 64, 0.15, 10.0, 1.2
@@ -133,13 +131,11 @@ def main() -> int:
     parser.add_argument("--flood-key", required=True)
     parser.add_argument("--span-s", type=float, default=15.0)
     options = parser.parse_args()
+    facts = provenance(["python", "-m", "bench.studies.overload", "--span-s", str(options.span_s)])
     begin = time.process_time(), time.monotonic()
     figures = asyncio.run(run(options))
     cpu = (time.process_time() - begin[0]) / (time.monotonic() - begin[1])
-    command = shlex.join(["python", "-m", "bench.studies.overload", "--span-s", str(options.span_s)])
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    result = {"command": command, "date": date, "commit": commit(), "machine": machine(), "client_cpu": round(cpu, 2)}
-    RESULT.write_text(json.dumps(result | figures, indent=1) + "\n")
+    write(RESULTS / "overload.json", facts | {"client_cpu": round(cpu, 2)} | figures)
     print(json.dumps(figures, indent=1))
     return 0
 

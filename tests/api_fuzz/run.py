@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 
-from bench.machine import commit, machine, versions
+from bench import result
+from bench.result import provenance
 from tests.support.models import make_llama
 from tests.support.stack import Stack, running_stack
 
@@ -100,14 +99,8 @@ def figures(report: dict[str, Any], is_settled: bool) -> dict[str, Any]:
 
 def write(output: Path, found: dict[str, Any], argv: list[str]) -> None:
     """The figures with what they were taken on."""
-    facts = {
-        "command": shlex.join(["python", "-m", "tests.api_fuzz.run", *argv]),
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "machine": machine(),
-        "commit": commit(),
-        "versions": versions("orcinus", "schemathesis"),
-    }
-    output.write_bytes(orjson.dumps({**facts, **found}, option=orjson.OPT_INDENT_2) + b"\n")
+    facts = provenance(["python", "-m", "tests.api_fuzz.run", *argv], "orcinus", "schemathesis")
+    result.write(output, {**facts, **found})
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.machine import commit, machine
+from bench.result import commit, machine
 from shared.settings import DEMO_MODEL, ROOT
 from tests.clients import install
 from tests.support.stack import Stack, running_stack

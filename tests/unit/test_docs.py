@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from typing import Any
 import pytest
 import typer.main
 
-from bench.engine import docs as engine_docs
-from bench.gateway import docs as gateway_docs
-from bench.serve import docs as load_docs
 from services.cli.app import app as command
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
@@ -154,23 +150,6 @@ def test_the_readme_names_the_two_commands() -> None:
     words = text("README.md")
     assert "    make run\n" in words
     assert "    make test\n" in words
-
-
-def test_measured_figures_of_the_readme_are_those_of_the_committed_result() -> None:
-    measured = json.loads(text("bench/results/serve-demo.json"))
-    assert load_docs.table(measured) in text("README.md"), "run `python -m bench.serve.docs`"
-
-
-def test_measured_figures_of_one_gateway_are_those_of_the_committed_result() -> None:
-    page = text("docs/benchmarks.md")
-    result = json.loads(text("bench/results/gateway.json"))
-    assert gateway_docs.table(result) in page, "run `python -m bench.gateway.docs`"
-
-
-def test_measured_figures_of_the_engine_are_those_of_the_committed_result() -> None:
-    page = text("docs/cpu.md")
-    result = json.loads(text("bench/results/engine.json"))
-    assert engine_docs.fill(page, result) == page, "run `python -m bench.engine.docs`"
 
 
 def names_that_exist() -> set[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import queue
@@ -29,7 +28,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.local import free_ports
-from bench.machine import commit, machine, versions
+from bench.result import provenance, write
 from protos import queue_pb2, worker_pb2, worker_pb2_grpc
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import NewRequest
@@ -180,30 +179,24 @@ def run(stages: int, stage_ms: float, seconds: float) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser("bench.studies.pipeline.__main__", description=__doc__)
+    parser = argparse.ArgumentParser("python -m bench.studies.pipeline", description=__doc__)
     parser.add_argument("--stages", default="2,4", help="numbers of stages, with commas between")
     parser.add_argument("--stage-ms", type=float, default=25.0, help="what a stage takes for a step; synthetic")
     parser.add_argument("--seconds", type=float, default=10.0, help="time of each measurement")
     parser.add_argument("--out", type=Path, help="file for the result as JSON; without it, stdout")
     given = parser.parse_args(arguments)
-    before = machine()
+    command = f"--stages {given.stages} --stage-ms {given.stage_ms:g} --seconds {given.seconds:g}"
     result = {
         "what": "busy time of each pipeline stage in steady decode; the stages' time is synthetic (a sleep)",
-        "command": f"python -m bench.studies.pipeline --stages {given.stages} --stage-ms {given.stage_ms:g} "
-        f"--seconds {given.seconds:g}",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "machine": before,
-        "versions": versions("torch", "grpcio"),
+        **provenance(["python", "-m", "bench.studies.pipeline", *command.split()], "torch", "grpcio"),
         "stage_ms": given.stage_ms,
         "sequences_of_a_microbatch": SEQUENCES,
         "pipelines": [run(int(stages), given.stage_ms, given.seconds) for stages in given.stages.split(",")],
     }
-    text = json.dumps(result, indent=1) + "\n"
     if given.out:
-        given.out.write_text(text)
+        write(given.out, result)
     else:
-        print(text, end="")
+        print(json.dumps(result, indent=1))
     return 0
 
 

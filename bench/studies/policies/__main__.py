@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from bench.machine import ROOT, commit, machine, versions
+from bench import render
+from bench.result import RESULTS, ROOT, provenance, read, write
 from bench.studies.policies.claims import claims
-from bench.studies.policies.docs import literature_section, measured_section, readme_table, replaced
 from bench.studies.policies.runs import DEVICE, SHAPE, run_studies, studies
 from bench.studies.policies.static import compare
 from services.simulator.jobs import Finished, Job, run_all
 
-README = ROOT / "README.md"
-PAGE = ROOT / "docs" / "policies.md"
 PICTURES = ROOT / "docs" / "img"
-RESULT = ROOT / "bench" / "results" / "policies.json"
-LITERATURE = ROOT / "bench" / "results" / "literature.json"
+RESULT = RESULTS / "policies.json"
+LITERATURE = RESULTS / "literature.json"
 PROCESSES = 2
 
 
@@ -45,29 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick + options.literature + options.docs > 1:
         parser.error("--quick, --literature and --docs exclude each other")
     if options.docs:
-        render()
+        show()
         return 0
-    head = about(given)
+    head = provenance(["python", "-m", "bench.studies.policies", *given])
     results = {**head, **(literature() if options.literature else measured(options.quick))}
     if not options.quick:
-        (LITERATURE if options.literature else RESULT).write_text(compact(results))
-        render()
+        write(LITERATURE if options.literature else RESULT, results, rows_on_lines=True)
+        show()
     if options.json:
         print(json.dumps(results))
     elif not options.literature:
-        print(measured_section(results))
+        print(render.section("policies", results={"policies": results}))
     return _told(results)
-
-
-def about(given: Sequence[str]) -> dict[str, Any]:
-    """What stands around the figures."""
-    return {
-        "command": shlex.join(["python", "-m", "bench.studies.policies", *given]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-    }
 
 
 def measured(quick: bool) -> dict[str, Any]:
@@ -94,34 +79,14 @@ def literature() -> dict[str, Any]:
     return {"tables": tables}
 
 
-def render() -> None:
-    """The page's generated sections and the pictures, from the committed results."""
+def show() -> None:
+    """Render the pages and draw the pictures, from the committed results."""
     from bench.studies.policies.plots import draw
 
-    page = PAGE.read_text()
-    readme = README.read_text()
-    if RESULT.exists():
-        results = json.loads(RESULT.read_text())
-        page = replaced(page, "measured", measured_section(results))
-        readme = replaced(readme, "measured", readme_table(results))
+    render.write()
+    if results := read("policies"):
         PICTURES.mkdir(exist_ok=True)
         draw(results, PICTURES)
-    if LITERATURE.exists():
-        page = replaced(page, "literature", literature_section(json.loads(LITERATURE.read_text())))
-    PAGE.write_text(page)
-    README.write_text(readme)
-
-
-def compact(results: dict[str, Any]) -> str:
-    """JSON with one line for each entry of a top-level list, so that a difference of two results can be read."""
-    lines = []
-    for key, value in results.items():
-        if isinstance(value, list):
-            text = "[\n" + ",\n".join("  " + json.dumps(entry) for entry in value) + "\n ]"
-        else:
-            text = json.dumps(value)
-        lines.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _told(results: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from bench.studies.policies.claims import OURS
-from bench.studies.policies.docs import TITLES
+from bench.studies.policies.runs import TITLES
 
 _MARKS = "osD^v<>PX*hpdH8"
 _DPI = 100

@@ -29,6 +29,7 @@ TBT_MS = {"realtime": 50.0, "high": 75.0, "normal": 100.0, "low": 200.0}
 PREFIX_GROUPS, PREFIX_TOKENS = 8, 1_024
 SCARCE = ("orca", "sarathi", "vllm", "sglang", "lightllm", "ft-aimd", "trt-max-utilization", "orcinus")
 SOME = ("orca", "sarathi", "vllm", "sglang", "lightllm", "fastgen", "iteration-level", "orcinus")
+TITLES = {"azure_conv_2023": "chat trace", "azure_code_2023": "code trace"}
 Runner = Callable[[list[Job]], list[Finished]]
 Row = dict[str, Any]
 
@@ -125,3 +126,9 @@ def _shown(result: dict[str, Any]) -> Row:
     if result["classes"]:
         row["violations"] = {name: one["slo_violations"] for name, one in result["classes"].items()}
     return row
+
+
+def rows_of(results: Row, head: Row, load: float) -> list[Row]:
+    """Return the rows of one study and trace (`head`) at one load."""
+    key = (head["study"], head["trace"], load)
+    return [row for row in results["rows"] if (row["study"], row["trace"], row["load"]) == key]

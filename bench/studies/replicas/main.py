@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from bench.machine import commit, machine, versions
+from bench.result import provenance
 from bench.studies.replicas.routing import simulate
 from bench.studies.replicas.worker import LIMITS
 from protos import queue_pb2
@@ -117,7 +116,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=400, help="of the workload for each replica")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(words)
-    drives, routing, before = [], [], machine()
+    command = f"--step-ms {options.step_ms:g} --seconds {options.seconds:g} --requests {options.requests}"
+    facts = provenance(["orcinus", "bench", "replicas", *command.split()], "grpcio", "numpy")
+    drives, routing = [], []
     for count in COUNTS:
         drives.append(asyncio.run(drive(count, options.step_ms, options.seconds)))
         print(f"drives: {drives[-1]}", file=sys.stderr)
@@ -126,12 +127,7 @@ def main(words: list[str]) -> int:
             print(f"routing: {routing[-1]}", file=sys.stderr)
     report = {
         "bench": "replicas",
-        "command": f"orcinus bench replicas --step-ms {options.step_ms:g} --seconds {options.seconds:g} "
-        f"--requests {options.requests}",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit(),
-        "machine": before,
-        "versions": versions("grpcio", "numpy"),
+        **facts,
         "slots": LIMITS.slots,
         "step_ms": options.step_ms,
         "drives": drives,

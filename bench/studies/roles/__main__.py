@@ -3,7 +3,6 @@
 python -m bench.studies.roles            runs everything; writes roles.json and the tables of docs/roles.md
 python -m bench.studies.roles --quick    one small case; prints, writes nothing
 python -m bench.studies.roles --predict  writes the predictions alone, before anything ran
-python -m bench.studies.roles --docs     renders the page from the committed results
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
-from bench.machine import ROOT, commit, machine, versions
-from bench.studies.roles.docs import render
+from bench import render
+from bench.result import RESULTS, provenance, read, write
 from bench.studies.roles.run import Cast, simulate
 from services.simulator.arrivals import TRACES, Lengths, Spec, build
 from services.simulator.roofline import Roofline
 from services.simulator.workload import Workload
 
-RESULT = ROOT / "bench" / "results" / "roles.json"
+RESULT = RESULTS / "roles.json"
 SHAPE, DEVICE = "llama-8b", "h100"
 TTFT_SLO_MS, TBT_SLO_MS = 2000.0, 100.0  # limits of goodput; told to the scheduler, or not
 BATCH = 64  # sequences that share a decode step where the nominal rate is computed
@@ -92,29 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.studies.roles", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small case; prints, writes nothing")
     parser.add_argument("--predict", action="store_true", help="writes the predictions alone")
-    parser.add_argument("--docs", action="store_true", help="renders the page from the committed results")
     parser.add_argument("--requests", type=int, default=400, help="of each run (default 400)")
     args = parser.parse_args(argv)
     if args.quick:
         print(json.dumps(measure(100, quick=True), indent=1))
         return 0
     if args.predict:
-        _write({"predicted": PREDICTED, "predicted_at": f"{datetime.now(UTC):%F %R} UTC", "predicted_commit": commit()})
+        facts = provenance(["python", "-m", "bench.studies.roles", "--predict"])
+        predicted = {"predicted": PREDICTED, "predicted_at": facts["date"], "predicted_commit": facts["commit"]}
+        write(RESULT, predicted)
         return 0
-    results = json.loads(RESULT.read_text())
-    if not args.docs:
-        results |= {
-            "command": f"python -m bench.studies.roles --requests {args.requests}",
-            "date": f"{datetime.now(UTC):%F}", "commit": commit(), "machine": machine(), "versions": versions("numpy"),
-            "shape": SHAPE, "device": DEVICE, "results": measure(args.requests, quick=False),
-        }  # fmt: skip
-        _write(results)
-    render(results)
+    facts = provenance(["python", "-m", "bench.studies.roles", "--requests", str(args.requests)], "numpy")
+    measured = {"shape": SHAPE, "device": DEVICE, "results": measure(args.requests, quick=False)}
+    write(RESULT, read("roles") | facts | measured)
+    render.write()
     return 0
-
-
-def _write(results: dict[str, Any]) -> None:
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.local import free_ports
-from bench.machine import commit, machine, versions
+from bench.result import provenance, write
 from shared.settings import DEMO_MODEL, ROOT
 
 MODES = {"together": ["--replicas", "2"], "apart": ["--prefill", "1", "--decode", "1"]}
@@ -135,6 +134,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-tokens", default="64")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+    command = ["python", "-m", "bench.studies.roles.real"]
+    for name, value in vars(options).items():
+        if name != "out":
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    facts = provenance(command, "torch", "numpy")
     runs, load = [], []
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory) / "random")
@@ -143,23 +147,17 @@ def main(argv: list[str]) -> int:
                 runs.append(measure(model, mode, options, number))
                 load.append(round(os.getloadavg()[0], 1))
                 print(f"{mode}: { ({name: runs[-1][name] for name in SHOWN}) }", file=sys.stderr, flush=True)
-    given = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name != "out"]
     result = {
         "bench": "roles-real",
         "shape": SHAPE,
         "middle": middle(runs),
         "runs": runs,
         "load_average": load,
-        "command": " ".join(["python -m bench.studies.roles.real", *given]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions("torch", "numpy"),
+        **facts,
     }
-    text = json.dumps(result, indent=1) + "\n"
     if options.out:
-        options.out.write_text(text)
-    print(text, end="")
+        write(options.out, result)
+    print(json.dumps(result, indent=1))
     return 0
 
 

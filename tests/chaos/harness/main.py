@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
-import shlex
 import shutil
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigurationError("`orcinus chaos` needs aiohttp: run `make install-dev` first") from error
 
-from bench.machine import commit, machine, versions
+from bench.result import provenance, write
 from shared.settings import DEMO_MODEL
 from tests.chaos.harness.faults import AT_ONCE
 from tests.chaos.harness.kinds import KINDS
@@ -98,7 +96,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(directory: Path, scenario: Scenario, options: argparse.Namespace, argv: list[str]) -> int:
-    where = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": machine(), "commit": commit()}
+    facts = provenance(["orcinus", "chaos", *argv], "orcinus", "redis")
     result: Result | None = None
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -109,8 +107,7 @@ def _run(directory: Path, scenario: Scenario, options: argparse.Namespace, argv:
         return 1
     figures = {"seed": scenario.seed, **result.figures()}
     if options.output:
-        facts = {"command": shlex.join(["orcinus", "chaos", *argv]), **where, "versions": versions("orcinus", "redis")}
-        options.output.write_bytes(orjson.dumps({**facts, **figures}, option=orjson.OPT_INDENT_2) + b"\n")
+        write(options.output, {**facts, **figures})
     if options.directory or result.violations:
         write_histories(directory / "histories.json", result)
     else:

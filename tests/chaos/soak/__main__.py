@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import orjson
 import uvloop
 
-from bench.machine import commit, machine, versions
+from bench.result import provenance, write
 from shared.settings import DEMO_MODEL
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos
 from tests.chaos.soak.samples import Samples
@@ -89,20 +87,15 @@ def main(argv: list[str]) -> int:
     build.add_argument("--output", type=Path, help="writes the figures there, as JSON")
     build.add_argument("--plot", type=Path, help="draws the samples there")
     options = build.parse_args(argv)
-    where = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": machine(), "commit": commit()}
+    facts = provenance(["python", "-m", "tests.chaos.soak", *argv], "orcinus")
     with (
         tempfile.TemporaryDirectory(prefix="orcinus-soak-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         found = runner.run(soak(Path(directory), options.minutes, options.clients))
-    facts = {
-        "command": shlex.join(["python", "-m", "tests.chaos.soak", *argv]),
-        **where,
-        "versions": versions("orcinus"),
-    }
     figures = {**facts, **found.figures()}
     if options.output:
-        options.output.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
+        write(options.output, figures)
     if options.plot:
         from tests.chaos.soak.plot import draw
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench import render
 from bench.engine.settings import EngineSettings
 from bench.gpu import __main__ as gpu
-from bench.gpu import docs as gpu_docs
 from bench.gpu import rings as gpu_rings
 from bench.gpu.context import Context
 from shared.settings import WorkerSettings
@@ -148,7 +148,7 @@ def test_sanitizers_are_run_on_small_checks_and_what_they_find_is_kept(
     assert runs[0]["said"].startswith("1 --tool memcheck --error-exitcode 99")
     assert runs[0]["said"].rstrip().endswith(f"--part checks --device cuda --quick --out {tmp_path}/memcheck")
     result = {"parts": {"sanitizers": {"sanitizers": runs}, "probes": {"device": {"name": ""}}}}
-    shown = gpu_docs.table(result | {"date": "", "commit": "", "command": ""})
+    shown = render.section("gpu", results={"gpu": result | {"date": "", "commit": "", "command": ""}})
     assert "| memcheck clean, racecheck NOT clean |" in shown
 
 
@@ -177,11 +177,6 @@ gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
     assert result["model"]["backend"] == "emulator" and all(row["step_us"] > 0 for row in result["steps"])
 
 
-def test_the_readme_holds_the_table_of_the_committed_result_or_of_none() -> None:
-    page = gpu_docs.README.read_text()
-    assert gpu_docs.fill(page, gpu_docs.committed()) == page, "run `python -m bench.gpu docs`"
-
-
 def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
     row = {"op": "attention", "shape": "64 x 1024", "us": 100.0, "of_floor": 0.876, "dtype": "bfloat16"}
     parts: dict[str, Any] = {name: {"rows": []} for name in ("prefill", "sampler", "rows", "swap")}
@@ -198,10 +193,10 @@ def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
         "quick": False,
         "parts": parts,
     }
-    lines = gpu_docs.table(result).splitlines()
+    lines = render.section("gpu", results={"gpu": result}).splitlines()
     assert lines[0].startswith("A GPU, 2027-01-02, commit abc")
     shown = [line.split(" | ")[2].removesuffix(" |") for line in lines[4:8]]
     assert shown == ["not measured", "0.88 (100.0 us)", "not measured", "2.00"]
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result | {"quick": True}))
-    assert gpu_docs.main([str(path)]) == 2
+    assert gpu.main(["docs", str(path)]) == 2

@@ -1,20 +1,11 @@
-"""The page's figures of a flooding tenant are those of the committed result, and what they say is counted rightly."""
+"""The study of a flooding tenant: what it sends, and what the other tenants get."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
 
-from bench.studies.fairness import GOAL, OTHERS, PAGE, RESULT, SATURATION_RPS, arrivals, p99, run, section, served
-from bench.studies.policies.docs import replaced
-
-
-def test_the_page_shows_the_committed_figures() -> None:
-    page = PAGE.read_text()
-    shown = replaced(page, "fairness", section(json.loads(RESULT.read_text())))
-    assert shown == page, "run: python -m bench.studies.fairness --docs"
+from bench.studies.fairness import GOAL, OTHERS, SATURATION_RPS, arrivals, p99, run, served
 
 
 def test_the_others_send_the_same_whatever_the_first_tenant_does() -> None:

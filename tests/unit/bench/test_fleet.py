@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from bench.fleet import docs as fleet_docs
 from bench.fleet import main as command
 from bench.fleet.calibration import Case, compare
 from bench.fleet.replica import NEVER, Replica, Requests, Size, StepCost
@@ -211,9 +210,3 @@ def test_the_command_prints_one_object_and_refuses_what_it_cannot_do(capsys: pyt
     for wrong in (["--replicas", "0"], ["--routing", "best"], ["--requests", "0"], ["--swing", "1"], ["--speeds", "x"]):
         assert command.main(wrong) == 2
     assert "best" in capsys.readouterr().err
-
-
-def test_the_page_has_the_tables_of_the_results() -> None:
-    page = fleet_docs.PAGE.read_text()
-    assert not [name for name, text in fleet_docs.tables().items() if text not in page], "python -m bench.fleet.docs"
-    assert "<!-- fleet: plan -->\n| what" in page

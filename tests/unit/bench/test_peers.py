@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.peers import client, docs, install, model, servers, table
+from bench import render
+from bench.peers import client, install, model, plots, servers, table
 from bench.peers.servers import EXACT, INT8, OURS, REDUCED, SERVERS, Server
 from bench.serve.stats import Record
 
@@ -125,16 +126,18 @@ def test_goals_are_those_of_the_classes() -> None:
 
 
 def test_the_table_names_each_server_once_with_range_answers_and_error() -> None:
-    lines = table.closed_table(THREE["rows"], EXACT).splitlines()
+    text = render.section("peers", "classes", {"peers": THREE})
+    exact, reduced = (part.split("\n\n")[1] for part in text.split("## ")[1:3])
+    lines = exact.splitlines()
     assert lines[2] == "| **ours** | 16/16 | - | 1,100 (900-1,200) | - | 20.0 / 40.0 | 5.00 / 10.0 | - |"
     assert [line.split(" | ")[0] for line in lines[3:]] == ["| fast", "| slow"]
-    (broken,) = [line for line in table.closed_table(THREE["rows"], REDUCED).splitlines() if "broken" in line]
+    (broken,) = [line for line in reduced.splitlines() if "broken" in line]
     assert r"does not run: wheel \| not found" in broken
     assert {line.replace(r"\|", "").count("|") for line in [*lines, broken]} == {9}
 
 
 def test_the_ratio_table_says_whether_the_goal_is_reached() -> None:
-    last = table.ratio_table(THREE["ratios"]).splitlines()[-1]
+    last = render.section("peers", "ratios", {"peers": THREE}).splitlines()[-1]
     assert last == "| exact | tok/s at 8 | ours | 1,100 | fast | 1,000 | 1.100 | >= 1.1 | yes |"
 
 
@@ -144,15 +147,11 @@ def test_busy_measurements_are_named() -> None:
 
 
 def test_the_page_shows_every_server_and_the_chart_is_drawn(tmp_path: Path) -> None:
-    text = docs.page(THREE)
+    text = "".join(render.section("peers", part, {"peers": THREE}) for part in ("run", "classes", "servers"))
     assert all(one["name"] in text for one in THREE["rows"])
     assert "commit abc" in text
-    docs.chart(THREE, tmp_path / "chart.png")
+    plots.chart(THREE, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_committed_page_is_made_of_the_committed_result() -> None:
-    assert docs.PAGE.read_text() == docs.page(docs.kept())
 
 
 def test_the_vocabulary_is_full_and_every_word_is_one_token() -> None:
@@ -311,9 +310,9 @@ def test_half_characters_do_not_make_two_answers_differ() -> None:
 
 
 def test_only_a_whole_run_is_written_into_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(docs, "RESULT", tmp_path / "peers.json")
-    monkeypatch.setattr(docs, "PAGE", tmp_path / "peers.md")
-    monkeypatch.setattr(docs, "CHART", tmp_path / "peers.png")
+    monkeypatch.setattr(bench_main, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_main, "CHART", tmp_path / "peers.png")
+    monkeypatch.setattr(render, "write", lambda: (tmp_path / "rendered").touch())
     options = bench_main.parser().parse_args([])
     bench_main.show(THREE, options, whole=False)
     assert not list(tmp_path.iterdir())

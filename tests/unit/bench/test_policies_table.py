@@ -1,4 +1,4 @@
-"""The measured tables: the page says what the committed results say, and their claims follow from their rows."""
+"""The measured tables of the policies: their claims follow from their rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from bench.studies.policies import __main__ as policies
 from bench.studies.policies import static as policies_static
 from bench.studies.policies.claims import claims
-from bench.studies.policies.docs import literature_section, measured_section, readme_table, replaced
 from bench.studies.policies.runs import LOADS, Study, replica, run_studies, studies
 from services.scheduler.core.presets import PRESETS
 from services.simulator.arrivals import CHAT, TRACES, Spec, build
@@ -23,15 +22,6 @@ from services.simulator.roofline import Roofline
 from services.simulator.workload import all_at_once
 
 MEASURED = json.loads(policies.RESULT.read_text())
-LITERATURE = json.loads(policies.LITERATURE.read_text())
-
-
-def test_the_page_and_the_readme_say_what_the_committed_results_say() -> None:
-    page, readme = policies.PAGE.read_text(), policies.README.read_text()
-    remedy = "run `python -m bench.studies.policies --docs`"
-    assert replaced(page, "measured", measured_section(MEASURED)) == page, remedy
-    assert replaced(page, "literature", literature_section(LITERATURE)) == page, remedy
-    assert replaced(readme, "measured", readme_table(MEASURED)) == readme, remedy
 
 
 def test_the_committed_claims_follow_from_the_committed_rows() -> None:
@@ -120,11 +110,6 @@ def test_the_quick_form_runs_the_same_studies() -> None:
     assert [(one.name, one.trace, one.policies) for one in studies(True)] == [
         (one.name, one.trace, one.policies) for one in studies(False)
     ]
-
-
-def test_a_page_without_the_section_is_an_error() -> None:
-    with pytest.raises(ValueError, match="0 sections"):
-        replaced("no markers", "measured", "text")
 
 
 def test_the_second_table_five_has_the_lengths_of_the_chat_trace() -> None:
