@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.serve.arrivals import read_trace
 from services.simulator.arrivals import CHAT, Lengths
+from services.simulator.traffic import read_trace
 from services.simulator.workload import Int64, Workload
 
 MOST_REQUESTS = 20_000_000

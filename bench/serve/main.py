@@ -31,13 +31,13 @@ except ModuleNotFoundError as error:
     raise ConfigurationError("`orcinus bench serve` needs aiohttp: run `make install-dev` first") from error
 
 from bench.result import provenance
-from bench.serve import arrivals as load_arrivals
 from bench.serve import client as load_client
 from bench.serve import report as load_report
-from bench.serve.arrivals import Arrival
 from bench.serve.client import Target
 from bench.serve.options import parser
 from bench.serve.stats import Record, Run, Slo, summarise
+from services.simulator import traffic
+from services.simulator.traffic import Arrival
 
 CLIENT_CPU_LIMIT = 0.80
 LATE_LIMIT_MS = 10.0
@@ -77,9 +77,9 @@ def schedule(options: argparse.Namespace) -> tuple[list[Arrival], int]:
     rate = options.rate or 0.0
     if options.trace is not None:
         try:
-            trace = load_arrivals.read_trace(options.trace)
+            trace = traffic.read_trace(options.trace)
             # A closed loop takes the trace's lengths only, so that any rate will do.
-            arrivals = load_arrivals.from_trace(
+            arrivals = traffic.from_trace(
                 trace,
                 options.requests,
                 rate if open_loop else 1.0,
@@ -93,11 +93,11 @@ def schedule(options: argparse.Namespace) -> tuple[list[Arrival], int]:
         if open_loop and not rate:
             raise WrongUse("give --rate R (open loop), --concurrency C (closed loop) or --trace FILE")
         total = options.requests or 100
-        times = load_arrivals.gamma_times(total, rate or 1.0, options.burstiness, options.seed)
-        prompts = load_arrivals.lengths(total, options.prompt_tokens, options.seed, 0)
-        outputs = load_arrivals.lengths(total, options.output_tokens, options.seed, 1)
+        times = traffic.gamma_times(total, rate or 1.0, options.burstiness, options.seed)
+        prompts = traffic.lengths(total, options.prompt_tokens, options.seed, 0)
+        outputs = traffic.lengths(total, options.output_tokens, options.seed, 1)
         arrivals = [Arrival(float(t), int(p), int(o)) for t, p, o in zip(times, prompts, outputs, strict=True)]
-    return load_arrivals.clip(arrivals, options.clip_tokens) if options.clip_tokens else (arrivals, 0)
+    return traffic.clip(arrivals, options.clip_tokens) if options.clip_tokens else (arrivals, 0)
 
 
 async def open_loop(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.serve.arrivals import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
 from services.scheduler.core.placer import CLASSES
+from services.simulator.traffic import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
 from services.simulator.workload import Int64, Workload
 
 TRACES = Path(__file__).resolve().parents[2] / "assets" / "traces"

@@ -10,11 +10,11 @@ import argparse
 import math
 from collections.abc import Callable
 
-from bench.serve.arrivals import MOST_TOKENS
 from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.presets import PRESETS
 from services.simulator.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.engine import named
+from services.simulator.traffic import MOST_TOKENS
 
 LEAST_MS, MOST_MS = 0.001, 1e9  # of a limit
 MOST_SHARE = 1e6

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.serve.arrivals import read_trace
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import StepPlan
 from services.simulator.arrivals import TRACES, Spec, build
@@ -15,6 +14,7 @@ from services.simulator.clock import Features, Linear, RooflineClock
 from services.simulator.engine import Setup, simulate
 from services.simulator.literature.table import Table, monotone
 from services.simulator.roofline import Roofline
+from services.simulator.traffic import read_trace
 from services.simulator.workload import Int64, all_at_once
 
 T1_REQUESTS = {"A": (128, 500), "B": (64, 50), "C": (256, 200), "D": (32, 30)}

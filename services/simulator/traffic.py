@@ -1,6 +1,7 @@
 """When requests arrive and how long they are: Poisson and gamma processes, traces, closed loops.
 
-Pure given a seed: the same arguments give the same schedule. Called by `bench/serve/main.py`.
+Pure given a seed: the same arguments give the same schedule. The simulator, `orcinus fleet` and the load generator
+(`bench/serve/main.py`) draw their requests here.
 """
 
 from __future__ import annotations
