@@ -24,7 +24,7 @@ from shared.errors import ConfigurationError
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30
-TESTED = ((3, 11), (3, 12), (3, 13))
+TESTED = ((3, 11), (3, 12))
 
 
 def examine(values: Values) -> list[Check]:
