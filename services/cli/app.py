@@ -226,7 +226,7 @@ def top(
 ) -> None:
     """Show a running stack in the terminal, from Redis: q ends it. With --json one view, for programs."""
     settings = build(CommonSettings, values)
-    from services.cli.top.command import run
+    from services.cli.top import run
 
     raise typer.Exit(run(settings, build(LauncherSettings, values), once or json, json))
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.top.command import Source
-from services.cli.top.screen import Top
-from services.cli.top.words import bars, count, milliseconds, plain
+from services.cli.top import RedisSource, Top, bars, count, milliseconds, plain
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
 from shared.stack_view import View
@@ -62,7 +60,7 @@ async def shown(app: Top, pilot: object, text: str) -> str:
 async def test_the_screen_shows_what_redis_says_and_follows_it(
     redis_server: RedisServer, written: WrittenStack
 ) -> None:
-    app = Top(Source(settings(redis_server), LauncherSettings()))
+    app = Top(RedisSource(settings(redis_server), LauncherSettings()))
     async with app.run_test(size=(130, 50)) as pilot:
         words = await shown(app, pilot, f"{count(STATS['tok_s'])} tok/s")
         for text in (
@@ -89,12 +87,12 @@ async def test_the_screen_shows_what_redis_says_and_follows_it(
 class Losing:
     """A source whose Redis can go."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RedisSource) -> None:
         self.model = source.model
         self.past = source.past
         self.close = source.close
         self.at = source
-        self.nowhere = Source(CommonSettings(redis_url="redis://127.0.0.1:1/0"), LauncherSettings())
+        self.nowhere = RedisSource(CommonSettings(redis_url="redis://127.0.0.1:1/0"), LauncherSettings())
 
     async def look(self) -> View:
         return await self.at.look()
@@ -103,7 +101,7 @@ class Losing:
 async def test_the_screen_fits_a_narrow_terminal_and_a_redis_that_is_gone_is_said(
     redis_server: RedisServer, written: WrittenStack
 ) -> None:
-    source = Losing(Source(settings(redis_server), LauncherSettings()))
+    source = Losing(RedisSource(settings(redis_server), LauncherSettings()))
     app = Top(source)
     async with app.run_test(size=(60, 40)) as pilot:
         await shown(app, pilot, "sarathi")
@@ -149,7 +147,7 @@ def test_counts_are_short(value: float, text: str) -> None:
 def test_bars_are_as_high_as_their_values_and_a_little_is_not_nothing() -> None:
     assert bars([0, 1, 4, 8], 6) == "   ▁▄█"
     assert bars([0.001, 8], 2) == "▁█"
-    assert bars([1, 2, 3, 4], 2, most=4) == "▆█"
+    assert bars([1, 2, 3, 4], 2, scale=4) == "▆█"
     assert bars([0, 0], 4) == "    "
     assert (milliseconds(0), milliseconds(1530), milliseconds(12.25)) == ("–", "1.53 s", "12.2 ms")
     assert plain("a\x1b[1m\nb") == "a·[1m·b"

@@ -1,1 +1,0 @@
-"""`orcinus top`: the state of a stack in a terminal."""
