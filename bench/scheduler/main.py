@@ -20,7 +20,7 @@ from bench.scheduler.curves import BLOCKS, RUNNING, WAITING, by_blocks, by_runni
 from bench.scheduler.drive import NotRunningError, Setup
 from bench.scheduler.parts import admission, decode, wire
 from bench.scheduler.report import show
-from services.scheduler.core.presets import parse
+from services.scheduler.core.policy.presets import parse
 
 COUNTS = (32, 256, 1024, 4096)
 AT = 256  # sequences running where something else varies

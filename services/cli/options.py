@@ -115,7 +115,7 @@ def without_password(url: str) -> str:
 
 def _check_policy(policy: str, values: Values) -> None:
     """Policies are the scheduler's to know, not those of shared/settings.py. Raises ConfigurationError."""
-    from services.scheduler.core.presets import parse  # numpy: not for commands that schedule nothing
+    from services.scheduler.core.policy.presets import parse  # numpy: not for commands that schedule nothing
 
     try:
         parse(policy)

@@ -15,7 +15,7 @@ from protos import queue_pb2
 from services.cli.options import without_password
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir
-from services.scheduler.core.presets import parse
+from services.scheduler.core.policy.presets import parse
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.redis_client import LIVE_TTL_MS

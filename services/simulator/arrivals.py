@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.types import CLASS_NAMES
 from services.simulator.traffic import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
 from services.simulator.workload import Int64, Workload
 
@@ -152,8 +152,8 @@ def _times(spec: Spec, trace: Trace | None, count: int) -> np.ndarray[tuple[int]
 
 def _classes(spec: Spec, count: int) -> Int64:
     if not spec.classes:
-        return np.full(count, CLASSES.index("normal"), np.int64)
-    numbers = [CLASSES.index(name) for name in spec.classes]
+        return np.full(count, CLASS_NAMES.index("normal"), np.int64)
+    numbers = [CLASS_NAMES.index(name) for name in spec.classes]
     shares = np.array(list(spec.classes.values()))
     drawn = np.random.default_rng([spec.seed, 6]).choice(numbers, count, p=shares / shares.sum())
     return drawn.astype(np.int64)
@@ -161,5 +161,5 @@ def _classes(spec: Spec, count: int) -> Int64:
 
 def _limits(by_class: dict[str, float], priority: Int64) -> Int64:
     """[requests] ns; 0 where there is none."""
-    values = [by_class.get(name, by_class.get("", 0.0)) for name in CLASSES]
+    values = [by_class.get(name, by_class.get("", 0.0)) for name in CLASS_NAMES]
     return np.rint(np.array(values)[priority] * 1e6).astype(np.int64)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.scheduler.core import presets
 from services.scheduler.core.core import Core
-from services.scheduler.core.policy import Policy
+from services.scheduler.core.policy import presets
+from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
 from services.simulator.clock import StepClock
 from services.simulator.device import Device

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.placer import CLASSES
-from services.scheduler.core.types import Finish, FinishedRequest, Outcome
+from services.scheduler.core.types import CLASS_NAMES, Finish, FinishedRequest, Outcome
 from services.simulator.workload import Int64, Workload
 
 GOOD_TTFT_NS = 2_000_000_000  # the limits of goodput: docs/simulate.md#json
@@ -214,7 +213,7 @@ def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]
         "duration_s": round(seconds, 6),
         "arrivals_s": round((int(workload.arrived_ns[-1]) - int(workload.arrived_ns[0])) / 1e9, 6),
         "errors": dict(sorted(seen.errors.items())),
-        "classes": {CLASSES[c]: _of(workload.priority == c, workload, seen, kept, seconds) for c in classes}
+        "classes": {CLASS_NAMES[c]: _of(workload.priority == c, workload, seen, kept, seconds) for c in classes}
         if len(classes) > 1
         else {},
     }

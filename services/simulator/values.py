@@ -10,8 +10,8 @@ import argparse
 import math
 from collections.abc import Callable
 
-from services.scheduler.core.placer import CLASSES
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.policy.presets import PRESETS
+from services.scheduler.core.types import CLASS_NAMES
 from services.simulator.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.engine import named
 from services.simulator.traffic import MOST_TOKENS
@@ -119,8 +119,8 @@ def _by_name(text: str, convert: Callable[[str], float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition(":")
-        if name not in CLASSES:
-            raise argparse.ArgumentTypeError(f"no class {shown(name)!r}; there are {', '.join(CLASSES)}")
+        if name not in CLASS_NAMES:
+            raise argparse.ArgumentTypeError(f"no class {shown(name)!r}; there are {', '.join(CLASS_NAMES)}")
         if not value:
             raise argparse.ArgumentTypeError(f"{shown(part)!r} lacks its value: give {name}:NUMBER")
         if name in found:

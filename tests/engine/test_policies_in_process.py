@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.core.presets import NEEDS, OPTIONS, PARTS, PRESETS, WAYS
+from services.scheduler.core.policy.presets import NEEDS, OPTIONS, PARTS, PRESETS, WAYS
 from services.worker.engine import Engine
 from shared.settings import WorkerSettings
 from tests.support import in_process

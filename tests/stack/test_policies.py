@@ -19,7 +19,7 @@ import pytest
 
 from protos import queue_pb2
 from services.cli.policy import switch
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.policy.presets import PRESETS
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.models import Reference

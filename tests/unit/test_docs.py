@@ -19,7 +19,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import OPTIONS, PRESETS, WAYS
+from services.scheduler.core.policy.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.telemetry import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings

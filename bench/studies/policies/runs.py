@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.policy.presets import PRESETS
 from services.simulator.arrivals import CHAT, TRACES, Spec, build
 from services.simulator.clock import RooflineClock
 from services.simulator.engine import Setup

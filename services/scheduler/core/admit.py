@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.core.draft import Draft, Shared
-from services.scheduler.core.guard import HIGH, Guard
+from services.scheduler.core.guard import Guard
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.pick import Picker
-from services.scheduler.core.policy import Entrants, Pace
+from services.scheduler.core.policy.base import Candidates, Pace
+from services.scheduler.core.policy.queues import LOOKED_AT
 from services.scheduler.core.prompts import LOWEST, Prompts
-from services.scheduler.core.queues import LOOKED_AT
 from services.scheduler.core.replica import Refusal, Replica
 from services.scheduler.core.roles import reads
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.sharing import MOST_ASIDE, Hit, Sharing
 from services.scheduler.core.table import Int64
-from services.scheduler.core.types import EMPTY, Enter, Int32
+from services.scheduler.core.types import EMPTY, Enter, Int32, Priority
 
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = Hit(EMPTY, EMPTY, 0)
@@ -73,7 +73,7 @@ class Admission:
         if refusal is None or not shared.placer.urgent or shared.closed or not shared.policy.relief.takes:
             return
         head = self._picker.first(replica, now_ns)
-        if head is None or head.number != refusal.number or head.priority > HIGH:
+        if head is None or head.number != refusal.number or head.priority > Priority.HIGH:
             return
         if not shared.routing.may_enter(replica, head):
             return
@@ -103,7 +103,7 @@ class Admission:
         if not (shared.placer.urgent and shared.policy.relief.takes) or shared.closed:
             return LOWEST
         head = replica.beneficiary or self._picker.first(replica, now_ns)
-        return head.priority if head is not None and head.priority <= HIGH else LOWEST
+        return head.priority if head is not None and head.priority <= Priority.HIGH else LOWEST
 
     def admit(self, replica: Replica, draft: Draft, now_ns: int, known: Collector) -> None:
         """The waiting enter in order, until the first for whom there is no slot, budget or memory.
@@ -143,7 +143,7 @@ class Admission:
         running, waiting = replica.table.count, len(placer)
         draft.seats += shared.seats(replica, running + waiting) - shared.seats(replica, running)
         free = most - running
-        joins = shared.policy.batch.joins(replica, waiting, most, head.record.arrived_ns, now_ns)
+        joins = shared.policy.batch.max_new_seqs(replica, waiting, most, head.record.arrived_ns, now_ns)
         room = min(free, draft.seats, joins)
         if free <= 0 and not head.unanswered:
             self._refuse(replica, head, 0)
@@ -257,7 +257,7 @@ class Admission:
         if candidates[0].sequence.pinned:
             promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
-            most = replica.tokens.most(replica, shared.step_tokens)
+            most = replica.tokens.max_tokens(replica, shared.step_tokens)
             promised = replica.memory.admit(replica, entrants, Pace(shared.lookahead, most))
         if not promised.size and self._guard.could_take(replica, candidates[0].sequence):
             promised = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
@@ -275,7 +275,7 @@ class Admission:
         return len(entering)
 
     @staticmethod
-    def _entrants(replica: Replica, candidates: list[Candidate], found: Found) -> Entrants:
+    def _entrants(replica: Replica, candidates: list[Candidate], found: Found) -> Candidates:
         limits, size = replica.limits, replica.limits.block_size
         rows = []
         for candidate in candidates:
@@ -290,9 +290,9 @@ class Admission:
         if found.blocks.size:
             held = np.append(0, np.cumsum(replica.pool.refs.take(found.blocks) > 0))
             shared = held[found.ends] - held[found.ends - found.sizes]
-        return Entrants(known, limit, cached_, shared, priority.astype(np.int32), prompts)
+        return Candidates(known, limit, cached_, shared, priority.astype(np.int32), prompts)
 
-    def _chunks(self, draft: Draft, candidates: list[Candidate], entrants: Entrants) -> tuple[list[Candidate], Int64]:
+    def _chunks(self, draft: Draft, candidates: list[Candidate], entrants: Candidates) -> tuple[list[Candidate], Int64]:
         """Who may enter with the tokens that are left, and the first chunks of those that need not load."""
         if not candidates:
             return [], np.zeros(0, np.int64)
@@ -338,7 +338,7 @@ class Admission:
         if replica.sharing is not None:
             replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
-            self._prompts.run(replica, draft, slots if len(run) == slots.size else np.array(run, np.int32), lengths)
+            self._prompts.run(replica, draft, slots if len(run) == slots.size else np.array(run), lengths)
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:

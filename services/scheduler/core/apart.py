@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from services.scheduler.core.policy import Order, Queue
-from services.scheduler.core.queues import CLASSES, ByClass, by_arrival
+from services.scheduler.core.policy.base import Order, Queue
+from services.scheduler.core.policy.queues import ByClass, by_arrival
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.types import CLASSES
 
 Takers = frozenset[int]  # numbers of replicas
 

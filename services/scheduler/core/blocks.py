@@ -47,11 +47,6 @@ class BlockPool:
         return self.free + self.cached
 
     @property
-    def version(self) -> int:
-        """Changes whenever a find() could answer differently: registration, eviction, draining."""
-        return self._index.version
-
-    @property
     def contents(self) -> Contents:
         return self._index.contents
 
@@ -96,7 +91,6 @@ class BlockPool:
         gone = self._release(blocks)
         self._drains[gone] = True
         self.draining += gone.size
-        self._index.touch(gone)
 
     def drained(self, blocks: Int32) -> None:
         """The copies of `blocks` are acknowledged: they are as after give(). Raises ValueError if one did not drain."""
@@ -104,7 +98,6 @@ class BlockPool:
             raise ValueError("acknowledged a block that did not drain")
         self._drains[blocks] = False
         self.draining -= blocks.size
-        self._index.touch(blocks)
         self._put(blocks)
 
     def find(self, keys: UInt64, tokens: Int32, root: int) -> Int32:

@@ -16,14 +16,15 @@ from services.scheduler.core.figures import figures, of_replica, ttft_ns
 from services.scheduler.core.loss import check_replicas, clear, lose
 from services.scheduler.core.outcome import Collector, Names
 from services.scheduler.core.passes import Passes
-from services.scheduler.core.placer import CLASSES, Placer
-from services.scheduler.core.policy import Policy
+from services.scheduler.core.placer import Placer
+from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.prefix import Hasher
-from services.scheduler.core.presets import parse
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State, check_records
 from services.scheduler.core.types import (
+    CLASSES,
     EMPTY,
     MAX_STOP_IDS,
     Finish,
@@ -133,8 +134,8 @@ class Core:
         """
         if request.id in self._records:
             raise ValueError(f"request {request.id} is held already")
-        if not 0 <= request.priority < len(CLASSES):
-            raise ValueError(f"priority {request.priority} is not 0..{len(CLASSES) - 1}")
+        if not 0 <= request.priority < CLASSES:
+            raise ValueError(f"priority {request.priority} is not 0..{CLASSES - 1}")
         if not request.prompts or request.n < 1:
             raise ValueError(f"{len(request.prompts)} prompts, n = {request.n}; both must be at least 1")
         if request.stop_ids.size > MAX_STOP_IDS:
@@ -289,7 +290,7 @@ class Core:
         changes, until_ns = self.replicas[replica].nobody
         return until_ns if changes == self._placer.changes else 0
 
-    def predicted_ttft_ns(self, priority: int = len(CLASSES) - 1) -> int:
+    def predicted_ttft_ns(self, priority: int = CLASSES - 1) -> int:
         """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
         return ttft_ns(self._shared, self._routing.for_prompts, priority)
 
@@ -323,9 +324,7 @@ class Core:
 
     def completed(self, sequence: Sequence) -> None:
         """A sequence ended by itself; policies learn how long outputs are."""
-        if self.policy.memory.learns:
-            prompt = sequence.prompt.size
-            self.policy.memory.finished(prompt, sequence.outputs.size, sequence.record.request.max_tokens)
+        self.policy.memory.finished(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         """A sequence that holds nothing any more is over; with its last sequence the request is."""

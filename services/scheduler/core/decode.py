@@ -9,9 +9,9 @@ import numpy as np
 
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.outcome import Collector
-from services.scheduler.core.replica import NOT_CALM, Replica
-from services.scheduler.core.table import Rows
-from services.scheduler.core.types import Int32
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.table import DECODING, RowIndex
+from services.scheduler.core.types import Rows
 
 
 class Decoding:
@@ -26,9 +26,9 @@ class Decoding:
         slots = self._slots(replica, draft)
         if not slots.size:
             return
-        most = min(draft.seats, draft.left)
-        if slots.size > most:
-            slots = np.sort(self._shared.policy.order.sort(table, slots, now_ns)[:most])
+        limit = min(draft.seats, draft.left)
+        if slots.size > limit:
+            slots = np.sort(self._shared.policy.order.sort(table, slots, now_ns)[:limit])
         rows = table.rows(slots)
         edge = slots[table.planned[rows] == table.capacity[rows]]
         if edge.size:
@@ -40,35 +40,21 @@ class Decoding:
                 promised = int(np.count_nonzero(table.promised[edge] > table.held[edge]))
             self._grow(replica, draft, edge, promised)
         draft.slots, draft.starts = slots, table.planned[rows].copy()
-        roster, steps, context = replica.calm
-        if context and roster == table.roster and slots.size == table.high:
-            draft.context = context + slots.size
-        else:
-            draft.context = int(draft.starts.sum())
-        replica.calm = (roster, steps, draft.context) if slots.size == table.high else NOT_CALM
+        draft.context = int(draft.starts.sum())
         self._advance(replica, draft, rows)
 
-    def _slots(self, replica: Replica, draft: Draft) -> Int32:
-        """Who lacks one token, ascending. While nobody comes or goes and all decode, that is known without looking."""
+    def _slots(self, replica: Replica, draft: Draft) -> Rows:
+        """Return the rows that lack one token, ascending."""
         table, high = replica.table, replica.table.high
-        if replica.microbatches == 1:
-            roster, steps, context = replica.calm
-            if roster == table.roster and steps > 0:
-                replica.calm = (roster, steps - 1, context)
-                return table.first_rows(high)
         wants = self._shared.wants(replica, draft.microbatch)
-        one = table.known[:high] - table.planned[:high] == 1
-        one &= wants
+        one = wants & (table.phase[:high] == DECODING)
         count = int(np.count_nonzero(one))
         draft.prompts = count < high and count < int(np.count_nonzero(wants))
         if count < high:
-            return np.flatnonzero(one).astype(np.int32)
-        if high:
-            steps = int((table.limit[:high] - table.known[:high]).min())
-            replica.calm = (table.roster, steps - 1, 0)
+            return np.flatnonzero(one)
         return table.first_rows(high)
 
-    def _advance(self, replica: Replica, draft: Draft, rows: Rows) -> None:
+    def _advance(self, replica: Replica, draft: Draft, rows: RowIndex) -> None:
         table = replica.table
         table.decoding[:, rows] += 1
         if replica.microbatches > 1:
@@ -77,7 +63,7 @@ class Decoding:
         draft.left -= draft.slots.size
 
     @staticmethod
-    def _grow(replica: Replica, draft: Draft, edge: Int32, promised: int) -> None:
+    def _grow(replica: Replica, draft: Draft, edge: Rows, promised: int) -> None:
         """One block for each row of `edge`, of which so many have it promised."""
         table = replica.table
         blocks = replica.pool.take(edge.size)
@@ -90,7 +76,7 @@ class Decoding:
         draft.append_slots.append(edge)
         draft.append_blocks.append(blocks)
 
-    def _relieve(self, replica: Replica, draft: Draft, slots: Int32, now_ns: int, known: Collector) -> Int32:
+    def _relieve(self, replica: Replica, draft: Draft, slots: Rows, now_ns: int, known: Collector) -> Rows:
         """Too few blocks for the next tokens of `slots`: some wait, some are preempted; the rest is returned.
 
         Who has a step unanswered sits out: the answer may end him, and no over-run token may cost anybody his KV. What
@@ -108,21 +94,21 @@ class Decoding:
             loads = replica.transfers.slots()
             victims = table.active[:high] & ~table.pinned[:high]
             victims[loads] = False
-            candidates = np.flatnonzero(victims).astype(np.int32)
+            candidates = np.flatnonzero(victims)
             if not candidates.size:
                 break
-            victim = relief.victim(table, candidates)
+            victim = relief.choose(table, candidates)
             self._shared.preempt(replica, draft, victim, now_ns, known)
             needy, slots = needy[needy != victim], slots[slots != victim]
             if relief.stalls:
                 break
         return self._sit_out(replica, slots, needy, now_ns)
 
-    def _sit_out(self, replica: Replica, slots: Int32, needy: Int32, now_ns: int) -> Int32:
+    def _sit_out(self, replica: Replica, slots: Rows, needy: Rows, now_ns: int) -> Rows:
         """`slots` without those of `needy` for whom there is no block, the last ones in order."""
         room = max(replica.available, 0)
         if needy.size <= room:
             return slots
         needy = self._shared.policy.order.sort(replica.table, needy, now_ns)
-        left: Int32 = slots[~np.isin(slots, needy[room:])]
+        left: Rows = slots[~np.isin(slots, needy[room:])]
         return left

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
-from services.scheduler.core.policy import How, Policy
+from services.scheduler.core.policy.base import Mode, Policy
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.routing import Routing
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Bool
-from services.scheduler.core.types import DECODE, EMPTY, Enter, Int32
+from services.scheduler.core.types import DECODE, EMPTY, NO_ROWS, Enter, Int32, Rows
 
 
 @dataclass(slots=True)
@@ -24,12 +24,12 @@ class Draft:
     microbatch: int
     seats: int  # sequences that may still join
     left: int  # tokens that may still be spent
-    slots: Int32 = field(default_factory=lambda: EMPTY)
+    slots: Rows = field(default_factory=lambda: NO_ROWS)
     starts: Int32 = field(default_factory=lambda: EMPTY)
     context: int = 0  # sum of starts
-    append_slots: list[Int32] = field(default_factory=list)
+    append_slots: list[Rows] = field(default_factory=list)
     append_blocks: list[Int32] = field(default_factory=list)
-    chunk_slots: list[Int32] = field(default_factory=list)
+    chunk_slots: list[Rows] = field(default_factory=list)
     chunk_starts: list[Int32] = field(default_factory=list)
     chunk_lengths: list[Int32] = field(default_factory=list)
     chunk_samples: list[Bool] = field(default_factory=list)
@@ -82,11 +82,11 @@ class Shared:
     def most(self, replica: Replica) -> int:
         """Sequences that may run at once."""
         slots = replica.limits.slots
-        return self.policy.batch.slots(min(self.max_seqs or slots, slots))
+        return self.policy.batch.max_running(min(self.max_seqs or slots, slots))
 
     def seats(self, replica: Replica, sequences: int) -> int:
         """Sequences in one step when `sequences` run."""
-        return self.policy.batch.seats(sequences, self.most(replica), replica.microbatches)
+        return self.policy.batch.max_step_seqs(sequences, self.most(replica), replica.microbatches)
 
     def wants(self, replica: Replica, microbatch: int) -> Bool:
         """[high] bool: who has something to run and may be in a step of this microbatch.
@@ -101,13 +101,13 @@ class Shared:
         return wants
 
     def preempt(
-        self, replica: Replica, draft: Draft, slot: int, now_ns: int, known: Collector, how: How | None = None
+        self, replica: Replica, draft: Draft, slot: int, now_ns: int, known: Collector, how: Mode | None = None
     ) -> None:
         """Slot and blocks are given up, arrival and tokens are kept; the KV goes to the host tier or is lost."""
         if how is None:
             decodes = self.routing.roles and replica.limits.role == DECODE  # what loses its KV goes back to a prefill
-            how = How.SWAP if decodes else self.policy.relief.how(replica, slot)
-        swap = how is How.SWAP and replica.can_swap(slot)
+            how = Mode.SWAP if decodes else self.policy.relief.mode(replica, slot)
+        swap = how is Mode.SWAP and replica.can_swap(slot)
         self.counters.preemptions += 1
         draft.preempted += 1
         fresh = len(draft.enters)

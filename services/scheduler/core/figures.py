@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from services.scheduler.core.draft import Shared
-from services.scheduler.core.guard import HIGH, NORMAL
-from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, State
-
-LOW = len(CLASSES) - 1
+from services.scheduler.core.types import CLASS_NAMES, CLASSES, Priority
 
 
 def figures(
@@ -29,8 +26,8 @@ def figures(
         "waiting": len(placer),
         "swapped": placer.swapped,
         "parked": sum(s.state is State.PARKED for record in parked for s in record.sequences),
-        **{f"waiting_{name}": placer.counts[i] for i, name in enumerate(CLASSES)},
-        **{f"oldest_ns_{name}": oldest[i] for i, name in enumerate(CLASSES)},
+        **{f"waiting_{name}": placer.counts[i] for i, name in enumerate(CLASS_NAMES)},
+        **{f"oldest_ns_{name}": oldest[i] for i, name in enumerate(CLASS_NAMES)},
         "step_tokens": sum(r.last.tokens for r in alive),
         "step_decode": sum(r.last.decode for r in alive),
         "step_prefill": sum(r.last.prefill for r in alive),
@@ -47,13 +44,13 @@ def figures(
         "handed_over": counters.handed,
         "handed_over_blocks": counters.handed_blocks,
         "not_handed_over": counters.not_handed,
-        "queued_tokens": placer.tokens + sum(under_way(shared, r, LOW) for r in alive),
+        "queued_tokens": placer.tokens + sum(under_way(shared, r, Priority.LOW) for r in alive),
         **{
             f"queued_tokens_{name}": before(shared, placer.class_tokens, i)
             + sum(under_way(shared, r, i) for r in alive)
-            for i, name in enumerate(CLASSES)
+            for i, name in enumerate(CLASS_NAMES)
         },
-        **{f"behind_{name}": behind(shared, shared.routing.for_prompts, i) for i, name in enumerate(CLASSES)},
+        **{f"behind_{name}": behind(shared, shared.routing.for_prompts, i) for i, name in enumerate(CLASS_NAMES)},
         "workers": len(alive),
     }
 
@@ -85,7 +82,7 @@ def first_arrivals(shared: Shared, records: Iterable[Record]) -> list[int]:
 
     Requests come to the core in the order of their class's stream, so most often the first records tell.
     """
-    oldest, counts = [0] * len(CLASSES), shared.placer.counts
+    oldest, counts = [0] * CLASSES, shared.placer.counts
     missing = {priority for priority, count in enumerate(counts) if count}
     for record in records:
         if not missing:
@@ -108,14 +105,14 @@ def under_way(shared: Shared, replica: Replica, priority: int) -> int:
     """Tokens of running prompts, all but the last of each, that go before those of such a request: where the urgent may
     take slots (Relief.takes) their prompts go before running ones of lower classes."""
     table = replica.table
-    first = priority if urgent(shared, priority) else LOW
+    first = priority if urgent(shared, priority) else Priority.LOW
     owed = (table.known - table.planned - 1).clip(min=0)
     return int(owed[table.priority <= first].sum())
 
 
 def urgent(shared: Shared, priority: int) -> bool:
     """May a request of that class take slots from running ones of lower classes?"""
-    return shared.policy.relief.takes and priority <= HIGH
+    return shared.policy.relief.takes and priority <= Priority.HIGH
 
 
 def behind(shared: Shared, replicas: list[Replica], priority: int) -> int:
@@ -130,7 +127,7 @@ def behind(shared: Shared, replicas: list[Replica], priority: int) -> int:
         waiting -= before(shared, placer.swapped_counts, priority)
     if urgent(shared, priority):
         for table in [replica.table for replica in replicas]:
-            waiting -= int((table.active & ~table.pinned & (table.priority >= NORMAL)).sum())
+            waiting -= int((table.active & ~table.pinned & (table.priority >= Priority.NORMAL)).sum())
     return max(waiting, 0)
 
 
@@ -148,10 +145,10 @@ def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
         table, high = replica.table, replica.table.high
         owed = table.known[:high] - table.planned[:high]
         decodes = owed == 1
-        first = priority if urgent(shared, priority) else LOW
+        first = priority if urgent(shared, priority) else Priority.LOW
         rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())
-        most = max(replica.tokens.most(replica, shared.step_tokens), running + 1)
+        most = max(replica.tokens.max_tokens(replica, shared.step_tokens), running + 1)
         steps.append((replica.model, most - running, running, int(table.planned[:high][decodes].sum())))
     room = sum(chunk for _, chunk, _, _ in steps)
     if not room:

@@ -9,14 +9,12 @@ import numpy as np
 
 from services.scheduler.core.draft import Draft, Shared
 from services.scheduler.core.outcome import Collector
-from services.scheduler.core.policy import How, Slo
+from services.scheduler.core.policy.base import Mode, Slo
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Int64
-from services.scheduler.core.types import Int32
+from services.scheduler.core.table import DECODING, Int64
+from services.scheduler.core.types import Priority, Rows
 
-HIGH = 1  # classes up to this one may make others yield
-NORMAL = 2  # classes from this one on yield
 MOST_VICTIMS = 64  # that one waiting sequence may make yield at once
 
 
@@ -35,8 +33,8 @@ class Guard:
         if slo is None or not replica.table.limited or not replica.model.observed:
             return
         table, high = replica.table, replica.table.high
-        decodes = (table.known[:high] - table.planned[:high] == 1) & (table.known[:high] < table.limit[:high])
-        urgent = np.flatnonzero(decodes & (table.tbt_slo_ns[:high] > 0) & (table.priority[:high] <= HIGH))
+        decodes = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
+        urgent = np.flatnonzero(decodes & (table.tbt_slo_ns[:high] > 0) & (table.priority[:high] <= Priority.HIGH))
         if not urgent.size:
             return
         # Who has a step unanswered gets its token at that step's end, about now; the next one a step later.
@@ -53,7 +51,7 @@ class Guard:
         running: int, context: int, slo: Slo, now_ns: int, known: Collector,
     ) -> None:  # fmt: skip
         table = replica.table
-        victims = self._victims(replica, NORMAL)
+        victims = self._victims(replica, Priority.NORMAL)
         victims = victims[decodes[victims]]
         base, per_token, per_context, _ = replica.model.coefficients
         after = running - np.arange(1, victims.size + 1)
@@ -69,20 +67,20 @@ class Guard:
         """`sequence`, of class <= high and first of the waiting, lacks a slot or `cost` blocks: running ones of lower
         classes yield both, if that is enough. Its blocks have to be there at once, so they yield by recompute."""
         table = replica.table
-        victims = self._victims(replica, max(sequence.priority + 1, NORMAL))[:MOST_VICTIMS]
+        victims = self._victims(replica, max(sequence.priority + 1, Priority.NORMAL))[:MOST_VICTIMS]
         lacking = cost - replica.available
         slots = 1 if table.count >= self._shared.most(replica) else 0
         freed = np.cumsum(self._frees(replica, victims))
         enough = int(np.searchsorted(freed, lacking)) + 1 if lacking > 0 else slots
         if not enough or enough > victims.size:
             return
-        how = How.RECOMPUTE if lacking > 0 else None
+        how = Mode.RECOMPUTE if lacking > 0 else None
         for victim in victims[:enough].tolist():
             self._shared.preempt(replica, draft, victim, now_ns, known, how)
         replica.beneficiary = sequence
 
     @staticmethod
-    def _frees(replica: Replica, victims: Int32) -> Int64:
+    def _frees(replica: Replica, victims: Rows) -> Int64:
         """[n] blocks, at least, that each of `victims` makes available: those that it alone holds or is promised."""
         table, refs = replica.table, replica.pool.refs
         promised = np.maximum(table.promised[victims] - table.held[victims], 0).astype(np.int64)
@@ -92,16 +90,16 @@ class Guard:
 
     def could_take(self, replica: Replica, sequence: Sequence) -> bool:
         """Does anybody run who would yield to `sequence`, of class <= high, if memory became short?"""
-        takes = self._shared.policy.relief.takes and sequence.priority <= HIGH
-        return takes and self._victims(replica, max(sequence.priority + 1, NORMAL)).size > 0
+        takes = self._shared.policy.relief.takes and sequence.priority <= Priority.HIGH
+        return takes and self._victims(replica, max(sequence.priority + 1, Priority.NORMAL)).size > 0
 
     @staticmethod
-    def _victims(replica: Replica, lowest: int) -> Int32:
+    def _victims(replica: Replica, lowest: int) -> Rows:
         """Who may yield, of classes >= `lowest`: the lowest class first, then the least work lost."""
         table, high = replica.table, replica.table.high
         may = table.active[:high] & ~table.pinned[:high] & (table.priority[:high] >= lowest)
         may[replica.transfers.slots()] = False
-        slots = np.flatnonzero(may).astype(np.int32)
+        slots = np.flatnonzero(may)
         order = np.lexsort((-table.number[slots], table.planned[slots], -table.priority[slots]))
-        victims: Int32 = slots[order]
+        victims: Rows = slots[order]
         return victims

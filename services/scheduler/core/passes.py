@@ -6,7 +6,10 @@ admit.py.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.admit import Admission
 from services.scheduler.core.decode import Decoding
@@ -20,6 +23,7 @@ from services.scheduler.core.roles import HandOver
 from services.scheduler.core.table import Bool
 from services.scheduler.core.types import EMPTY, PREFILL, Int32, StepPlan
 
+Integer = TypeVar("Integer", np.int32, np.intp)
 COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted,
 COLD_BLOCKS = 32  # or so many, or a quarter of a small pool
 
@@ -43,11 +47,11 @@ class Passes:
         for microbatch in self._open(replica):
             while True:
                 seats = shared.seats(replica, replica.table.count)
-                draft = Draft(microbatch, seats, replica.tokens.most(replica, shared.step_tokens))
+                draft = Draft(microbatch, seats, replica.tokens.max_tokens(replica, shared.step_tokens))
                 if replica.table.limited:
                     self._guard.protect(replica, draft, now_ns, known)
                 if len(shared.placer):
-                    shared.policy.order.spare(replica.table, shared.most(replica), len(shared.placer))
+                    shared.policy.order.keep_slots(replica.table, shared.most(replica), len(shared.placer))
                     self._admission.make_room(replica, draft, now_ns, known)
                 self._admission.enter_loaded(replica, draft)
                 if replica.limits.role == PREFILL:
@@ -79,6 +83,7 @@ class Passes:
         if self._ones.size < decodes:
             self._ones, self._true = np.ones(2 * decodes, np.int32), np.ones(2 * decodes, np.bool_)
         slots, starts = draft.slots, draft.starts
+        table = replica.table
         lengths, samples = self._ones[:decodes], self._true[:decodes]
         sampled, ends = slots, EMPTY
         if draft.chunk_slots:
@@ -88,21 +93,21 @@ class Passes:
             lengths = np.concatenate([lengths, *draft.chunk_lengths])
             samples = np.concatenate([samples, *draft.chunk_samples])
             sampled = slots[samples]
+        wire = table.wire(slots)
         if replica.sharing is not None and replica.host.total:
             self._save_cold(replica)
         out_gpu, out_host, in_host, in_gpu, in_peers = replica.transfers.columns()
         news = replica.peers.take_news() if replica.peers.news else NO_NEWS
         step = InFlight(
-            replica.next_step, draft.microbatch, replica.table.roster, slots, sampled, decodes, ends,
+            replica.next_step, draft.microbatch, replica.table.roster, slots, sampled,
+            wire if sampled is slots else wire[samples], decodes, ends,
             decodes + draft.prefill, draft.context, draft.prefill_context, out_gpu.size + in_host.size, news,
         )  # fmt: skip
         freed, replica.freed = replica.freed, []
         replica.sent(step)
         shared.counters.iteration += 1
-        if replica.memory.learns:
-            replica.memory.stepped(replica, draft.preempted)
+        replica.memory.stepped(replica, draft.preempted)
         if shared.policy.order.counts:
-            table = replica.table
             shared.policy.order.served(table.tenant[slots], table.priority[slots], lengths)
         replica.last = Last(step.tokens, decodes, draft.prefill)
         return StepPlan(
@@ -114,9 +119,9 @@ class Passes:
             swap_in_host=in_host,
             swap_in_gpu=in_gpu,
             enters=draft.enters,
-            append_slots=_join(draft.append_slots),
-            append_blocks=_join(draft.append_blocks),
-            chunk_slots=slots,
+            append_slots=_join(draft.append_slots).astype(np.int32) if draft.append_slots else EMPTY,
+            append_blocks=_join(draft.append_blocks) if draft.append_blocks else EMPTY,
+            chunk_slots=wire,
             chunk_starts=starts,
             chunk_lengths=lengths,
             samples=samples,
@@ -141,6 +146,6 @@ class Passes:
             replica.transfers.keep(cold)
 
 
-def _join(columns: list[Int32]) -> Int32:
+def _join(columns: list[npt.NDArray[Integer]]) -> npt.NDArray[Integer]:
     """One column of several."""
-    return columns[0] if len(columns) == 1 else np.concatenate(columns) if columns else EMPTY
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)

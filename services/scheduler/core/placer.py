@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from services.scheduler.core.apart import Apart, Takers
-from services.scheduler.core.policy import Order, Queue
+from services.scheduler.core.policy.base import Order, Queue
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.types import EMPTY
+from services.scheduler.core.types import CLASSES, EMPTY
 
-CLASSES = ("realtime", "high", "normal", "low")
 ONE_QUEUE = (None,)
 
 
@@ -29,10 +28,10 @@ class Placer:
         self._queue = order.queue()  # once: the order remembers in it who was served, and who was taken out just now
         self._apart: Apart | None = None  # of the swapped, while there are roles
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
-        self.counts = [0] * len(CLASSES)
-        self.swapped_counts = [0] * len(CLASSES)
+        self.counts = [0] * CLASSES
+        self.swapped_counts = [0] * CLASSES
         self._waiting = 0
-        self.class_tokens = [0] * len(CLASSES)
+        self.class_tokens = [0] * CLASSES
         self.swapped = 0
         self.changes = 0  # grows whenever another sequence may be at the head
 
@@ -165,11 +164,11 @@ class Placer:
             self._apart.check()
         if any(s.swapped for s in self._queue) and self._apart is not None:
             raise RuntimeError("a swapped sequence stands among those to compute")
-        counts = [sum(s.priority == c for s in waiting) for c in range(len(CLASSES))]
-        tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(len(CLASSES))]
+        counts = [sum(s.priority == c for s in waiting) for c in range(CLASSES)]
+        tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(CLASSES)]
         if counts != self.counts or tokens != self.class_tokens:
             raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted; {tokens}, {self.class_tokens}")
-        swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(len(CLASSES))]
+        swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(CLASSES)]
         apart = len({s.number for s in waiting}) == len(waiting)
         if swapped != self.swapped_counts or sum(swapped) != self.swapped or not apart:
             raise RuntimeError("the swapped are counted wrongly, or a sequence waits twice")

@@ -42,11 +42,6 @@ class Contents:
         self._holds: dict[int, int] = {}  # root -> registered first blocks
         self._idle: dict[int, None] = {}  # roots without one, longest unused first
 
-    @property
-    def salts(self) -> int:
-        """Salts remembered now."""
-        return len(self._root_of)
-
     def new(self, count: int) -> int:
         """The first of `count` consecutive new content ids."""
         first = self._next
@@ -117,28 +112,6 @@ class Hasher:
         digests = self._digests(tokens[: full * self.block_size].reshape(full, self.block_size))
         return np.array(self._chain(digests.tolist(), start_key or self._start(salt)), np.uint64)
 
-    def keys_of(self, prompts: list[Int32], salts: list[bytes]) -> list[UInt64]:
-        """keys() of many prompts with one product."""
-        full = [prompt.size // self.block_size for prompt in prompts]
-        flat = [prompt[: n * self.block_size] for prompt, n in zip(prompts, full, strict=True)]
-        if not sum(full):
-            return [np.zeros(0, np.uint64) for _ in prompts]
-        digests = self._digests(np.concatenate(flat).reshape(-1, self.block_size)).tolist()
-        keys: list[UInt64] = []
-        done = 0
-        for n, salt in zip(full, salts, strict=True):
-            keys.append(np.array(self._chain(digests[done : done + n], self._start(salt)), np.uint64))
-            done += n
-        return keys
-
-    def extend(self, keys: UInt64, tokens: Int32) -> UInt64:
-        """[n] keys of the next block of n chains, given the last key [n] of each and the block's tokens
-        [n, block_size]. As keys() with start_key, for all rows at once.
-        """
-        mixed: UInt64 = (keys ^ self._digests(tokens)) * np.uint64(self._factor)
-        mixed ^= mixed >> np.uint64(SHIFT)
-        return mixed
-
     def _start(self, salt: bytes) -> int:
         words = [int.from_bytes(salt[i : i + 8], "little") for i in range(0, len(salt), 8)]
         return self._chain([*words, len(salt)], self._seed)[-1]
@@ -161,7 +134,7 @@ class Hasher:
 
 class Index:
     """Key -> block, and for each block what it holds. At most one block per key; `content` is UNKNOWN where a block
-    is not indexed. `version` changes whenever a find could answer differently.
+    is not indexed.
     """
 
     def __init__(self, blocks: int, block_size: int, contents: Contents) -> None:
@@ -170,7 +143,6 @@ class Index:
         if len(contents.tiers) == 2:
             raise ValueError("two tiers share their contents; a replica that begins anew makes new ones")
         contents.tiers.append(self)
-        self.version = 0
         self.content: Int64 = np.zeros(blocks, np.int64)
         self._key: UInt64 = np.zeros(blocks, np.uint64)
         self._parent: Int64 = np.zeros(blocks, np.int64)
@@ -238,7 +210,6 @@ class Index:
             return np.zeros(0, np.int64), EMPTY
         if self.content.take(blocks).any():
             raise ValueError("a block is registered already")
-        self.version += 1
         mine = blocks.tolist()
         holders = list(map(self._block_of.setdefault, keys.tolist(), mine))
         if holders == mine:
@@ -260,7 +231,6 @@ class Index:
         )
         holders = np.array(list(map(self._block_of.setdefault, keys.tolist(), blocks.tolist())), np.int32)
         new = holders == blocks
-        self.version += int(new.any())
         self._write(blocks[new], keys[new], tokens[new], contents[new], parents[new])
 
     def describe(self, blocks: Int32) -> tuple[UInt64, Int32, Int64, Int64]:
@@ -271,7 +241,6 @@ class Index:
         """Indexed blocks are indexed no more."""
         if not blocks.size:
             return
-        self.version += 1
         block_of = self._block_of
         for key in self._key.take(blocks).tolist():
             del block_of[key]
@@ -279,11 +248,6 @@ class Index:
         parents = self._parent.take(blocks)
         for root in parents[parents < UNSALTED].tolist():
             self.contents.drop(root)
-
-    def touch(self, blocks: Int32) -> None:
-        """It changed whether these may be found."""
-        if self._block_of and self.content.take(blocks).any():
-            self.version += 1
 
     def check(self) -> None:
         """Raises RuntimeError where the index and the arrays differ."""

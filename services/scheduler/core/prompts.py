@@ -8,12 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.core.draft import Draft, Shared
-from services.scheduler.core.placer import CLASSES
 from services.scheduler.core.replica import Replica
-from services.scheduler.core.table import Int64
-from services.scheduler.core.types import Int32
+from services.scheduler.core.table import PREFILLING, Int64
+from services.scheduler.core.types import Priority, Rows
 
-LOWEST = len(CLASSES) - 1
+LOWEST = Priority.LOW
 
 
 class Prompts:
@@ -27,11 +26,11 @@ class Prompts:
         if not draft.prompts or draft.seats <= 0 or draft.left <= 0:
             return
         table, high = replica.table, replica.table.high
-        more = table.known[:high] - table.planned[:high] > 1
+        more = table.phase[:high] == PREFILLING
         more &= self._shared.wants(replica, draft.microbatch)
         if first or last < LOWEST:
             more &= (table.priority[:high] >= first) & (table.priority[:high] <= last)
-        slots = np.flatnonzero(more).astype(np.int32)
+        slots = np.flatnonzero(more)
         if not slots.size:
             return
         self.budget(replica, draft, now_ns)
@@ -53,7 +52,7 @@ class Prompts:
             budget = replica.tokens.budget(replica, draft.slots, now_ns, shared.step_tokens, depth)
             draft.left = min(draft.left, budget - draft.slots.size - draft.prefill)
 
-    def run(self, replica: Replica, draft: Draft, slots: Int32, lengths: Int64) -> None:
+    def run(self, replica: Replica, draft: Draft, slots: Rows, lengths: Int64) -> None:
         """Chunks of `lengths` tokens for the rows `slots`, with their blocks, which are promised and so are there."""
         table, size = replica.table, replica.limits.block_size
         starts = table.planned[slots]
@@ -71,6 +70,7 @@ class Prompts:
         samples = ends == table.known[slots]
         table.planned[slots] = ends
         table.known[slots] += samples
+        table.set_phase(slots)
         table.unanswered[slots] += 1
         table.microbatch[slots] = draft.microbatch
         draft.chunk_slots.append(slots)

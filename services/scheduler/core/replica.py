@@ -12,19 +12,16 @@ import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.peers import Peers
-from services.scheduler.core.policy import Memory, Tokens
+from services.scheduler.core.policy.base import Budget, Memory
+from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.sharing import Prefix, Sharing
-from services.scheduler.core.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.transfers import Transfers
-from services.scheduler.core.types import EMPTY, Int32, Limits
+from services.scheduler.core.types import EMPTY, Int32, Limits, Rows
 
 LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
-
-
-NOT_CALM = (-1, 0, 0)  # roster of a table in steady decode, for how many steps it stays so, its last step's context
 
 
 @dataclass(slots=True)
@@ -34,8 +31,9 @@ class InFlight:
     id: int
     microbatch: int
     roster: int  # of the table when it was planned: unchanged, nobody left since
-    slots: Int32  # of its chunks, decodes first
-    sampled: Int32  # those of them whose chunk samples
+    slots: Rows  # of its chunks, decodes first
+    sampled: Rows  # those of them whose chunk samples
+    sampled_wire: Int32  # the same as the worker tells of them
     decodes: int
     ends: Int32  # of the other chunks: tokens whose KV is there when the step is answered
     tokens: int
@@ -79,7 +77,7 @@ class Replica:
     """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
 
     def __init__(
-        self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Tokens, microbatches: int = 1
+        self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Budget, microbatches: int = 1
     ) -> None:
         """With a hasher prefixes are shared and kept. memory, tokens: the policy's, of this replica alone."""
         self.number = number
@@ -105,7 +103,6 @@ class Replica:
         self.freed: list[int] = []  # slots to free in the next step
         self.departed: dict[int, list[Departed]] = {}
         self.outstanding = 0
-        self.calm = NOT_CALM
         self.refusal: Refusal | None = None  # why the head of the waiting did not enter
         self.beneficiary: Sequence | None = None  # for whom others yielded; nobody enters before it is asked
         self.nobody = (-1, 0)  # none of the waiting is for this replica: at this Placer.changes, until this moment (ns)
@@ -124,7 +121,7 @@ class Replica:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
-    def promise(self, slots: Int32, blocks: Int64) -> None:
+    def promise(self, slots: Rows, blocks: Int64) -> None:
         """Keeps so many blocks in all for each of these rows, which take them as they grow; [n] both. Those that they
         hold already count."""
         table = self.table

@@ -15,6 +15,7 @@ import numpy as np
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
 from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.table import DECODING
 from services.scheduler.core.types import DECODE, PREFILL
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class HandOver:
         table, high, counters = replica.table, replica.table.high, self._shared.counters
         host, routing = replica.host, self._shared.routing
         ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
-        ready &= table.known[:high] - table.planned[:high] == 1
+        ready &= table.phase[:high] == DECODING
         first = table.known[:high] == table.entered[:high] + 1
         ready &= (table.held[:high] <= host.free + host.cached) | first  # many decode here where the tier is full
         slots = np.flatnonzero(ready)

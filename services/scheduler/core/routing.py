@@ -343,7 +343,7 @@ class Routing:
         base, per_token, per_context, per_pair = self._speed(replica)
         running, context = table.count, int(planned.sum())
         step_ns = base + per_token * running + per_context * context
-        chunk = max(replica.tokens.most(replica, self._shared.step_tokens) - running, 1)
+        chunk = max(replica.tokens.max_tokens(replica, self._shared.step_tokens) - running, 1)
         token_ns = per_token + step_ns / chunk
         flying = sum(
             base + per_token * step.tokens + per_context * step.decode_context + per_pair * step.prefill_context

@@ -15,7 +15,7 @@ from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import Sequence, State, UInt64
 from services.scheduler.core.table import SlotTable
-from services.scheduler.core.types import EMPTY, Int32
+from services.scheduler.core.types import EMPTY, Int32, Rows
 
 LEAST_SHARED_BLOCKS = 2  # for fewer nobody waits
 MOST_ASIDE = 256  # that wait for one owner; they all come back at once
@@ -114,7 +114,7 @@ class Sharing:
         """The key of its block after the first `blocks`, if there are enough for others to wait for; else 0."""
         return int(sequence.keys[blocks]) if sequence.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
 
-    def entered(self, slots: Int32, sequences: list[Sequence], hits: list[Hit]) -> None:
+    def entered(self, slots: Rows, sequences: list[Sequence], hits: list[Hit]) -> None:
         """The sequences took these slots with these blocks; what they compute from there on others may wait for."""
         table, size = self._table, self._size
         blocks = [hit.gpu.size + hit.host.size for hit in hits]

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest
+from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest, Rows
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
-Rows = Int32 | slice  # rows of the table: their numbers, or all of the first ones
+RowIndex = Rows | slice  # how columns are indexed: row numbers, or all of the first rows as a slice
 NEVER = np.iinfo(np.int64).max
 UNSET = -1  # a stop id that no token has
+FREE, PREFILLING, DECODING, LOADING = range(4)  # phases of a row
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Audience:
     """Whom the tokens of some rows are for, in the order in which they are published (by gateway)."""
 
     roster: int
-    slots: Int32
+    slots: Rows
     order: npt.NDArray[np.intp] | None  # None: they stand in order already
     requests: list[NewRequest]
     gateways: list[str]
@@ -40,6 +41,7 @@ class Audience:
 _INT32 = (
     "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "promised", "capacity", "microbatch",
     "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "due", "entered", "filled", "registered",
+    "phase",
 )  # fmt: skip
 _INT64 = (
     "since", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns", "content",
@@ -56,6 +58,8 @@ class SlotTable:
     checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
     registered: blocks that the prefix index has been told of; content: content id of the last of them; since: the step
     with which the sequence entered, its generation; last_token_ns: before the first token the arrival.
+
+    phase: DECODING where one token is left to plan, PREFILLING where more are, LOADING while the KV is copied in.
 
     planned < known <= limit and applied <= known hold for every row with a sequence.
     """
@@ -80,6 +84,7 @@ class SlotTable:
     entered: Int32
     filled: Int32
     registered: Int32
+    phase: Int32
     since: Int64
     arrived: Int64
     number: Int64
@@ -116,22 +121,32 @@ class SlotTable:
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.limited = 0  # rows with a TBT limit
         self.stagger = 32  # the first checkpoints of rows that enter together fall due over so many steps
-        self._every: Int32 = np.arange(slots, dtype=np.int32)
-        self._first: Int32 = self._every[:0]
+        self._every: Rows = np.arange(slots)
+        self._every_int32: Int32 = np.arange(slots, dtype=np.int32)
+        self._first: Rows = self._every[:0]
         self._free = list(range(slots))
         self._audiences: dict[int, Audience] = {}
 
-    def first_rows(self, count: int) -> Int32:
-        """[count] int32: 0..count-1. The same object as long as `count` stays the same."""
+    def first_rows(self, count: int) -> Rows:
+        """Return [count] rows: 0..count-1. The same object as long as `count` stays the same."""
         if self._first.size != count:
             self._first = self._every[:count]
         return self._first
 
-    def rows(self, slots: Int32) -> Rows:
-        """How to index columns with `slots`: a slice where they are all of the first rows, which is much cheaper."""
+    def rows(self, slots: Rows) -> RowIndex:
+        """Return how to index columns with `slots`: a slice where they are all of the first rows, which is cheaper."""
         return slice(0, slots.size) if slots is self._first else slots
 
-    def enter(self, sequences: list[Sequence], step: int, microbatch: int, limits: Limits, now_ns: int) -> Int32:
+    def wire(self, slots: Rows) -> Int32:
+        """Return `slots` as they go to the worker; do not write to it."""
+        return self._every_int32[: slots.size] if slots is self._first else slots.astype(np.int32)
+
+    def set_phase(self, slots: Rows) -> None:
+        """Set the phase of rows that have their KV by what is left to plan."""
+        left = self.known[slots] - self.planned[slots]
+        self.phase[slots] = np.where(left == 1, DECODING, PREFILLING)
+
+    def enter(self, sequences: list[Sequence], step: int, microbatch: int, limits: Limits, now_ns: int) -> Rows:
         """Gives each of `sequences` the lowest free slot, with nothing planned and no blocks; returns the slots."""
         taken = [heapq.heappop(self._free) for _ in sequences]
         ints, longs, pinned = [], [], []
@@ -143,7 +158,8 @@ class SlotTable:
             ints.append(
                 (0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
                  sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
-                 prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0)
+                 prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0,
+                 PREFILLING)
             )  # fmt: skip
             longs.append(
                 (step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
@@ -161,7 +177,7 @@ class SlotTable:
             self.limited += request.tbt_slo_ns > 0
             sequence.state, sequence.slot = State.RUNNING, s
             self.count += 1
-        slots = np.array(taken, np.int32)
+        slots = np.array(taken)
         self.ints[:, slots] = np.array(ints, np.int32).T
         self.longs[:, slots] = np.array(longs, np.int64).T
         self.active[slots] = True
@@ -201,12 +217,14 @@ class SlotTable:
         return blocks
 
     def hold(self, s: int, sequence: Sequence) -> None:
-        """The row's sequence cannot run before go(): its KV is still being copied in."""
+        """Keep the row from running until go(): its KV is still being copied in."""
         self.limit[s] = sequence.known
+        self.phase[s] = LOADING
 
     def go(self, s: int, limits: Limits) -> None:
-        """The row's sequence has its KV."""
+        """Let the row run: its KV is there."""
         self.limit[s] = self.sequence[s].longest(limits)
+        self.phase[s] = DECODING if self.known[s] - self.planned[s] == 1 else PREFILLING
 
     def computed(self, s: int) -> int:
         """Tokens of the row whose KV is surely there: results have told so."""
@@ -216,7 +234,7 @@ class SlotTable:
         """[applied - prompt] int32, a copy."""
         return self.tokens[s, self.prompt[s] : self.applied[s]].copy()
 
-    def fill(self, slots: Int32, sizes: Int32, blocks: Int32) -> None:
+    def fill(self, slots: Rows, sizes: Int32, blocks: Int32) -> None:
         """Puts sizes[i] of `blocks` behind those of row slots[i], for all [n] rows in order."""
         rows = np.repeat(slots, sizes)
         held = self.held[slots]
@@ -235,7 +253,7 @@ class SlotTable:
         self.held[s] += blocks.size
         self.capacity[s] += blocks.size * self.block_size
 
-    def stopped(self, rows: Rows, tokens: Int32, count: Int32) -> Bool | None:
+    def stopped(self, rows: RowIndex, tokens: Int32, count: Int32) -> Bool | None:
         """[n] bool: is the token just applied a stop id that counts? None: none is. `count`: tokens applied, this one
         included."""
         if not self.stop_width:
@@ -248,7 +266,7 @@ class SlotTable:
         hit &= count >= self.floor[rows]
         return hit
 
-    def audience(self, slots: Int32, microbatch: int, names: npt.NDArray[np.object_]) -> Audience:
+    def audience(self, slots: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> Audience:
         """Whom the tokens of `slots` are for. Kept per microbatch: in steady decode it is the same at every step."""
         kept = self._audiences.get(microbatch)
         if (
@@ -283,6 +301,8 @@ class SlotTable:
         known, planned, applied = self.known[on], self.planned[on], self.applied[on]
         wrong = (planned >= known) | (known > self.limit[on]) | (applied > known) | (planned > self.capacity[on])
         wrong |= (self.capacity[on] != self.held[on] * self.block_size) | (self.prompt[on] > applied)
+        wrong |= ((known - planned == 1) != (self.phase[on] == DECODING)) & (self.phase[on] != LOADING)
+        wrong |= (self.phase[on] == LOADING) & (known != self.limit[on])
         wrong |= (self.unanswered[on] < 0) | (self.unanswered[on] > max_unanswered)
         wrong |= known - applied > self.unanswered[on]
         wrong |= (self.capacity[on] - planned >= self.block_size) & (self.held[on] > 0)
@@ -291,6 +311,7 @@ class SlotTable:
         if (
             self.held[off].any()
             or self.known[off].any()
+            or self.phase[off].any()
             or self.unanswered[off].any()
             or (self.since[off] != NEVER).any()
         ):

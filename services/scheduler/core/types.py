@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]  # indices of rows of the slot table
 Records = npt.NDArray[np.object_]  # of bytes, which the core only passes on
 EMPTY: Int32 = np.zeros(0, np.int32)
+NO_ROWS: Rows = np.zeros(0, np.intp)
 
 
 class Finish(enum.IntEnum):
@@ -27,6 +29,19 @@ class Finish(enum.IntEnum):
     CANCELLED = 3
     DEADLINE = 4
     ERROR = 5
+
+
+class Priority(enum.IntEnum):
+    """Class of a request; a smaller number is more urgent."""
+
+    REALTIME = 0
+    HIGH = 1
+    NORMAL = 2
+    LOW = 3
+
+
+CLASSES = len(Priority)
+CLASS_NAMES = tuple(priority.name.lower() for priority in Priority)
 
 
 @dataclass(slots=True)

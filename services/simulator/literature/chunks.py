@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.policy import Policy
-from services.scheduler.core.presets import parse
+from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.types import Limits, Outcome, StepResult
 from services.simulator.arrivals import CHAT, Spec, build
 from services.simulator.literature.table import Table

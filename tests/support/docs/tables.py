@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings
 
 from services.gateway import metrics as gateway_metrics
 from services.scheduler import metrics as scheduler_metrics
-from services.scheduler.core.presets import NEEDS, PARTS, PRESETS, TAKES
+from services.scheduler.core.policy.presets import NEEDS, PARTS, PRESETS, TAKES
 from services.worker import metrics as worker_metrics
 from shared.metrics import Alias
 from shared.settings import (

@@ -14,7 +14,7 @@ from bench.studies.policies import __main__ as policies
 from bench.studies.policies import static as policies_static
 from bench.studies.policies.claims import claims
 from bench.studies.policies.runs import LOADS, Study, replica, run_studies, studies
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.policy.presets import PRESETS
 from services.simulator.arrivals import CHAT, TRACES, Spec, build
 from services.simulator.jobs import Finished, Job, run_job
 from services.simulator.literature import chunks as literature_chunks

@@ -29,7 +29,7 @@ import numpy as np
 
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import PARTS, PRESETS
+from services.scheduler.core.policy.presets import PARTS, PRESETS
 from services.scheduler.core.types import Finish, Limits, NewRequest, Outcome
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import arguments

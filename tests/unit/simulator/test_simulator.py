@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.policy import Policy
-from services.scheduler.core.presets import preset
+from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.policy.presets import preset
 from services.scheduler.core.types import EMPTY, Outcome, StepPlan, StepResult
 from services.simulator.clock import Features, Linear
 from services.simulator.device import Device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.core.placer import CLASSES
+from services.scheduler.core.types import CLASS_NAMES
 from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.twin import MS, request
 
@@ -14,7 +14,7 @@ BY_ARRIVAL = ["orcinus:order=fcfs", "sarathi", "vllm", "sglang", "fastgen:order=
 
 def by_class(h: Named, field: str) -> list[int]:
     stats = h.core.stats()
-    return [int(stats[f"{field}_{name}"]) for name in CLASSES]
+    return [int(stats[f"{field}_{name}"]) for name in CLASS_NAMES]
 
 
 def full(policy: str, priorities: list[int]) -> Named:

@@ -8,11 +8,10 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.draft import Draft
-from services.scheduler.core.placer import CLASSES
-from services.scheduler.core.policy import How
+from services.scheduler.core.policy.base import Mode
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.types import Limits
+from services.scheduler.core.types import CLASS_NAMES, Limits
 from services.scheduler.workers.fleet import UnreadableWarnings
 from tests.unit.scheduler.core.test_roles import D, P, counters, house, until
 from tests.unit.scheduler.core.twin import House, request
@@ -102,10 +101,10 @@ def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool
     until(h, lambda: counters(h).handed == 30, h.step_once)
     h.step_once()
     assert h.core.stats()["swapped"] >= 20
-    assert [h.core.stats()[f"behind_{name}"] for name in CLASSES] == [0, 0, 0, 0]
+    assert [h.core.stats()[f"behind_{name}"] for name in CLASS_NAMES] == [0, 0, 0, 0]
     for i in range(3):
         h.add(request(f"new{i}", 8, 5, seed=i, priority=i + 1))
-    assert [h.core.stats()[f"behind_{name}"] for name in CLASSES] == ([0, 1, 2, 3] if by_class else [3, 3, 3, 3])
+    assert [h.core.stats()[f"behind_{name}"] for name in CLASS_NAMES] == ([0, 1, 2, 3] if by_class else [3, 3, 3, 3])
     h.finish()
 
 
@@ -123,7 +122,7 @@ def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
 
 
 def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
-    """How often in so many steps of the prefill replica a replica is asked whether it could run a sequence."""
+    """Mode often in so many steps of the prefill replica a replica is asked whether it could run a sequence."""
     calls = 0
     could = h.core._routing.could
 
@@ -219,7 +218,7 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
     h.plan(0)
     h.answer(0)
     out = h.core.collector()
-    h.core._shared.preempt(h.core.replicas[0], Draft(0, 0, 0), 0, h.now, out, How.SWAP)
+    h.core._shared.preempt(h.core.replicas[0], Draft(0, 0, 0), 0, h.now, out, Mode.SWAP)
     h.take(out.build())
     assert h.core.stats()["swapped"] == 1
     h.plan(0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import PRESETS
+from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import StepPlan
 from services.simulator.clock import Linear
 from services.simulator.engine import Setup, simulate

@@ -374,8 +374,8 @@ def test_check_sees_a_spoiled_table(spoil: object) -> None:
 
 
 def test_the_core_is_pure() -> None:
-    """numpy and the standard library's pure parts; no clock, no I/O, no assert, no file over 400 lines."""
-    pure = {"__future__", "numpy", "collections", "dataclasses", "enum", "heapq", "typing", "math", "re"}
+    """numpy and the standard library's pure parts; no clock, no I/O, no assert."""
+    pure = {"__future__", "abc", "numpy", "collections", "dataclasses", "enum", "heapq", "typing", "math", "re"}
     for path in sorted(CORE.rglob("*.py")):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)):

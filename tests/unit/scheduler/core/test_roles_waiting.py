@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.core.policy import Queue
+from services.scheduler.core.policy.base import Queue
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import DECODE, PREFILL
 from tests.unit.scheduler.core.test_roles import BOTH, D, P, house, until

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.parts.batch import Chunked
-from services.scheduler.core.parts.memory import Watermark
-from services.scheduler.core.parts.order import ClassThenArrival
-from services.scheduler.core.parts.relief import LeastLost
-from services.scheduler.core.parts.tokens import Fixed
-from services.scheduler.core.policy import Policy
-from services.scheduler.core.presets import PRESETS, preset
+from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.policy.batching import Chunked
+from services.scheduler.core.policy.budget import Fixed
+from services.scheduler.core.policy.memory import Watermark
+from services.scheduler.core.policy.order import ClassThenArrival
+from services.scheduler.core.policy.preemption import LeastLost
+from services.scheduler.core.policy.presets import PRESETS, preset
 from services.scheduler.core.sequence import PINNED_AFTER
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.named import Named, house
@@ -213,7 +213,7 @@ def test_orcinus_chooses_the_lowest_class_and_of_it_the_least_work_lost() -> Non
 
     def victim(names: set[str]) -> str:
         slots = [s for s in range(table.high) if table.request[s].id in names]
-        return table.request[relief.victim(table, np.array(slots, np.int32))].id
+        return table.request[relief.choose(table, np.array(slots, np.int32))].id
 
     assert victim({"high", "low-long", "low-short", "normal"}) == "low-short"
     assert victim({"high", "low-long", "normal"}) == "low-long"

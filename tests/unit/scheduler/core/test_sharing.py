@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.parts.relief import LeastLost, recompute
-from services.scheduler.core.policy import Slo
-from services.scheduler.core.presets import parse
+from services.scheduler.core.policy.base import Slo
+from services.scheduler.core.policy.preemption import LeastLost, recompute
+from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.twin import MS, House, request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.parts.shares import SPARE
+from services.scheduler.core.policy.fairness import SPARE
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.twin import House, request
 

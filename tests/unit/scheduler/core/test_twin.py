@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import PARTS, PRESETS
+from services.scheduler.core.policy.presets import PARTS, PRESETS
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.twin import MS, House, answer, request
 

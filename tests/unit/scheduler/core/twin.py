@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.presets import DELAY_NS
+from services.scheduler.core.policy.presets import DELAY_NS
 from services.scheduler.core.types import Enter, Finish, Limits, NewRequest, Outcome, StepPlan, StepResult
 
 VOCAB = 23

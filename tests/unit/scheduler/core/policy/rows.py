@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.core.policy import Entrants, Queue
+from services.scheduler.core.policy.base import Candidates, Queue
+from services.scheduler.core.policy.step_time import StepTime, TokenTime
 from services.scheduler.core.sequence import Record, Sequence
-from services.scheduler.core.step_time import StepTime, TokenTime
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest
 
@@ -55,12 +55,12 @@ class Rows:
         return np.arange(self.table.count, dtype=np.int32)
 
 
-def entrants(*rows: tuple[int, int], cached: int = 0, shared: int = 0, **columns: Any) -> Entrants:
+def entrants(*rows: tuple[int, int], cached: int = 0, shared: int = 0, **columns: Any) -> Candidates:
     """Of (known, limit) each, where limit is what is ever held in KV."""
     known, limit = np.array(rows, np.int64).reshape(-1, 2).T
     full = np.zeros_like(known)
     prompt = np.array(columns.get("prompt", known), np.int64)
-    return Entrants(known, limit, full + cached, full + shared, np.full(known.size, 2, np.int32), prompt)
+    return Candidates(known, limit, full + cached, full + shared, np.full(known.size, 2, np.int32), prompt)
 
 
 def waiting(

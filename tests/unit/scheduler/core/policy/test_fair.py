@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.counters import ABSENT
-from services.scheduler.core.parts.fair import Fair
-from services.scheduler.core.queues import arrival
+from services.scheduler.core.policy.fairness import ABSENT, Fair
+from services.scheduler.core.policy.queues import arrival
 from services.scheduler.core.sequence import Sequence, State
 from tests.unit.scheduler.core.policy.rows import drained, waiting
 

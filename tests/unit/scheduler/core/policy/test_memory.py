@@ -7,11 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.expected import ENOUGH, Expected, Lengths, quarter_octaves
-from services.scheduler.core.parts.memory import Aimd, FtAimd, Overcommit, PeakEstimate, Reserve, Watermark
-from services.scheduler.core.parts.peak import Peak
-from services.scheduler.core.policy import Pace
-from services.scheduler.core.queues import quarter_octave
+from services.scheduler.core.policy.base import Pace
+from services.scheduler.core.policy.memory import (
+    ENOUGH,
+    Aimd,
+    Expected,
+    FtAimd,
+    Lengths,
+    Overcommit,
+    Peak,
+    PeakEstimate,
+    Reserve,
+    Watermark,
+    quarter_octaves,
+)
+from services.scheduler.core.policy.queues import quarter_octave
 from tests.unit.scheduler.core.policy.rows import Rows, entrants
 
 MS, S = 1_000_000, 1_000_000_000

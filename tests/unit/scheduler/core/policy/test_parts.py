@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.batch import Chunked, Static, WholePrefill
-from services.scheduler.core.parts.order import (
+from services.scheduler.core.policy.base import Mode, Pace
+from services.scheduler.core.policy.batching import Chunked, Static, WholePrefill
+from services.scheduler.core.policy.budget import EmaBudget, Fixed, ModelBudget, Unlimited
+from services.scheduler.core.policy.order import (
     ClassThenArrival,
     ClassThenSlack,
     FirstCome,
@@ -16,7 +18,7 @@ from services.scheduler.core.parts.order import (
     ResponseRatio,
     ShortestPrompt,
 )
-from services.scheduler.core.parts.relief import (
+from services.scheduler.core.policy.preemption import (
     LastStarted,
     LeastLost,
     LeastOutput,
@@ -26,9 +28,7 @@ from services.scheduler.core.parts.relief import (
     recompute,
     swap,
 )
-from services.scheduler.core.parts.tokens import EmaBudget, Fixed, ModelBudget, Unlimited
-from services.scheduler.core.policy import How, Pace
-from services.scheduler.core.presets import parse
+from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.types import PREFILL, NewRequest
 from tests.unit.scheduler.core.policy.rows import Rows
 
@@ -52,8 +52,8 @@ def test_budgets_are_bounded_by_what_the_worker_takes() -> None:
         (EmaBudget(), 300),
         (ModelBudget(), 300),
     ):
-        assert part.most(replica, 0) == most
-        assert part.most(replica, 100) == 100 and part.most(replica, 1000) == 300
+        assert part.max_tokens(replica, 0) == most
+        assert part.max_tokens(replica, 100) == 100 and part.max_tokens(replica, 1000) == 300
         assert part.budget(replica, replica.slots, 0, 0) == most
         assert part.budget(replica, replica.slots, 0, 100) == 100
 
@@ -153,8 +153,8 @@ def test_whole_prompts_wait_for_room_and_only_the_first_of_a_step_is_cut() -> No
     assert chunks(column(50, 3, 8), none, 16, True, False).tolist() == [16]
     assert chunks(column(50, 3, 8), none, 16, False, False).tolist() == []
     assert chunks(column(5), none[:1], 0, True, False).tolist() == []
-    assert WholePrefill(128).slots(256) == 128 and WholePrefill().slots(256) == 256
-    assert WholePrefill().seats(3, 6, 3) == 2
+    assert WholePrefill(128).max_running(256) == 128 and WholePrefill().max_running(256) == 256
+    assert WholePrefill().max_step_seqs(3, 6, 3) == 2
 
 
 @settings(max_examples=200, deadline=None)
@@ -204,39 +204,39 @@ def test_chunks_shrink_behind_much_context_and_align_but_for_a_rest() -> None:
     assert Chunked().chunks(column(300, 500), column(0, 0), 768, True, False).tolist() == [300, 468], (
         "a pass is filled exactly"
     )
-    assert Chunked(slots=128).slots(256) == 128 and Chunked().seats(3, 8, 2) == 2
+    assert Chunked(slots=128).max_running(256) == 128 and Chunked().max_step_seqs(3, 8, 2) == 2
 
 
 def test_a_static_batch_is_formed_when_nothing_runs_and_closed_until_it_is_empty_again() -> None:
     replica, part = Rows(), Static(max_bs=4)
-    assert part.joins(replica, 3, 8, 0, 0) == 3, "a batch of three"
+    assert part.max_new_seqs(replica, 3, 8, 0, 0) == 3, "a batch of three"
     part.joined(replica, 2)  # the third finds no budget in this step
     for _ in range(2):
         replica.add(known=4, limit=9)
-    assert part.joins(replica, 5, 8, 0, 0) == 1
+    assert part.max_new_seqs(replica, 5, 8, 0, 0) == 1
     part.joined(replica, 1)
     replica.add(known=4, limit=9)
-    assert part.joins(replica, 9, 8, 0, 0) == 0
+    assert part.max_new_seqs(replica, 9, 8, 0, 0) == 0
     replica.table.count = 1
-    assert part.joins(replica, 9, 8, 0, 0) == 0, "the last one still runs"
+    assert part.max_new_seqs(replica, 9, 8, 0, 0) == 0, "the last one still runs"
     replica.table.count = 0
-    assert part.joins(replica, 9, 8, 0, 0) == 4
-    assert part.slots(100) == 4 and part.slots(3) == 3 and part.padded and part.at_end
+    assert part.max_new_seqs(replica, 9, 8, 0, 0) == 4
+    assert part.max_running(100) == 4 and part.max_running(3) == 3 and part.padded and part.at_end
 
 
 def test_a_static_batch_is_no_larger_than_what_may_run_though_more_wait() -> None:
     replica, part = Rows(), Static(max_bs=32)
-    assert part.joins(replica, 20, 4, 0, 0) == 4
+    assert part.max_new_seqs(replica, 20, 4, 0, 0) == 4
     part.joined(replica, 4)
     replica.table.count = 3  # one has ended
-    assert part.joins(replica, 16, 4, 0, 0) == 0
+    assert part.max_new_seqs(replica, 16, 4, 0, 0) == 0
 
 
 def test_a_request_level_batch_waits_for_its_size_or_for_the_delay() -> None:
     replica, part = Rows(), Static(32, 50 * MS, padded=False)
-    assert part.joins(replica, 31, 64, 1000 * MS, 1049 * MS) == 0
-    assert part.joins(replica, 31, 64, 1000 * MS, 1050 * MS) == 31
-    assert part.joins(replica, 40, 64, 1000 * MS, 1000 * MS) == 32
+    assert part.max_new_seqs(replica, 31, 64, 1000 * MS, 1049 * MS) == 0
+    assert part.max_new_seqs(replica, 31, 64, 1000 * MS, 1050 * MS) == 31
+    assert part.max_new_seqs(replica, 40, 64, 1000 * MS, 1000 * MS) == 32
     assert not part.padded and part.at_end
 
 
@@ -259,28 +259,28 @@ def test_victims_by_hand() -> None:
             applied=applied,
         )  # fmt: skip
     table, all_of = replica.table, replica.slots
-    assert Newest().victim(table, all_of) == 3
-    assert LastStarted().victim(table, all_of) == 2
-    assert LeastLost().victim(table, all_of) == 2
-    assert LeastLost().victim(table, np.array([0, 1, 3], np.int32)) == 1
-    assert LeastOutput().victim(table, all_of) == 3
-    assert LeastOutput().victim(table, np.array([1, 0, 2], np.int32)) == 0, "11 outputs each: the longest input"
+    assert Newest().choose(table, all_of) == 3
+    assert LastStarted().choose(table, all_of) == 2
+    assert LeastLost().choose(table, all_of) == 2
+    assert LeastLost().choose(table, np.array([0, 1, 3], np.int32)) == 1
+    assert LeastOutput().choose(table, all_of) == 3
+    assert LeastOutput().choose(table, np.array([1, 0, 2], np.int32)) == 0, "11 outputs each: the longest input"
 
 
 def test_ways_out() -> None:
     replica = Rows(blocks=1000)
     slot = replica.add(known=401, limit=900)  # 400 planned, 101 blocks held
-    assert recompute(replica, slot) is How.RECOMPUTE and swap(replica, slot) is How.SWAP
-    assert cheaper(replica, slot) is How.RECOMPUTE, "nothing was measured"
+    assert recompute(replica, slot) is Mode.RECOMPUTE and swap(replica, slot) is Mode.SWAP
+    assert cheaper(replica, slot) is Mode.RECOMPUTE, "nothing was measured"
     known_model(replica, 5e6, 500.0, 0.0, 1.0)  # again: 400 * 500 + 400 * 401 / 2 = 280,200 ns
     replica.swap_ns_per_block = 1387.0  # both ways: 280,174 ns
-    assert cheaper(replica, slot) is How.SWAP
+    assert cheaper(replica, slot) is Mode.SWAP
     replica.swap_ns_per_block = 1388.0
-    assert cheaper(replica, slot) is How.RECOMPUTE
+    assert cheaper(replica, slot) is Mode.RECOMPUTE
     replica.table.request[slot] = NewRequest("a", [np.zeros(3, np.int32)], 5)
-    assert groups(replica, slot) is How.RECOMPUTE
+    assert groups(replica, slot) is Mode.RECOMPUTE
     replica.table.request[slot] = NewRequest("a", [np.zeros(3, np.int32)], 5, n=2)
-    assert groups(replica, slot) is How.SWAP
+    assert groups(replica, slot) is Mode.SWAP
 
 
 # -- order of the running

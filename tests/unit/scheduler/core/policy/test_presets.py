@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.parts.fair import Fair
-from services.scheduler.core.parts.memory import FtAimd
-from services.scheduler.core.parts.order import FirstCome
-from services.scheduler.core.parts.relief import SLO, LastStarted, Newest, swap
-from services.scheduler.core.policy import How
-from services.scheduler.core.presets import MOST, NEEDS, PARTS, PRESETS, TAKES, parse, preset
+from services.scheduler.core.policy.base import Mode
+from services.scheduler.core.policy.fairness import Fair
+from services.scheduler.core.policy.memory import FtAimd
+from services.scheduler.core.policy.order import FirstCome
+from services.scheduler.core.policy.preemption import SLO, LastStarted, Newest
+from services.scheduler.core.policy.presets import MOST, NEEDS, PARTS, PRESETS, TAKES, parse, preset
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.named import Named, house
+from tests.unit.scheduler.core.policy.rows import Rows
 from tests.unit.scheduler.core.twin import MS, request
 
 
@@ -165,11 +166,11 @@ def test_vllm_recomputes_a_single_sequence_and_swaps_those_of_a_group() -> None:
     h.add(request("group", 4, 9, seed=2, n=2))
     h.step()
     replica = h.core.replicas[0]
-    ways = {replica.table.request[s].id: relief.how(replica, s) for s in range(replica.table.high)}
-    assert ways["single"] is How.RECOMPUTE
+    ways = {replica.table.request[s].id: relief.mode(replica, s) for s in range(replica.table.high)}
+    assert ways["single"] is Mode.RECOMPUTE
     h.step()
-    ways = {replica.table.request[s].id: relief.how(replica, s) for s in range(replica.table.high)}
-    assert ways == {"single": How.RECOMPUTE, "group": How.SWAP}
+    ways = {replica.table.request[s].id: relief.mode(replica, s) for s in range(replica.table.high)}
+    assert ways == {"single": Mode.RECOMPUTE, "group": Mode.SWAP}
     h.finish()
 
 
@@ -221,7 +222,7 @@ def test_sglang_retracts_the_one_with_least_output_and_the_longest_input() -> No
     add(h, ("b", 9, 9), ("c", 5, 9))
     h.step()
     table = h.core.replicas[0].table
-    assert table.request[relief.victim(table, np.arange(3, dtype=np.int32))].id == "b"
+    assert table.request[relief.choose(table, np.arange(3, dtype=np.int32))].id == "b"
 
 
 # -- ft-aimd
@@ -261,7 +262,12 @@ def test_a_preset_is_known_by_its_name_and_never_shared(name: str) -> None:
 def test_a_policy_takes_each_part_by_name() -> None:
     policy = parse("sarathi:order=fair,tokens=fixed-256,batch=chunked-64,relief=newest-swap+stalls+slo")
     assert isinstance(policy.order, Fair) and isinstance(policy.relief, Newest)
-    assert policy.relief.how is swap and policy.relief.stalls and policy.relief.slo is SLO and not policy.relief.takes
+    assert (
+        policy.relief.mode(Rows(), 0) is Mode.SWAP
+        and policy.relief.stalls
+        and policy.relief.slo is SLO
+        and not policy.relief.takes
+    )
     assert type(policy.memory) is type(preset("sarathi").memory)
     assert policy.name.startswith("sarathi:order=fair")
     assert isinstance(parse("vllm:memory=peak").order, FirstCome) and parse("vllm:memory=peak").prefix_cache

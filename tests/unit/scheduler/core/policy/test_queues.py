@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.fair import Fair
-from services.scheduler.core.parts.order import (
+from services.scheduler.core.policy.base import Queue
+from services.scheduler.core.policy.fairness import Fair
+from services.scheduler.core.policy.order import (
     ClassThenArrival,
     ClassThenSlack,
     FirstCome,
@@ -21,8 +22,7 @@ from services.scheduler.core.parts.order import (
     ShortestPrompt,
     start_by,
 )
-from services.scheduler.core.policy import Queue
-from services.scheduler.core.queues import LATE_EVERY, Heap, arrival, quarter_octave
+from services.scheduler.core.policy.queues import LATE_EVERY, Heap, arrival, quarter_octave
 from services.scheduler.core.sequence import Sequence, State
 from tests.unit.scheduler.core.policy.rows import drained, waiting
 

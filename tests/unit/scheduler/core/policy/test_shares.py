@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.parts.order import ClassThenSlack
-from services.scheduler.core.parts.shares import ALLOWANCE, ByShare, Spare
-from services.scheduler.core.policy import Queue
-from services.scheduler.core.queues import BySlack, arrival
+from services.scheduler.core.policy.base import Queue
+from services.scheduler.core.policy.fairness import ALLOWANCE, ByShare, Spare
+from services.scheduler.core.policy.order import ClassThenSlack
+from services.scheduler.core.policy.queues import BySlack, arrival
 from services.scheduler.core.sequence import Sequence, State
 from tests.unit.scheduler.core.policy.rows import Rows, drained, waiting
 
@@ -135,7 +135,7 @@ def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: i
     for tenant, count in enumerate(running):
         for _ in range(count):
             rows.add(known=1, limit=9, tenant=tenant)
-    order.spare(rows.table, most, len(tenants))
+    order.keep_slots(rows.table, most, len(tenants))
     return queue
 
 
@@ -163,9 +163,9 @@ def test_who_leaves_slots_enters_again_when_more_are_free_or_its_share_is_even()
     rows = Rows(slots=64, blocks=64)
     for tenant in [0] * 31 + [1] * 31:
         rows.add(known=1, limit=9, tenant=tenant)
-    order.spare(rows.table, 64, 2)
+    order.keep_slots(rows.table, 64, 2)
     assert queue.head(3).number == 0, "31 of 64 are less than an even share of two"
-    order.spare(Rows(slots=64).table, 64, 2)
+    order.keep_slots(Rows(slots=64).table, 64, 2)
     assert [s.number for s in drained(queue, 4)] == [0, 1]
 
 
@@ -181,10 +181,10 @@ def test_urgent_ones_leave_none_while_there_are_slots_of_lower_classes_to_take()
     rows = Rows(slots=64, blocks=64)
     for _ in range(63):
         rows.add(known=1, limit=9, tenant=0, priority=1)
-    order.spare(rows.table, 64, 3)
+    order.keep_slots(rows.table, 64, 3)
     assert queue.head(2).number == 2
     rows.table.priority[5] = LOW
-    order.spare(rows.table, 64, 3)
+    order.keep_slots(rows.table, 64, 3)
     assert queue.head(3).number == 0
 
 

@@ -11,11 +11,20 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from services.scheduler.core.parts.batch import Chunked, Static, WholePrefill
-from services.scheduler.core.parts.expected import Expected
-from services.scheduler.core.parts.fair import Fair
-from services.scheduler.core.parts.memory import Aimd, FtAimd, Overcommit, PeakEstimate, Reserve, Watermark
-from services.scheduler.core.parts.order import (
+from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.policy.batching import Chunked, Static, WholePrefill
+from services.scheduler.core.policy.budget import TBT_NS, EmaBudget, Fixed, ModelBudget, Unlimited
+from services.scheduler.core.policy.fairness import Fair
+from services.scheduler.core.policy.memory import (
+    Aimd,
+    Expected,
+    FtAimd,
+    Overcommit,
+    PeakEstimate,
+    Reserve,
+    Watermark,
+)
+from services.scheduler.core.policy.order import (
     ClassThenArrival,
     ClassThenSlack,
     FirstCome,
@@ -24,7 +33,7 @@ from services.scheduler.core.parts.order import (
     ResponseRatio,
     ShortestPrompt,
 )
-from services.scheduler.core.parts.relief import (
+from services.scheduler.core.policy.preemption import (
     SLO,
     LastStarted,
     LeastLost,
@@ -35,8 +44,6 @@ from services.scheduler.core.parts.relief import (
     recompute,
     swap,
 )
-from services.scheduler.core.parts.tokens import TBT_NS, EmaBudget, Fixed, ModelBudget, Unlimited
-from services.scheduler.core.policy import Policy
 
 DELAY_NS = 50_000_000  # longest queue delay of request-level batching
 MS_NS = 1_000_000
@@ -149,9 +156,9 @@ def _relief(choice: str) -> Any:
         raise ValueError(f"relief {choice!r} gives +{' +'.join(sorted(twice))} twice")
     victims = PARTS["relief"]
     for name, build in victims.items():
-        for way, how in {"": recompute, **{f"-{way}": how for way, how in WAYS.items()}}.items():
+        for way, mode in {"": recompute, **{f"-{way}": mode for way, mode in WAYS.items()}}.items():
             if base == name + way and all(option in OPTIONS for option in options):
-                return build(how, **{key: value for option in options for key, value in OPTIONS[option].items()})
+                return build(mode, **{key: value for option in options for key, value in OPTIONS[option].items()})
     raise ValueError(
         f"no relief {choice!r}; there are {_list(victims)}, each may be followed by -{' -'.join(WAYS)}, "
         f"and then by +{' +'.join(OPTIONS)}"

@@ -1,50 +1,40 @@
-"""How many tokens may one iteration run? Never more than the worker takes in one step."""
+"""How many tokens one iteration may run; never more than the worker takes in one step."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from services.scheduler.core.types import PREFILL, Int32
-
-if TYPE_CHECKING:
-    from services.scheduler.core.replica import Replica
+from services.scheduler.core.policy.base import Budget, ReplicaView
+from services.scheduler.core.types import PREFILL, Rows
 
 TBT_NS = 100_000_000  # target of those who give no limit
 ALIGN = 64
 
 
-class Unlimited:
+class Unlimited(Budget):
     """As many as the worker takes (Orca has no token budget)."""
 
-    def most(self, replica: Replica, step_tokens: int) -> int:
+    def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         return at_most(replica, step_tokens)
 
-    def another(self) -> Unlimited:
-        return self
 
-
-class Fixed:
+class Fixed(Budget):
     """A fixed budget that decodes count against (Sarathi: B = n_decode + n_prefill)."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def most(self, replica: Replica, step_tokens: int) -> int:
+    def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens or self._tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         return at_most(replica, step_tokens or self._tokens)
 
-    def another(self) -> Fixed:
-        return self
 
-
-class EmaBudget:
+class EmaBudget(Budget):
     """The dynamic budget of Sarathi's facts sheet: what the mean time per token lets through under the tightest TBT
     limit of the decodes (N ms, or 100, where none gives one), the prompts' part floored to 64 tokens; 256 of them
     before any measurement."""
@@ -53,10 +43,10 @@ class EmaBudget:
         self._tbt_ns = tbt_ns
         self._starved = Starved()
 
-    def most(self, replica: Replica, step_tokens: int) -> int:
+    def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         most, count = at_most(replica, step_tokens), decodes.size
         if not count:
             return most
@@ -64,11 +54,11 @@ class EmaBudget:
         prompts = replica.token_time.budget(limit_ns, most, count, ALIGN)
         return min(count + self._starved.feed(prompts), most)
 
-    def another(self) -> EmaBudget:
+    def for_replica(self) -> EmaBudget:
         return EmaBudget(self._tbt_ns)
 
 
-class ModelBudget:
+class ModelBudget(Budget):
     """As many as the step-time model lets through under the tightest TBT limit of the decodes (N ms, or 100, for those
     who give none), with a factor for what it gets wrong. For the sake of a limit that nobody gave prompts never get
     less than 64 tokens. Fixed(512) until the model has seen 16 steps.
@@ -80,10 +70,10 @@ class ModelBudget:
         self._tbt_ns, self._safety = tbt_ns, safety
         self._starved = Starved()
 
-    def most(self, replica: Replica, step_tokens: int) -> int:
+    def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: Replica, decodes: Int32, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
         if not count and replica.limits.role != PREFILL:
             return most
@@ -107,10 +97,10 @@ class ModelBudget:
             prompts = min(self._fits(replica, strict_ns, count, context, depth), ALIGN) if strict_ns else ALIGN
         return min(count + self._starved.feed(prompts), most)
 
-    def another(self) -> ModelBudget:
+    def for_replica(self) -> ModelBudget:
         return ModelBudget(self._tbt_ns, self._safety)
 
-    def _fits(self, replica: Replica, limit_ns: int, decodes: int, context: int, depth: int) -> int:
+    def _fits(self, replica: ReplicaView, limit_ns: int, decodes: int, context: int, depth: int) -> int:
         """Tokens of prompts beside the decodes."""
         largest = replica.model.largest(limit_ns * self._safety, decodes, context, depth)
         return max(largest - decodes, 0)
@@ -134,13 +124,13 @@ class Starved:
         return tokens
 
 
-def at_most(replica: Replica, tokens: int) -> int:
+def at_most(replica: ReplicaView, tokens: int) -> int:
     """`tokens` (0: as many as there may be), at most those that the worker takes."""
     most = replica.limits.max_step_tokens
     return min(tokens or most, most)
 
 
-def tightest(replica: Replica, decodes: Int32) -> int:
+def tightest(replica: ReplicaView, decodes: Rows) -> int:
     """ns, the least TBT limit of these slots; 0 if none has one."""
     table = replica.table
     limits = table.tbt_slo_ns[table.rows(decodes)]
@@ -148,7 +138,7 @@ def tightest(replica: Replica, decodes: Int32) -> int:
     return int(given.min()) if given.size else 0
 
 
-def deepest(replica: Replica) -> int:
+def deepest(replica: ReplicaView) -> int:
     """Tokens before the next chunk of the prompt that is furthest, of those that prefill."""
     table, high = replica.table, replica.table.high
     prefills = table.known[:high] - table.planned[:high] > 1

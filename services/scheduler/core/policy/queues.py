@@ -1,7 +1,7 @@
-"""The waiting in order: the queues that the orders of parts/order.py are made of.
+"""The waiting in order: the queues that the orders of order.py are made of.
 
-The Placer pushes, looks at the head, pops and drops. Removal is lazy everywhere: an entry counts only while its
-sequence is still listed under it and WAITING, and heaps are rebuilt before more than half of them is dead, so every
+A sequence is pushed, looked at as the head, popped and dropped. Removal is lazy everywhere: an entry counts only while
+its sequence is still listed under it and WAITING, and heaps are rebuilt before more than half of them is dead, so every
 operation takes O(log n) and nothing grows beyond what waits.
 """
 
@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.policy import Queue
+from services.scheduler.core.policy.base import Queue
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Int64
+from services.scheduler.core.types import CLASSES
 
-CLASSES = 4
 LOOKED_AT = 128  # above so many waiting, prefixes are not looked at (SGLang)
 LATE_EVERY = 8  # admissions of which one is of the late
 MOVED = 32  # sequences that are moved to the late in one moment at most

@@ -143,25 +143,6 @@ class StepTime:
         self._follow_shift()
         self._publish()
 
-    def state(self) -> list[float]:
-        """All that was learned, as 21 numbers; `from_state` makes the model again."""
-        self.fold()
-        return [float(self.observed), *self._theta.tolist(), *self._information.ravel().tolist()]
-
-    @classmethod
-    def from_state(cls, state: Sequence[float]) -> StepTime:
-        """Raises ValueError for anything but 21 finite numbers as `state` gives them."""
-        values = np.array(state, dtype=np.float64)
-        if values.shape != (21,) or not np.isfinite(values).all():
-            raise ValueError(f"a step-time model is 21 finite numbers, not {len(state)}: write the file again")
-        model = cls()
-        model.observed = int(values[0])
-        if model.observed:
-            model._theta = values[1:5].copy()
-            model._know(values[5:].reshape(4, 4).copy())
-            model._publish()
-        return model
-
     def _start(self, step_ns: float) -> None:
         self._theta = np.array([step_ns, 0.0, 0.0, 0.0])
         self._used = self._theta

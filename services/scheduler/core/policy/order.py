@@ -1,19 +1,23 @@
-"""Who is next? Order of the waiting (a queue) and of the running (columns) where not all of them can be served.
-
-The order that is fair between tenants is in fair.py.
-"""
+"""Order of the waiting (a queue) and of the running (columns) where not all of them can be served."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.guard import NORMAL
-from services.scheduler.core.parts.shares import SPARE, ByShare, Spare
-from services.scheduler.core.policy import Queue
-from services.scheduler.core.queues import CLASSES, ByClass, ByPrefix, ByRatio, BySlack, Keyed, SwappedFirst, by_arrival
+from services.scheduler.core.policy.base import Order, Queue
+from services.scheduler.core.policy.fairness import SPARE, ByShare, Spare
+from services.scheduler.core.policy.queues import (
+    ByClass,
+    ByPrefix,
+    ByRatio,
+    BySlack,
+    Keyed,
+    SwappedFirst,
+    by_arrival,
+)
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
-from services.scheduler.core.types import Int32
+from services.scheduler.core.types import CLASSES, Int32, Priority, Rows
 
 AGE_NS = 10_000_000_000  # of waiting lift a sequence by one class
 TTFT_NS = 2_000_000_000  # limit of a request that gives none
@@ -23,40 +27,26 @@ USED = 0.85  # of a TTFT limit; under overload all start when they just can, and
 TOKEN_NS = 50_000  # of prefill predicted for a token: 20,000 tokens a second
 
 
-class FirstCome:
+class FirstCome(Order):
     """By arrival, whatever the class (Orca, Algorithm 1; Sarathi). vLLM's swapped stand before all that wait."""
 
-    counts = False
-    by_class = False
-    age_ns = 0
-    prefixes = False
-
     def __init__(self, swapped_first: bool = False) -> None:
-        self.swapped_first = swapped_first
+        self._swapped_first = swapped_first
 
     def queue(self) -> Queue:
-        return SwappedFirst(by_arrival()) if self.swapped_first else by_arrival()
+        return SwappedFirst(by_arrival()) if self._swapped_first else by_arrival()
 
-    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        return slots[np.lexsort((table.number[slots], table.arrived[slots]))]
-
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        pass
-
-    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
-        pass
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        return rows[np.lexsort((table.number[rows], table.arrived[rows]))]
 
 
-class ClassThenArrival:
+class ClassThenArrival(Order):
     """By class, then arrival; each `age_ns` waited (0: never) lifts a sequence by one class, so `low` never starves.
 
     With `slack` prompts that run already go by TTFT slack inside a class (docs/policies.md, table T6).
     """
 
-    swapped_first = False
-    counts = False
     by_class = True
-    prefixes = False
 
     def __init__(self, age_ns: int = AGE_NS, slack: bool = False) -> None:
         self.age_ns = age_ns
@@ -65,45 +55,37 @@ class ClassThenArrival:
     def queue(self) -> Queue:
         return ByClass([by_arrival() for _ in range(CLASSES)], self.age_ns)
 
-    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        lifted = _lifted(table, slots, now_ns, self.age_ns)
-        urgency = _due(table, slots, TTFT_NS, TBT_NS, 0) if self._slack else table.arrived[slots]
-        return slots[np.lexsort((table.number[slots], urgency, lifted))]
-
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        pass
-
-    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
-        pass
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        lifted = _lifted(table, rows, now_ns, self.age_ns)
+        urgency = _due(table, rows, TTFT_NS, TBT_NS, 0) if self._slack else table.arrived[rows]
+        return rows[np.lexsort((table.number[rows], urgency, lifted))]
 
 
-class ClassThenSlack:
+class ClassThenSlack(Order):
     """By class with ageing, then by TTFT limit, long prompts behind those whose limits come a little later; the running
     that decode by TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack); so does, inside its
     class, a tenant that was given more than the others who wait (ByShare)."""
 
-    swapped_first = False
-    counts = True
     by_class = True
-    prefixes = False
+    counts = True
 
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self.age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
         self._shares: list[ByShare] = []  # by class
-        self._spares = Spare(), Spare()  # of the classes before NORMAL, of the others
+        self._spares = Spare(), Spare()  # of the classes before Priority.NORMAL, of the others
 
     def queue(self) -> Queue:
         urgent, others = self._spares = Spare(), Spare()
-        spares = [urgent if priority < NORMAL else others for priority in range(CLASSES)]
+        spares = [urgent if priority < Priority.NORMAL else others for priority in range(CLASSES)]
         self._shares = [ByShare(lambda: BySlack(self._start_by, self._key), spare) for spare in spares]
         return ByClass(self._shares, self.age_ns)
 
-    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        lifted = _lifted(table, slots, now_ns, self.age_ns)
-        start_by = _due(table, slots, self._ttft_ns, TBT_NS, self._token_ns)
-        key = _due(table, slots, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
-        late = (start_by < now_ns) & (table.applied[slots] <= table.prompt[slots])
-        return slots[np.lexsort((table.number[slots], np.where(late, table.arrived[slots], key), late, lifted))]
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        lifted = _lifted(table, rows, now_ns, self.age_ns)
+        start_by = _due(table, rows, self._ttft_ns, TBT_NS, self._token_ns)
+        key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
+        late = (start_by < now_ns) & (table.applied[rows] <= table.prompt[rows])
+        return rows[np.lexsort((table.number[rows], np.where(late, table.arrived[rows], key), late, lifted))]
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         for priority, share in enumerate(self._shares):
@@ -111,9 +93,9 @@ class ClassThenSlack:
                 mine = classes == priority
                 share.served(tenants[mine], tokens[mine])
 
-    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
+    def keep_slots(self, table: SlotTable, max_running: int, waiting: int) -> None:
         urgent, others = self._spares
-        left = most - table.count - most // SPARE
+        left = max_running - table.count - max_running // SPARE
         if waiting <= left or not any(share.several for share in self._shares):
             urgent.open()
             others.open()
@@ -124,9 +106,9 @@ class ClassThenSlack:
         for share in self._shares:
             present[: share.here.size] |= share.here
         tenants = max(int(np.count_nonzero(present)), 2)
-        others.count(held, tenants, most, left)
-        if (table.priority[: table.high][active] < NORMAL).all():
-            urgent.count(held, tenants, most, left)
+        others.count(held, tenants, max_running, left)
+        if (table.priority[: table.high][active] < Priority.NORMAL).all():
+            urgent.count(held, tenants, max_running, left)
         else:
             urgent.open()  # they may take slots of lower classes
 
@@ -137,15 +119,9 @@ class ClassThenSlack:
         return start_by(sequence, self._ttft_ns, -WEIGHT * self._token_ns)
 
 
-class LeastSlack:
+class LeastSlack(Order):
     """Highest 1 / max(deadline - estimated finish, 1) first, whatever the class; of equal ones, so of all that are
     late, the first come. The deadline is the TTFT limit. See docs/policies.md#parts-by-name."""
-
-    swapped_first = False
-    counts = False
-    by_class = False
-    age_ns = 0
-    prefixes = False
 
     def __init__(self, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self._ttft_ns, self._token_ns = ttft_ns, token_ns
@@ -156,15 +132,9 @@ class LeastSlack:
 
         return BySlack(slack, slack, late_first=True)
 
-    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        slack = np.maximum(_due(table, slots, self._ttft_ns, TBT_NS, self._token_ns) - now_ns, 1)
-        return slots[np.lexsort((table.number[slots], table.arrived[slots], slack))]
-
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        pass
-
-    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
-        pass
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        slack = np.maximum(_due(table, rows, self._ttft_ns, TBT_NS, self._token_ns) - now_ns, 1)
+        return rows[np.lexsort((table.number[rows], table.arrived[rows], slack))]
 
 
 class LongestPrefix(FirstCome):
@@ -176,37 +146,19 @@ class LongestPrefix(FirstCome):
         return ByPrefix()
 
 
-class ShortestPrompt:
+class ShortestPrompt(Order):
     """Fewest tokens to compute first; long ones may starve."""
-
-    swapped_first = False
-    counts = False
-    by_class = False
-    age_ns = 0
-    prefixes = False
 
     def queue(self) -> Queue:
         return Keyed(lambda sequence: sequence.known)
 
-    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        rest = table.known[slots] - table.planned[slots]
-        return slots[np.lexsort((table.number[slots], table.arrived[slots], rest))]
-
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        pass
-
-    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
-        pass
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        rest = table.known[rows] - table.planned[rows]
+        return rows[np.lexsort((table.number[rows], table.arrived[rows], rest))]
 
 
-class ResponseRatio:
+class ResponseRatio(Order):
     """Highest (waited + work) / work first: short prompts go first, and whoever waits long enough is next (HRRN)."""
-
-    swapped_first = False
-    counts = False
-    by_class = False
-    age_ns = 0
-    prefixes = False
 
     def __init__(self, token_ns: int = TOKEN_NS) -> None:
         self._token_ns = token_ns
@@ -214,16 +166,10 @@ class ResponseRatio:
     def queue(self) -> Queue:
         return ByRatio(self._token_ns)
 
-    def sort(self, table: SlotTable, slots: Int32, now_ns: int) -> Int32:
-        work = table.known[slots].astype(np.float64) * self._token_ns
-        ratio = (now_ns - table.arrived[slots] + work) / work
-        return slots[np.lexsort((table.number[slots], table.arrived[slots], -ratio))]
-
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        pass
-
-    def spare(self, table: SlotTable, most: int, waiting: int) -> None:
-        pass
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        work = table.known[rows].astype(np.float64) * self._token_ns
+        ratio = (now_ns - table.arrived[rows] + work) / work
+        return rows[np.lexsort((table.number[rows], table.arrived[rows], -ratio))]
 
 
 def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
@@ -233,19 +179,19 @@ def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
     return record.arrived_ns + int(limit_ns * USED) - sequence.known * token_ns
 
 
-def _lifted(table: SlotTable, slots: Int32, now_ns: int, age_ns: int) -> Int64:
+def _lifted(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:
     """[n] class of the running, lifted by one for each `age_ns` since arrival."""
-    priority = table.priority[slots].astype(np.int64)
+    priority = table.priority[rows].astype(np.int64)
     if not age_ns:
         return priority
-    lifted: Int64 = priority - np.maximum(now_ns - table.arrived[slots], 0) // age_ns
+    lifted: Int64 = priority - np.maximum(now_ns - table.arrived[rows], 0) // age_ns
     return np.maximum(lifted, 0)
 
 
-def _due(table: SlotTable, slots: Int32, ttft_ns: int, tbt_ns: int, token_ns: int) -> Int64:
+def _due(table: SlotTable, rows: Rows, ttft_ns: int, tbt_ns: int, token_ns: int) -> Int64:
     """[n] ns, when the next computation has to begin: for the first token, or for the next one."""
-    ttft, tbt = table.ttft_slo_ns[slots], table.tbt_slo_ns[slots]
-    first = table.arrived[slots] + (np.where(ttft > 0, ttft, ttft_ns) * USED).astype(np.int64)
-    first -= (table.known[slots] - table.planned[slots]).astype(np.int64) * token_ns
-    following = table.last_token_ns[slots] + np.where(tbt > 0, tbt, tbt_ns)
-    return np.where(table.applied[slots] > table.prompt[slots], following, first)
+    ttft, tbt = table.ttft_slo_ns[rows], table.tbt_slo_ns[rows]
+    first = table.arrived[rows] + (np.where(ttft > 0, ttft, ttft_ns) * USED).astype(np.int64)
+    first -= (table.known[rows] - table.planned[rows]).astype(np.int64) * token_ns
+    following = table.last_token_ns[rows] + np.where(tbt > 0, tbt, tbt_ns)
+    return np.where(table.applied[rows] > table.prompt[rows], following, first)

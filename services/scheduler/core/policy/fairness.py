@@ -1,21 +1,172 @@
-"""Fairness between the tenants of one class: the queue that `class-slack` has for each class.
+"""Fairness between tenants by virtual token counters (VTC, OSDI '24, algorithm 2).
 
-Who was served more than the others who wait, by the counters of counters.py and an allowance, stands back until they
-have caught up. Among all others order is as without tenants, and one tenant alone never notices.
+`Counters` says how much each tenant was served. Two queues use it: `FairQueue` serves the tenant with the least counter
+(the order `fair`), `ByShare` lets a tenant that is ahead of the waiting ones stand back (`class-slack`, per class).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.parts.counters import Counters
-from services.scheduler.core.queues import MOVED, BySlack
+from services.scheduler.core.policy.base import Order, Queue
+from services.scheduler.core.policy.queues import MOVED, BySlack, Heap, arrival
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Int64
-from services.scheduler.core.types import Int32
+from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.types import Int32, Rows
+
+ABSENT = 16  # steps without anything waiting or served after which somebody has been away
+
+
+class Counters:
+    """By small integers, `waiting()` being those of whom something waits. One that was away is lifted (or lowered) to
+    the least counter of those who were not; what was counted for the absent is forgotten by that."""
+
+    def __init__(self, waiting: Callable[[], list[int]]) -> None:
+        self.counter: Int64 = np.zeros(16, np.int64)
+        self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # step of the last service
+        self._step = 0
+        self._waiting = waiting
+
+    def served(self, who: Int32 | Int64, tokens: Int32) -> None:
+        """A step gave so many tokens [n] to these [n], each of whom may appear several times."""
+        self._step += 1
+        if who.size:
+            self.reach(int(who.max()))
+            np.add.at(self.counter, who, tokens)
+            self._seen[who] = self._step
+
+    def comes(self, who: int) -> None:
+        """Something of `who` waits, and nothing did before."""
+        self.reach(who)
+        if self._step - self._seen[who] > ABSENT:
+            here = self._step - self._seen <= ABSENT
+            here[self._waiting()] = True
+            here[who] = False
+            self.counter[who] = self.counter[here].min() if here.any() else 0
+        self._seen[who] = self._step
+
+    def goes(self, who: int) -> None:
+        """Something of `who` waits no more."""
+        self._seen[who] = self._step
+
+    def reach(self, who: int) -> None:
+        """Has a counter for `who`."""
+        while who >= self.counter.size:
+            self._seen = np.append(self._seen, np.full(self._seen.size, -ABSENT - 1))
+            self.counter = np.append(self.counter, np.zeros_like(self.counter))
+
+
+Rank = tuple[int, int, int]  # tokens served, arrival and number of the first who waits
+
+
+class Fair(Order):
+    """By the counters of the tenants, whatever the class; inside a tenant by arrival."""
+
+    counts = True
+
+    def __init__(self) -> None:
+        self.counters = Counters(lambda: self._queue.waiting())
+        self._queue = FairQueue(self.counters)
+
+    def queue(self) -> Queue:
+        self._queue = FairQueue(self.counters)
+        return self._queue
+
+    def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
+        tenants = table.tenant[rows]
+        if rows.size:
+            self.counters.reach(int(tenants.max()))
+        return rows[np.lexsort((table.number[rows], table.arrived[rows], self.counters.counter[tenants]))]
+
+    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        self.counters.served(tenants, tokens)
+        self._queue.settle()
+
+
+class FairQueue:
+    """The waiting: FIFO inside a tenant, of the tenants the one with the least counter.
+
+    What is taken out within a step counts at once with its known tokens, until served() tells what it really got: else
+    one tenant would have a whole step to itself.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._tenants: dict[int, Heap] = {}  # none of them empty
+        self._ranks: list[tuple[Rank, int]] = []  # a heap; an entry counts if it is its tenant's rank
+        self._taken: dict[Sequence, int] = {}  # since the last step
+        self._charged: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for heap in self._tenants.values():
+            yield from heap
+
+    def waiting(self) -> list[int]:
+        """Tenants of whom something waits."""
+        return list(self._tenants)
+
+    def push(self, sequence: Sequence, now_ns: int) -> None:
+        tenant = sequence.record.tenant
+        if sequence in self._taken:
+            self._charged[tenant] -= self._taken.pop(sequence)
+        if tenant not in self._tenants:
+            self._counters.comes(tenant)
+            self._tenants[tenant] = Heap()
+        self._tenants[tenant].push(sequence, arrival(sequence))
+        self._note(tenant)
+
+    def head(self, now_ns: int) -> Sequence | None:
+        while self._ranks:
+            rank, tenant = self._ranks[0]
+            if (now := self._rank(tenant)) == rank:
+                return self._tenants[tenant].first()
+            if now is not None and now > rank:
+                heapq.heapreplace(self._ranks, (now, tenant))
+            else:  # smaller ones were noted when they arose
+                heapq.heappop(self._ranks)
+        return None
+
+    def pop(self, sequence: Sequence) -> None:
+        tenant = sequence.record.tenant
+        self._taken[sequence] = sequence.known
+        self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        tenant = sequence.record.tenant
+        heap = self._tenants.get(tenant)
+        if heap is not None and heap.remove(sequence):
+            self._counters.goes(tenant)
+            if not len(heap):
+                del self._tenants[tenant]
+
+    def settle(self) -> None:
+        """A step is complete: its real tokens are in the counters."""
+        charged, self._charged = list(self._charged), {}
+        self._taken.clear()
+        for tenant in charged:
+            if tenant in self._tenants:
+                self._note(tenant)
+
+    def _rank(self, tenant: int) -> Rank | None:
+        heap = self._tenants.get(tenant)
+        if heap is None or (first := heap.first()) is None:
+            self._tenants.pop(tenant, None)
+            return None
+        return int(self._counters.counter[tenant]) + self._charged.get(tenant, 0), arrival(first), first.number
+
+    def _note(self, tenant: int) -> None:
+        """Its rank may have become smaller. One that has grown is noticed when it comes up."""
+        if (rank := self._rank(tenant)) is not None:
+            heapq.heappush(self._ranks, (rank, tenant))
+        if len(self._ranks) > 4 * len(self._tenants) + 64:
+            self._ranks = [(r, t) for t in list(self._tenants) if (r := self._rank(t)) is not None]
+            heapq.heapify(self._ranks)
+
 
 ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served who wait
 FLOOD = 4  # one of so many that wait is a tenant's: a flood

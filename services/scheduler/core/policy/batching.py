@@ -1,18 +1,14 @@
-"""Who shares an iteration: how many sequences, who may join, and how much of each prompt?"""
+"""Which sequences share an iteration: how many, how many may join, and how much of each prompt."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from services.scheduler.core.policy.base import Batching, ReplicaView
 from services.scheduler.core.table import Int64
 
-if TYPE_CHECKING:
-    from services.scheduler.core.replica import Replica
 
-
-class WholePrefill:
+class WholePrefill(Batching):
     """Iteration-level batching with whole prompts (Orca): up to max_bs of those that are not in flight, by arrival.
 
     A prompt waits for a step with room for all of it; the first of a step does not wait but is cut at the worker's
@@ -20,29 +16,17 @@ class WholePrefill:
     run at most (lmdeploy's fixed slots).
     """
 
-    padded = False
-    at_end = False
-
     def __init__(self, slots: int = 0) -> None:
         self._slots = slots
 
-    def slots(self, most: int) -> int:
-        return min(most, self._slots or most)
-
-    def seats(self, sequences: int, most: int, microbatches: int) -> int:
-        return -(-most // microbatches)
-
-    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
-        return waiting
-
-    def joined(self, replica: Replica, sequences: int) -> None:
-        pass
+    def max_running(self, limit: int) -> int:
+        return min(limit, self._slots or limit)
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         return whole(rest, left, first)
 
 
-class Static:
+class Static(Batching):
     """A batch of up to `max_bs` is formed of what waits when nothing runs, and nobody joins before all of it has ended
     (FasterTransformer as it was). Its members may take several steps to enter; it is padded and delivered at its end.
 
@@ -57,27 +41,24 @@ class Static:
         self._delay_ns = delay_ns
         self._open: dict[int, int] = {}  # replica -> members of its batch that have not entered yet
 
-    def slots(self, most: int) -> int:
-        return min(most, self._max_bs)
+    def max_running(self, limit: int) -> int:
+        return min(limit, self._max_bs)
 
-    def seats(self, sequences: int, most: int, microbatches: int) -> int:
-        return -(-most // microbatches)
-
-    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
+    def max_new_seqs(self, replica: ReplicaView, waiting: int, max_running: int, oldest_ns: int, now_ns: int) -> int:
         if not replica.table.count:
-            size = min(self._max_bs, most)
+            size = min(self._max_bs, max_running)
             ready = waiting >= size or now_ns - oldest_ns >= self._delay_ns
             self._open[replica.number] = min(size, waiting) if ready else 0
         return min(self._open.get(replica.number, 0), waiting)
 
-    def joined(self, replica: Replica, sequences: int) -> None:
+    def joined(self, replica: ReplicaView, sequences: int) -> None:
         self._open[replica.number] -= sequences
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         return whole(rest, left, first)
 
 
-class Chunked:
+class Chunked(Batching):
     """Prompts in chunks of what the decodes leave of the budget (Sarathi; FastGen, whose passes are all of one size);
     microbatches share evenly.
 
@@ -87,23 +68,14 @@ class Chunked:
     attention reads all that lies before it; 0: never. slots: sequences that run at most.
     """
 
-    padded = False
-    at_end = False
-
     def __init__(self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0) -> None:
         self._multiple, self._most, self._least, self._depth, self._slots = multiple, most, least, depth, slots
 
-    def slots(self, most: int) -> int:
-        return min(most, self._slots or most)
+    def max_running(self, limit: int) -> int:
+        return min(limit, self._slots or limit)
 
-    def seats(self, sequences: int, most: int, microbatches: int) -> int:
-        return max(-(-min(sequences, most) // microbatches), 1)
-
-    def joins(self, replica: Replica, waiting: int, most: int, oldest_ns: int, now_ns: int) -> int:
-        return waiting
-
-    def joined(self, replica: Replica, sequences: int) -> None:
-        pass
+    def max_step_seqs(self, sequences: int, max_running: int, microbatches: int) -> int:
+        return max(-(-min(sequences, max_running) // microbatches), 1)
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         if alone and left < max(self._least, self._multiple):  # a small budget must not keep prompts out for ever

@@ -1,0 +1,416 @@
+"""Whether a sequence may hold KV, and how many blocks are reserved for it when it enters.
+
+`Peak` is LightLLM's estimate of the most blocks that all running sequences will hold at once; `Expected`, the memory
+of `orcinus`, takes the lengths that outputs turned out to have instead of max_tokens ("Past-Future Scheduler",
+ASPLOS '25).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.policy.base import Candidates, Memory, Pace, ReplicaView
+from services.scheduler.core.policy.queues import quarter_octave
+from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.types import Rows
+
+NONE: Int64 = np.zeros(0, np.int64)
+
+
+class Peak:
+    """The running, sorted by their ends, with prefix sums; and whether newcomers fit beside them.
+
+    While all run at each step, l_j + s_i never changes: then everything is kept, and only the clock `_drift` moves.
+    With l = a*B + r, 1 <= r <= B, and s = b*B + q the term ceil((l_j + s_i) / B) is a_j + b_i + 1 + [r_j > B - q_i], so
+    all sums are prefix sums: O(n*B) after a change, O(log n) for the running at a newcomer's end.
+    """
+
+    def __init__(self) -> None:
+        self._held, self._steps = NONE, NONE  # as told, when the sums were made
+        self._drift = 0  # steps since then
+        self._block_size = 0
+        self._ends = NONE  # -s, ascending
+        self._blocks = NONE  # [m + 1] sum of a over the first
+        self._above: npt.NDArray[np.int32] = np.zeros((1, 1), np.int32)  # [B + 1, m + 1] how many of them have r > x
+        self._peaks = NONE  # [m] all that live when the i-th ends
+        self._spared = 0
+
+    def run(self, held: Int64, steps: Int64, block_size: int, spared: int = 0) -> None:
+        """Those that run now: [m] tokens held and steps to come. `spared`: blocks that several hold and all count."""
+        self._spared = spared
+        if held.size and held.size == self._held.size and block_size == self._block_size:
+            drift = int(held[0] - self._held[0])
+            if (held - drift == self._held).all() and (steps + drift == self._steps).all():
+                self._drift = drift
+                return
+        self._held, self._steps, self._drift, self._block_size = held, steps, 0, block_size
+        order = np.argsort(-steps, kind="stable")
+        l, s = held[order], steps[order]  # noqa: E741
+        a, r = np.divmod(l - 1, block_size)
+        r += 1
+        b, q = np.divmod(s, block_size)
+        count = held.size
+        self._ends = -s
+        self._blocks = np.zeros(count + 1, np.int64)
+        np.cumsum(a, out=self._blocks[1:])
+        self._above = np.zeros((block_size + 1, count + 1), np.int32)
+        np.cumsum(r > np.arange(block_size + 1)[:, None], axis=1, out=self._above[:, 1:])
+        n = np.arange(1, count + 1)
+        self._peaks = self._blocks[1:] + n * (b + 1) + self._above[block_size - q, n]
+
+    @property
+    def blocks(self) -> int:
+        """The peak of those that run."""
+        return int(self._living().max()) if self._peaks.size else 0
+
+    def fitting(self, held: Int64, steps: Int64, shared: Int64, room: int) -> int:
+        """How many of the first of [n] newcomers can enter together without the peak passing `room` blocks.
+
+        shared: [n] blocks of each that the running hold as well; they are not counted again.
+        """
+        peaks, size = self._living(), self._block_size
+        most = int(peaks.max()) if peaks.size else 0
+        if most > room:
+            return 0
+        full = np.cumsum(-(-(held + steps) // size) - shared)
+        if most + int(full[-1]) <= room:
+            return held.size
+        held, steps = held - self._drift, steps + self._drift
+        # The peaks at the ends of the running: only where the newcomers could push one over the room.
+        near = peaks + int(full[-1]) > room
+        ends = -self._ends[near]
+        more = -(-(held[:, None] + ends) // size) - shared[:, None]
+        more[steps[:, None] < ends] = 0
+        over = (np.cumsum(more, axis=0) + peaks[near] > room).any(axis=1)
+        # The same at the ends of the newcomers themselves, of all of them: a moment like any other to those before.
+        own = -(-(held[:, None] + steps) // size) - shared[:, None]
+        own[steps[:, None] < steps] = 0
+        sums = np.cumsum(own, axis=0) + self._at(steps)
+        over |= (sums > room).any(axis=1)
+        return int(np.argmax(over)) if over.any() else held.size
+
+    def _living(self) -> Int64:
+        """[m] all that live when the i-th ends, blocks that are shared counted once: in proportion to the living."""
+        count = self._peaks.size
+        if not self._spared or count < 2:
+            return self._peaks
+        return self._peaks - self._spared * np.arange(count) // (count - 1)
+
+    def _at(self, steps: Int64) -> Int64:
+        """[n] blocks of the running so many steps after the sums were made."""
+        living = np.searchsorted(self._ends, -steps, side="right")
+        b, q = np.divmod(steps, self._block_size)
+        blocks = self._blocks[living] + living * (b + 1) + self._above[self._block_size - q, living]
+        if self._spared and self._peaks.size > 1:
+            blocks -= self._spared * np.maximum(living - 1, 0) // (self._peaks.size - 1)
+        return np.asarray(blocks, dtype=np.int64)
+
+
+def ahead(known: Int64, rest: Int64, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
+    """Tokens held and steps to come for [n] sequences that end with `end` tokens in KV and have `rest` to compute.
+
+    The blocks of a prompt are promised when it enters, so they count at once; its steps are those of its chunks.
+    """
+    held = np.minimum(known, end)
+    return held, end - held + np.maximum(rest - 1, 0) // pace.max_tokens + pace.lookahead
+
+
+def free_to_yield(table: SlotTable) -> Rows:
+    """The rows whose growth is estimated: what a pinned one will hold is set aside for it already."""
+    return np.flatnonzero(table.active[: table.high] & ~table.pinned[: table.high])
+
+
+def set_aside(table: SlotTable) -> int:
+    """Blocks promised to pinned rows."""
+    return int(table.promised[: table.high][table.pinned[: table.high]].sum())
+
+
+def of_candidates(candidates: Candidates, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
+    """As ahead(), for [n] who may enter. In their first step the running have had their tokens already, so that they
+    count with one more."""
+    return ahead(candidates.known + 1, candidates.known - candidates.cached, end, pace)
+
+
+STALE = 8  # steps after which nobody is known to be held back any more, if nobody was judged again
+
+
+class Reserve(Memory):
+    """The blocks of prompt + max_tokens at admission; nobody ever lacks memory (Orca, Algorithm 1; TGI; TensorRT-LLM's
+    GUARANTEED_NO_EVICT). The last token's KV is never computed, so it is not reserved."""
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        return known_blocks(replica, np.maximum(candidates.limit, candidates.known))
+
+
+class Watermark(Memory):
+    """The blocks of the known tokens, leaving a share of the pool free for those that run (vLLM, Sarathi: a hundredth).
+
+    With share 0: whoever fits now enters (TensorRT-LLM's MAX_UTILIZATION, lmdeploy).
+    """
+
+    def __init__(self, share: float = 0.01) -> None:
+        self._share = share
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        blocks = known_blocks(replica, candidates.known)
+        room = replica.available - int(self._share * replica.pool.total)
+        count = int(np.count_nonzero(np.cumsum(blocks - candidates.shared) <= room))
+        return blocks[: first_of_none(replica, count)]
+
+
+class PeakEstimate(Memory):
+    """The blocks of the known tokens, if the predicted peak of all that run and those who enter fits (LightLLM).
+
+    Everybody is taken to run to his limit, so the estimate is never too low while all of them run at each step; what
+    several hold together is an estimate (Peak).
+    """
+
+    def __init__(self) -> None:
+        self._peak = Peak()
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        return self.within(replica, candidates, pace, replica.pool.total)
+
+    def within(self, replica: ReplicaView, candidates: Candidates, pace: Pace, room: int) -> Int64:
+        """As admit(), with a peak of `room` blocks at most."""
+        blocks, count = available(replica, candidates)
+        if count:
+            table = replica.table
+            rows = free_to_yield(table)
+            known = table.known[rows].astype(np.int64)
+            held, steps = ahead(known, known - table.planned[rows], table.limit[rows].astype(np.int64) - 1, pace)
+            size, room = replica.limits.block_size, room - set_aside(table)
+            new_held, new_steps = of_candidates(candidates, np.maximum(candidates.limit, candidates.known), pace)
+            most = int((-(-(held + steps) // size)).sum() + (-(-(new_held + new_steps) // size)).sum())
+            if most > room:  # else they fit even if all were longest at once
+                self._peak.run(held, steps, size, spared(replica))
+                count = self._peak.fitting(new_held[:count], new_steps[:count], candidates.shared[:count], room)
+        return blocks[: first_of_none(replica, count)]
+
+    def for_replica(self) -> PeakEstimate:
+        return PeakEstimate()
+
+
+class FtAimd(Memory):
+    """The peak estimate under a limit in tokens that moves like TCP's window: from the capacity on, += 100 at each step
+    while it holds somebody back and under 90 % of the pages are used; -= 1000 at a swap."""
+
+    def __init__(self) -> None:
+        self.limit = 0  # tokens; 0: not set
+        self._estimate = PeakEstimate()
+        self._held_back = 0
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        size = replica.limits.block_size
+        self.limit = self.limit or replica.pool.total * size
+        blocks = self._estimate.within(replica, candidates, pace, self.limit // size)
+        self._held_back = STALE if blocks.size < available(replica, candidates)[1] else 0
+        return blocks
+
+    def for_replica(self) -> FtAimd:
+        return FtAimd()
+
+    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+        if preempted:
+            self.limit = max(self.limit - 1000 * preempted, replica.limits.block_size)
+        elif self._held_back and roomy(replica, 0.9):
+            self.limit += 100
+        self._held_back = max(self._held_back - 1, 0)
+
+
+class Aimd(Memory):
+    """The same in general, in blocks: += `add` at each step in which the limit holds somebody back while under `crowd`
+    of the pool is used, *= `factor` at one that preempted."""
+
+    def __init__(self, add: float = 4.0, factor: float = 0.9, crowd: float = 0.9) -> None:
+        self.limit = 0.0  # blocks; 0: not set
+        self._add, self._factor, self._crowd = add, factor, crowd
+        self._estimate = PeakEstimate()
+        self._held_back = 0
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        self.limit = self.limit or float(replica.pool.total)
+        blocks = self._estimate.within(replica, candidates, pace, int(self.limit))
+        self._held_back = STALE if blocks.size < available(replica, candidates)[1] else 0
+        return blocks
+
+    def for_replica(self) -> Aimd:
+        return Aimd(self._add, self._factor, self._crowd)
+
+    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+        if preempted:
+            self.limit = max(self.limit * self._factor, 1.0)
+        elif self._held_back and roomy(replica, self._crowd):
+            self.limit += self._add
+        self._held_back = max(self._held_back - 1, 0)
+
+
+class Overcommit(Memory):
+    """SGLang's new_token_ratio: of what the running may still produce (4096 each at most) a share is reserved. It falls
+    by a 600th of its range with each step; after a preemption it is what the batch has shown to need, with 20 steps of
+    slack. An empty replica begins anew. Source: https://github.com/sgl-project/sglang, schedule_batch.py."""
+
+    first, last = 0.7, 0.7 * 0.14
+    clip = 4096
+
+    def __init__(self) -> None:
+        self.ratio = self.first
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        table, size = replica.table, replica.limits.block_size
+        if not table.count:
+            self.ratio = self.first
+        on = table.active[: table.high]
+        left = np.minimum(table.limit[: table.high] - table.applied[: table.high], self.clip)
+        reserved = float(left[on].sum()) * self.ratio
+        growth = np.minimum(np.maximum(candidates.limit + 1 - candidates.known, 0), self.clip)
+        need = np.cumsum(candidates.known - candidates.shared * size + growth) + size
+        count = int(np.count_nonzero(need <= replica.available * size - reserved))
+        return known_blocks(replica, candidates.known)[: first_of_none(replica, count)]
+
+    def for_replica(self) -> Overcommit:
+        return Overcommit()
+
+    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+        if not preempted:
+            self.ratio = max(self.ratio - (self.first - self.last) / 600, self.last)
+            return
+        table = replica.table
+        on, prompt = table.active[: table.high], table.prompt[: table.high]
+        produced = int((table.applied[: table.high] - prompt)[on].sum())
+        most = int((table.limit[: table.high] - prompt)[on].sum())
+        self.ratio = min(1.0, (produced + 20 * table.count) / (most + 1))
+
+
+def known_blocks(replica: ReplicaView, tokens: Int64) -> Int64:
+    """[n] blocks of so many tokens."""
+    return -(-tokens // replica.limits.block_size)
+
+
+def available(replica: ReplicaView, candidates: Candidates) -> tuple[Int64, int]:
+    """[n] blocks of the known tokens, and for how many of the first there are so many now."""
+    blocks = known_blocks(replica, candidates.known)
+    return blocks, int(np.count_nonzero(np.cumsum(blocks - candidates.shared) <= replica.available))
+
+
+def first_of_none(replica: ReplicaView, count: int) -> int:
+    """Where nothing runs, the first enters whatever an estimate says: nothing else could ever free memory."""
+    return count or int(not replica.table.count)
+
+
+def spared(replica: ReplicaView) -> int:
+    """Blocks that several rows hold, once for each row beyond the first."""
+    return max(int(replica.table.held[: replica.table.high].sum()) - replica.pool.referenced, 0)
+
+
+def roomy(replica: ReplicaView, share: float) -> bool:
+    """Is less than `share` of the pool used or promised?"""
+    return replica.pool.total - replica.available < share * replica.pool.total
+
+
+Floats = npt.NDArray[np.floating[Any]]
+GOLDEN = 0.6180339887498949
+ENOUGH = 32  # requests that a forecast needs
+KEPT = 256  # latest ones that it is made of
+GROUPS = 4 * 32  # quarter octaves of max_tokens
+WIDE = 1 << 40  # more than any length
+
+
+class Lengths:
+    """Outputs of finished requests by quarter octave of their max_tokens, a sorted column of group * WIDE + output.
+
+    A group is sorted anew at every 16th request of it, so learning costs microseconds a request.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[int]] = {}
+        self._fresh: dict[int, int] = {}
+        self._sorted: dict[int, Int64] = {}
+        self._column: Int64 = np.zeros(0, np.int64)
+        self._end: Int64 = np.zeros(GROUPS, np.int64)  # of each group in the column
+
+    def learn(self, output: int, limit: int) -> None:
+        group = min(quarter_octave(limit), GROUPS - 1)
+        self._latest.setdefault(group, deque(maxlen=KEPT)).append(output)
+        self._fresh[group] = self._fresh.get(group, 0) + 1
+        if self._fresh[group] < 16 or len(self._latest[group]) < ENOUGH:
+            return
+        self._fresh[group] = 0
+        self._sorted[group] = np.sort(np.array(self._latest[group], np.int64)) + group * WIDE
+        known = sorted(self._sorted)
+        self._column = np.concatenate([self._sorted[g] for g in known])
+        self._end = np.searchsorted(self._column, (np.arange(GROUPS) + 1) * WIDE)
+
+    def expected(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
+        """[n] outputs: of the lengths seen that are longer than `produced` the quantile dice [n] in [0, 1).
+
+        `limit` where the group has no forecast, or none that is longer.
+        """
+        group = np.minimum(quarter_octaves(limit), GROUPS - 1)
+        first = np.searchsorted(self._column, group * WIDE + produced, side="right")
+        left = self._end[group] - first
+        if not left.any():
+            return limit
+        at = np.minimum(first + (dice * left).astype(np.int64), self._column.size - 1)
+        return np.where(left > 0, np.minimum(self._column[at] - group * WIDE, limit), limit)
+
+
+class Expected(Memory):
+    """The blocks of the known tokens, if the forecast's peak leaves a share of the pool free.
+
+    That share grows with every preemption and falls slowly, so that a storm is damped: n preemptions in a step add n
+    times `add` to it, and each step without one takes `add` / `decay` away.
+    """
+
+    def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.5) -> None:
+        self.spare = least  # share of the pool
+        self.lengths = Lengths()  # of all replicas' requests
+        self._add, self._decay, self._least, self._most = add, decay, least, most
+        self._peak = Peak()
+
+    def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        blocks, count = available(replica, candidates)
+        if count:
+            table, size = replica.table, replica.limits.block_size
+            rows = free_to_yield(table)
+            known = np.concatenate([table.known[rows], candidates.known])
+            limit = np.concatenate([table.limit[rows] - 1, candidates.limit])
+            prompt = np.concatenate([table.prompt[rows], candidates.prompt])
+            end = self._ends(prompt, known, limit, np.concatenate([table.number[rows], np.arange(1, blocks.size + 1)]))
+            rest = known - np.concatenate([table.planned[rows], candidates.cached])
+            held, steps = ahead(known, rest, end, pace)
+            room = int(replica.pool.total * (1.0 - self.spare)) - set_aside(table)
+            if int((-(-(held + steps) // size)).sum()) > room:  # else they fit even if all were longest at once
+                running = rows.size
+                self._peak.run(held[:running], steps[:running], size, spared(replica))
+                held, steps = held[running : running + count], steps[running : running + count]
+                count = self._peak.fitting(held, steps, candidates.shared[:count], room)
+        return blocks[: first_of_none(replica, count)]
+
+    def for_replica(self) -> Expected:
+        other = Expected(self._add, self._decay, self._least, self._most)
+        other.lengths = self.lengths
+        return other
+
+    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+        change = self._add * preempted if preempted else -self._add / self._decay
+        self.spare = min(max(self.spare + change, self._least), self._most)
+
+    def finished(self, prompt: int, output: int, limit: int) -> None:
+        self.lengths.learn(output, limit)
+
+    def _ends(self, prompt: Int64, known: Int64, limit: Int64, number: Int64) -> Int64:
+        """[n] tokens in KV when they end, by the forecast; `limit`: when they have all they asked for."""
+        outputs = self.lengths.expected(known - prompt, limit + 1 - prompt, number * GOLDEN % 1.0)
+        end: Int64 = np.maximum(prompt + outputs - 1, np.minimum(known, limit))
+        return end
+
+
+def quarter_octaves(tokens: Int64) -> Int64:
+    """[n] quarter_octave() of each."""
+    fraction, exponent = np.frexp(np.maximum(tokens, 1))
+    return 4 * (exponent.astype(np.int64) - 1) + (fraction * 8.0).astype(np.int64) - 4

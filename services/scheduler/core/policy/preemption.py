@@ -1,0 +1,89 @@
+"""Which sequence is preempted when memory is short or a latency limit is at risk, and how its KV is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from services.scheduler.core.policy.base import Mode, Preemption, ReplicaView, Slo
+from services.scheduler.core.table import SlotTable
+from services.scheduler.core.types import Rows
+
+Way = Callable[[ReplicaView, int], Mode]
+SLO = Slo(risk_ns=15_000_000, safe_ns=30_000_000)  # services/simulator/literature/reference_scheduler.py
+
+
+def recompute(replica: ReplicaView, row: int) -> Mode:
+    """Its KV is given up and computed again."""
+    return Mode.RECOMPUTE
+
+
+def swap(replica: ReplicaView, row: int) -> Mode:
+    """Its KV goes to the host tier, as long as there is room."""
+    return Mode.SWAP
+
+
+def groups(replica: ReplicaView, row: int) -> Mode:
+    """A sequence of a request with several is swapped, a single one computed again (vLLM v0:
+    https://github.com/vllm-project/vllm/blob/v0.6.0/vllm/core/scheduler.py).
+
+    There beams shared blocks that recomputing would have lost."""
+    request = replica.table.request[row]
+    return Mode.SWAP if len(request.prompts) * request.n > 1 else Mode.RECOMPUTE
+
+
+def cheaper(replica: ReplicaView, row: int) -> Mode:
+    """Swapped if both copies are predicted to take less time than computing the tokens again; recomputed while nothing
+    was measured."""
+    tokens = int(replica.table.planned[row])
+    copies_ns = 2 * replica.swap_ns_per_block * int(replica.table.held[row])
+    again_ns = replica.model.predict(tokens, 0, tokens * (tokens + 1) / 2) - replica.model.predict(0)
+    return Mode.SWAP if copies_ns < again_ns else Mode.RECOMPUTE
+
+
+class Preempting(Preemption):
+    """What the choices of a victim have in common: his way out, and when anybody has to yield at all.
+
+    stalls: who lacks his next block sits out with what he has, and one yields only when nobody can run (ft-aimd).
+    takes: a waiting sequence of class <= high may take slot and blocks from running ones of lower classes.
+    """
+
+    def __init__(
+        self, mode: Way = recompute, *, stalls: bool = False, takes: bool = False, slo: Slo | None = None
+    ) -> None:
+        self._mode = mode
+        self.stalls, self.takes, self.slo = stalls, takes, slo
+
+    def mode(self, replica: ReplicaView, row: int) -> Mode:
+        return self._mode(replica, row)
+
+
+class Newest(Preempting):
+    """The one that arrived last (vLLM, Sarathi)."""
+
+    def choose(self, table: SlotTable, rows: Rows) -> int:
+        return int(rows[np.lexsort((table.number[rows], table.arrived[rows]))[-1]])
+
+
+class LastStarted(Preempting):
+    """The one that entered last (TensorRT-LLM's MAX_UTILIZATION)."""
+
+    def choose(self, table: SlotTable, rows: Rows) -> int:
+        return int(rows[np.lexsort((table.number[rows], table.since[rows]))[-1]])
+
+
+class LeastLost(Preempting):
+    """Of the lowest class the one with the fewest tokens to compute again; of equals the newest."""
+
+    def choose(self, table: SlotTable, rows: Rows) -> int:
+        keys = (-table.number[rows], table.planned[rows], -table.priority[rows])
+        return int(rows[np.lexsort(keys)[0]])
+
+
+class LeastOutput(Preempting):
+    """The one with the fewest outputs, of equals that with the longest prompt, then the newest (SGLang)."""
+
+    def choose(self, table: SlotTable, rows: Rows) -> int:
+        outputs = table.applied[rows] - table.prompt[rows]
+        return int(rows[np.lexsort((-table.number[rows], -table.prompt[rows], outputs))[0]])
