@@ -1,4 +1,4 @@
-"""`orcinus scheduler`: runs one shard's scheduler until it is told to stop."""
+"""Run the scheduler of one shard: `orcinus scheduler`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shared.settings import SchedulerSettings
 
 
 def run(settings: SchedulerSettings) -> int:
-    """Blocks. 0 after SIGTERM or SIGINT, 1 when another scheduler took the shard.
+    """Run until stopped; return 0 after SIGTERM or SIGINT, 1 when another scheduler took the shard.
 
-    Raises ConfigurationError for certificates that will not do, and for traces without their SDK.
+    Raises ConfigurationError for certificates that cannot be used, and for traces without their SDK.
     """
     logs.setup("scheduler", settings.log_level, settings.log_json)
-    channel_credentials(settings)  # read at each dialling; what is wrong with them shows now
+    channel_credentials(settings)  # read again for each channel; errors show now
     spans = Spans(settings, process_id("scheduler")) if settings.otlp_endpoint else None
     metrics = Metrics(settings.served_model_name, settings.metrics_aliases, spans.ended if spans else None)
     serve_metrics(metrics.registry, settings.metrics_host, settings.scheduler_metrics_port, "--scheduler-metrics-port")

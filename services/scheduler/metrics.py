@@ -1,6 +1,6 @@
-"""The scheduler's Prometheus metrics: counters and gauges are fields of its last report, histograms are fed columns.
+"""The scheduler's Prometheus metrics: counters and gauges are fields of its last report, histograms take columns.
 
-Nothing here is done for one token: an iteration costs a few calls, a request a few more at its start and end.
+No code here runs once a token: an iteration costs a few calls, a request a few more at its start and end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DECODE, PREFILL = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A family whose values are fields of `stats:{shard}`: `fields` maps each to the value of `label`."""
+    """A metric family whose values are fields of `stats:{shard}`; `fields` maps each field to the value of `label`."""
 
     name: str
     text: str
@@ -36,10 +36,11 @@ class Reported:
     scale: float = 1.0
 
     def family(self, stats: Mapping[str, Any]) -> Metric:
+        """Return the family of one report."""
         return self._family([], [([], stats)])
 
     def family_of(self, replicas: Mapping[str, Mapping[str, Any]]) -> Metric:
-        """With a label `replica` before its own."""
+        """Return the family with a label `replica` before its own; replicas: their fields by worker id."""
         return self._family(["replica"], [([name], figures) for name, figures in replicas.items()])
 
     def _family(self, labels: list[str], rows: list[tuple[list[str], Mapping[str, Any]]]) -> Metric:
@@ -58,79 +59,116 @@ def _by_class(name: str) -> dict[str, str]:
 P = "orcinus_scheduler_"
 REPORTED = (
     Reported(P + "running_sequences", "Sequences in slots", {"running": ""}),
-    Reported(P + "waiting_sequences", "Sequences that wait for a slot, by class", _by_class("waiting"), "class"),
-    Reported(P + "swapped_sequences", "Of the waiting, those whose KV lies in the host tier", {"swapped": ""}),
-    Reported(P + "parked_sequences", "Set aside: of a gateway that is gone, or under suspicion", {"parked": ""}),
-    Reported(P + "queued_tokens", "Tokens that wait to be computed", {"queued_tokens": ""}),
+    Reported(P + "waiting_sequences", "Sequences waiting for a slot, by class", _by_class("waiting"), "class"),
+    Reported(P + "swapped_sequences", "Waiting sequences whose KV is in the host tier", {"swapped": ""}),
+    Reported(P + "parked_sequences", "Sequences set aside: in quarantine, or without a gateway", {"parked": ""}),
+    Reported(P + "queued_tokens", "Tokens waiting to be computed", {"queued_tokens": ""}),
     Reported(
-        P + "queue_age_seconds", "How long the oldest request has waited that never ran, by class",
-        _by_class("queue_age_ms"), "class", scale=1e-3,
+        P + "queue_age_seconds",
+        "Age of the oldest request that never ran, by class",
+        _by_class("queue_age_ms"),
+        "class",
+        scale=1e-3,
     ),
-    Reported(P + "steps_in_flight", "Steps sent and not answered", {"in_flight": ""}),
-    Reported(P + "workers", "Workers connected", {"workers": ""}),
+    Reported(P + "steps_in_flight", "Steps in flight", {"in_flight": ""}),
+    Reported(P + "workers", "Connected workers", {"workers": ""}),
     Reported(
-        P + "kv_blocks", "KV blocks on the device, by state: free, cached, draining, used",
+        P + "kv_blocks",
+        "KV blocks on the device, by state: free, cached, draining, used",
         {"blocks_free": "free", "blocks_cached": "cached", "blocks_draining": "draining", "blocks_used": "used"},
         "state",
     ),
     Reported(
-        P + "host_kv_blocks", "KV blocks of the host tier, by state: free, used",
-        {"host_blocks_free": "free", "host_blocks_used": "used"}, "state",
+        P + "host_kv_blocks",
+        "KV blocks of the host tier, by state: free, used",
+        {"host_blocks_free": "free", "host_blocks_used": "used"},
+        "state",
     ),
-    Reported(P + "kv_usage_ratio", "Share of the device's KV blocks that sequences hold", {"kv_usage": ""}),
+    Reported(P + "kv_usage_ratio", "Fraction of the device's KV blocks that sequences hold", {"kv_usage": ""}),
     Reported(
-        P + "predicted_time_to_first_token_seconds", "Of a request that comes now, by class",
-        _by_class("predicted_ttft_ms"), "class", scale=1e-3,
+        P + "predicted_time_to_first_token_seconds",
+        "Predicted time to first token of a new request, by class",
+        _by_class("predicted_ttft_ms"),
+        "class",
+        scale=1e-3,
     ),
-    Reported(P + "prefill_tokens_per_second", "Prompt tokens a second of steps that ran some", {"prefill_tok_s": ""}),
-    Reported(P + "report_timestamp_seconds", "When these figures were taken", {"time_ms": ""}, scale=1e-3),
+    Reported(
+        P + "prefill_tokens_per_second", "Prompt tokens per second of steps with prompt tokens", {"prefill_tok_s": ""}
+    ),
+    Reported(P + "report_timestamp_seconds", "Time of the last report", {"time_ms": ""}, scale=1e-3),
     Reported(P + "steps", "Steps planned", {"iteration": ""}, counter=True),
     Reported(P + "output_tokens", "Tokens produced", {"tokens_total": ""}, counter=True),
-    Reported(P + "preemptions", "Sequences that gave up their slot", {"preemptions": ""}, counter=True),
-    Reported(P + "recomputed_tokens", "Tokens computed again after that", {"recomputed_tokens": ""}, counter=True),
+    Reported(P + "preemptions", "Preempted sequences", {"preemptions": ""}, counter=True),
+    Reported(
+        P + "recomputed_tokens", "Tokens computed again after preemptions", {"recomputed_tokens": ""}, counter=True
+    ),
     Reported(P + "swapped_blocks", "Blocks copied between the tiers", {"swapped_blocks": ""}, counter=True),
     Reported(P + "handed_over", "Sequences that prefill replicas handed over", {"handed_over": ""}, counter=True),
-    Reported(P + "handed_over_blocks", "KV blocks of these", {"handed_over_blocks": ""}, counter=True),
     Reported(
-        P + "not_handed_over", "Sequences that a full host tier kept from that at first", {"not_handed_over": ""},
+        P + "handed_over_blocks",
+        "KV blocks of sequences that were handed over",
+        {"handed_over_blocks": ""},
+        counter=True,
+    ),
+    Reported(
+        P + "not_handed_over",
+        "Sequences whose hand-over a full host tier delayed",
+        {"not_handed_over": ""},
         counter=True,
     ),
     Reported(P + "prefix_hit_tokens", "Tokens found in the prefix cache", {"prefix_hit_tokens": ""}, counter=True),
     Reported(
-        P + "ended_requests", "Requests that ended, by outcome: finished, cancelled, failed",
-        {"finished": "finished", "cancelled": "cancelled", "failed": "failed"}, "outcome", counter=True,
+        P + "ended_requests",
+        "Requests that ended, by outcome: finished, cancelled, failed",
+        {"finished": "finished", "cancelled": "cancelled", "failed": "failed"},
+        "outcome",
+        counter=True,
     ),
     Reported(
-        P + "slo_violations", "Requests whose first token came after their ttft_slo_ms, by class",
-        _by_class("slo_violations"), "class", counter=True,
+        P + "slo_violations",
+        "Requests whose first token came after ttft_slo_ms, by class",
+        _by_class("slo_violations"),
+        "class",
+        counter=True,
     ),
-)  # fmt: skip
+)
 
 R = P + "replica_"
 OF_REPLICA = (
     Reported(R + "running_sequences", "Sequences in slots, by replica (worker id)", {"running": ""}),
-    Reported(R + "loading_sequences", "Of those, the ones that wait for KV from a host tier", {"loading": ""}),
-    Reported(R + "slots", "Sequences that a replica runs at once", {"slots": ""}),
+    Reported(R + "loading_sequences", "Sequences in slots that wait for KV from a host tier", {"loading": ""}),
+    Reported(R + "slots", "Slots of the replica", {"slots": ""}),
     Reported(
-        R + "kv_blocks", "KV blocks on the device, by state: free, cached, draining, used",
+        R + "kv_blocks",
+        "KV blocks on the device, by state: free, cached, draining, used",
         {"blocks_free": "free", "blocks_cached": "cached", "blocks_draining": "draining", "blocks_used": "used"},
         "state",
     ),
     Reported(
-        R + "host_kv_blocks", "KV blocks of the host tier, by state: free, cached, used",
-        {"host_blocks_free": "free", "host_blocks_cached": "cached", "host_blocks_used": "used"}, "state",
+        R + "host_kv_blocks",
+        "KV blocks of the host tier, by state: free, cached, used",
+        {"host_blocks_free": "free", "host_blocks_cached": "cached", "host_blocks_used": "used"},
+        "state",
     ),
-    Reported(R + "steps_in_flight", "Steps sent and not answered", {"in_flight": ""}),
+    Reported(R + "steps_in_flight", "Steps in flight", {"in_flight": ""}),
     Reported(R + "step_seconds", "Mean duration of a step since the last report", {"step_ms": ""}, scale=1e-3),
-    Reported(R + "idle_ratio", "Share of the time in which it computed nothing", {"idle_pct": ""}, scale=1e-2),
-    Reported(R + "tokens_per_second", "Tokens sampled a second since the last report", {"tok_s": ""}),
-    Reported(R + "prefix_hit_tokens", "Tokens found in its prefix cache since it joined", {"prefix_hit_tokens": ""},
-             counter=True),
-    Reported(R + "swapped_blocks", "Blocks copied between its tiers since it joined", {"swapped_blocks": ""},
-             counter=True),
-    Reported(R + "epoch", "Epoch of its Run", {"epoch": ""}),
-)  # fmt: skip
-"""Families with a series for each replica that is there; those of a lost one go with the next report."""
+    Reported(R + "idle_ratio", "Fraction of the time without a step", {"idle_pct": ""}, scale=1e-2),
+    Reported(R + "tokens_per_second", "Tokens sampled per second since the last report", {"tok_s": ""}),
+    Reported(
+        R + "prefix_hit_tokens",
+        "Tokens found in the replica's prefix cache since it joined",
+        {"prefix_hit_tokens": ""},
+        counter=True,
+    ),
+    Reported(
+        R + "swapped_blocks",
+        "Blocks copied between the replica's tiers since it joined",
+        {"swapped_blocks": ""},
+        counter=True,
+    ),
+    Reported(R + "epoch", "Epoch of the replica's Run", {"epoch": ""}),
+)
+"""Families with one series a replica; those of a lost replica disappear with the next report."""
 
 ALIASES = (
     Alias("vllm:num_preemptions", P + "preemptions", {}),
@@ -141,7 +179,7 @@ ALIASES = (
     Alias("vllm:request_decode_time_seconds", P + "decode_seconds", {}),
     Alias("vllm:request_inference_time_seconds", P + "inference_seconds", {}),
 )
-"""What only the scheduler knows; the gateway has the rest, so that no figure is counted twice."""
+"""Aliases of metrics that only the scheduler has; the gateway has the others, so no figure is counted twice."""
 
 
 class _Reports(Collector):
@@ -164,13 +202,13 @@ class _Reports(Collector):
 
 
 class Metrics:
-    """One registry; `serve` of shared/metrics.py shows it."""
+    """The registry of the process; `serve` of shared/metrics.py shows it."""
 
     def __init__(
-        self, model: str = "", aliases: bool = False, also: Callable[[FinishedRequest, Timeline], None] | None = None
+        self, model: str = "", aliases: bool = False, on_end: Callable[[FinishedRequest, Timeline], None] | None = None
     ) -> None:
-        """`also` is called with each request that got tokens, at its end."""
-        self._also = also
+        """on_end: called with each request that got tokens, at its end."""
+        self._on_end = on_end
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._reports = _Reports()
@@ -184,13 +222,13 @@ class Metrics:
             "phase",
             ("decode", "prefill"),
         )
-        self._plan = ColumnHistogram(P + "plan_seconds", "The scheduler's own time for a step: plan or apply", CALLS_S)
+        self._plan = ColumnHistogram(P + "plan_seconds", "Time of the scheduler to plan or to apply a step", CALLS_S)
         self._queue = ColumnHistogram(P + "queue_seconds", "From enqueue to the first slot", SECONDS)
         self._prefill = ColumnHistogram(P + "prefill_seconds", "From the first slot to the first token", SECONDS)
         self._decode = ColumnHistogram(P + "decode_seconds", "From the first token to the last", SECONDS)
         self._inference = ColumnHistogram(P + "inference_seconds", "From the first slot to the last token", SECONDS)
         self._calls = ColumnHistogram(
-            P + "redis_call_seconds", "Calls of scripts in Redis, by script", CALLS_S, "script", CALLS
+            P + "redis_call_seconds", "Duration of Redis scripts, by script", CALLS_S, "script", CALLS
         )
         self._histograms = ColumnHistograms(
             self._ttft, self._gap, self._step, self._step_tokens, self._plan, self._queue, self._prefill, self._decode,
@@ -202,50 +240,50 @@ class Metrics:
             self.registry.register(Aliases((self._reports, self._histograms), ALIASES, model))
 
     def report(self, stats: Mapping[str, Any]) -> None:
-        """The fields of `stats:{shard}`, once a second; what was observed meanwhile is counted."""
+        """Take the fields of `stats:{shard}`, once a second, and count what was observed meanwhile."""
         held = _used(stats)
         usage = held["blocks_used"] / max(1, int(stats.get("blocks_total", 0)))
         self._reports.stats = {**stats, **held, "kv_usage": usage}
         self._histograms.settle()
 
     def replicas(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """The rows of `stats:{shard}:replicas`, once a second."""
+        """Take the rows of `stats:{shard}:replicas`, once a second."""
         self._reports.replicas = {name: {**figures, **_used(figures)} for name, figures in rows.items()}
 
     def call(self, script: str, seconds: float) -> None:
-        """A script answered."""
+        """Observe the duration of a Redis script."""
         if script in CALLS:
             self._calls.observe(seconds, CALLS.index(script))
 
     def step(self, step_ns: int, decode: int, prefill: int) -> None:
-        """A step was answered."""
+        """Observe a step that was answered."""
         self._step.observe(step_ns / 1e9)
         self._step_tokens.observe(decode, DECODE)
         self._step_tokens.observe(prefill, PREFILL)
 
     def planned(self, spent_ns: int) -> None:
-        """The core planned or applied a step."""
+        """Observe the time that the core took to plan or apply a step."""
         self._plan.observe(spent_ns / 1e9)
 
     def waits(self, first_ns: npt.NDArray[np.int64], between_ns: npt.NDArray[np.int64]) -> None:
-        """[n] of first tokens, since arrival; [m] of others, since the token before."""
+        """Observe waits: first_ns [n] since arrival, between_ns [m] since the token before."""
         if first_ns.size:
             self._ttft.observe(first_ns / 1e9)
         if between_ns.size:
             self._gap.observe(between_ns / 1e9)
 
     def ended(self, finished: FinishedRequest, life: Timeline) -> None:
-        """A request that got tokens has ended."""
+        """Observe the times of a request that got tokens and has ended."""
         self._queue.observe(max(0, life.started_ns - finished.request.arrived_ns) / 1e9)
         self._prefill.observe((life.first_token_ns - life.started_ns) / 1e9)
         self._decode.observe((life.ended_ns - life.first_token_ns) / 1e9)
         self._inference.observe((life.ended_ns - life.started_ns) / 1e9)
-        if self._also is not None:
-            self._also(finished, life)
+        if self._on_end is not None:
+            self._on_end(finished, life)
 
 
 def _used(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Blocks of both tiers that sequences hold: what is in none of the other states."""
+    """Return the blocks of both tiers that sequences hold: those in none of the other states."""
     return {
         f"{tier}blocks_used": int(stats.get(f"{tier}blocks_total", 0))
         - sum(int(stats.get(f"{tier}blocks_{state}", 0)) for state in ("free", "cached", "draining"))

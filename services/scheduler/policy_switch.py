@@ -1,8 +1,8 @@
-"""The core's policy: at the start from the settings, later by the `policy` command, with what `events` tell of it.
+"""The policy of the core: from the settings at the start, later by the `policy` command.
 
-The core changes when nothing runs any more, which may be long after the command; the service calls `look` after every
-plan. Each command gets one event in the end: policy_changed or policy_refused. The policy in force may be asked for
-too: nothing changes then, and what was asked for before is undone.
+The core changes its policy when nothing runs any more, which may be long after the command; the service calls `look`
+after every plan. Each command gets one event in the end: policy_changed or policy_refused. A command that names the
+policy in force changes nothing and cancels a pending change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("orcinus.scheduler")
 
 
 def make_core(settings: SchedulerSettings) -> Core:
-    """The core that the settings ask for. Raises ValueError for a policy that does not exist."""
+    """Return the core that the settings describe. Raises ValueError for an unknown policy."""
     return Core(
         settings.policy,
         max_seqs=settings.max_seqs,
@@ -29,43 +29,43 @@ def make_core(settings: SchedulerSettings) -> Core:
 
 
 class PolicySwitch:
-    """`event(kind, text, policy=name)` tells the world."""
+    """Carries out `policy` commands. event(kind, text, policy=name): appends to `events`."""
 
     def __init__(self, core: Core, event: Callable[..., None]) -> None:
         self._core = core
         self._event = event
         self._in_force = core.policy
-        self._asked = ""
+        self._pending = ""
 
     @property
     def name(self) -> str:
-        """Of the policy in force."""
+        """Return the name of the policy in force."""
         return self._in_force.name
 
-    def ask(self, name: str) -> None:
-        """`name` takes over when nothing runs any more; the last one asked for does, that in force at once."""
+    def request(self, name: str) -> None:
+        """Let `name` take over when nothing runs any more. The last command counts."""
         try:
             self._core.switch(name)
         except ValueError as error:
             self._refuse(name, str(error))
             return
-        if self._asked and self._asked != name:
-            self._refuse(self._asked, f"{name} was asked for before it could take over")
-        self._asked = name if name != self.name else ""
-        if not self._asked:
+        if self._pending and self._pending != name:
+            self._refuse(self._pending, f"{name} was requested before it could take over")
+        self._pending = name if name != self.name else ""
+        if not self._pending:
             log.info("policy %s stays in force", name)
             self._event("policy_changed", f"{name} is in force; no change is pending", policy=name)
             return
         log.info("policy %s takes over from %s when nothing runs any more", name, self.name)
 
     def look(self) -> None:
-        """Says so when the policy asked for has taken over."""
+        """Write the event when the requested policy has taken over."""
         if self._core.policy is self._in_force:
             return
-        before, self._in_force, self._asked = self.name, self._core.policy, ""
+        before, self._in_force, self._pending = self.name, self._core.policy, ""
         log.info("policy %s has taken over from %s", self.name, before)
         self._event("policy_changed", f"{self.name} has taken over from {before}", policy=self.name)
 
     def _refuse(self, name: str, why: str) -> None:
-        log.warning("policy %s is refused: %s", name, why)
+        log.warning("policy %s refused: %s", name, why)
         self._event("policy_refused", why, policy=name)

@@ -1,8 +1,10 @@
-"""Requests that get no step for a while: under suspicion of killing the worker, or of a gateway that is gone.
+"""Requests that get no step for a while: suspected of killing a worker, or without a gateway.
 
-The second are kept until adopted (docs/protocol.md#faults), for ABANDONED_S. A request is parked as long as one
-of the two reasons holds; one on trial runs in any case, as all others wait for it. No clock and no Redis: the
-service tells.
+Bisection finds the request that kills workers: after a step in which a worker died, the requests of the step run in
+halves until one is alone. Quarantine parks and resumes requests in the core: suspects, and requests whose gateway is
+gone until another gateway adopts them or ABANDONED_S has passed (docs/protocol.md#faults). A request stays parked while
+one of the two reasons holds; one on trial always runs, because all others wait for it. No clock and no Redis here: the
+service reports deaths, arrivals, tokens and ends.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ DEATHS = 2
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What the service has to do, in this order."""
+class Actions:
+    """What the caller has to do, in this order: park, resume, end as dead."""
 
     park: list[str] = field(default_factory=list)
     resume: list[str] = field(default_factory=list)
@@ -30,242 +32,253 @@ class Verdict:
 
 
 class Bisection:
-    """Groups under suspicion, of which one is on trial, and bystanders, who wait until nothing is suspected.
+    """Groups of suspects, one of them on trial, and bystanders, which wait until no request is suspected.
 
-    One that gets a token while it is on trial is cleared and runs on beside the groups tried after it. So a death
-    counts against a request only if nothing else was with the worker; otherwise its trial is repeated, and then it is
-    alone, since whoever lost the worker waits and is parked.
+    A request that gets a token while it is on trial is cleared and runs on beside the groups that are tried after it.
+    So a death counts against a request only if it was alone at the worker; otherwise its trial is repeated, and then it
+    is alone, because all other requests of the lost worker are parked. A request is dead after DEATHS deaths alone,
+    without a token of it in between.
     """
 
     def __init__(self) -> None:
         self._trial: set[str] = set()
         self._groups: deque[list[str]] = deque()
-        self._aside: set[str] = set()
-        self._alone: dict[str, int] = {}  # deaths at which nothing else was with the worker
+        self._bystanders: set[str] = set()
+        self._alone: dict[str, int] = {}  # deaths with no other request at the worker
 
     def __bool__(self) -> bool:
         return bool(self._trial or self._groups)
 
     @property
     def trial(self) -> Set[str]:
-        """Those for whom all others wait."""
+        """Return the requests on trial; all others wait for them."""
         return self._trial
 
     @property
     def bystanders(self) -> set[str]:
-        """Those who are not suspected and only must not run beside the trial."""
-        return self._aside
+        """Return the requests that are not suspected and only must not run beside the trial."""
+        return self._bystanders
 
-    def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Verdict:
-        """The worker is lost, and everybody waits.
+    def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Actions:
+        """Take the death of a worker: return what to park, and what is dead.
 
-        in_step: the requests of the step that it died in; empty if no request is to blame. at_worker: those of all
-        unanswered steps. Both may name requests that have ended; `unfinished` are those that have not.
+        in_step: the requests of the step in which it died; empty if no request is to blame. at_worker: those of all
+        unanswered steps. Both may name requests that have ended. unfinished: all requests that have not ended.
         """
         here = in_step & unfinished
         suspects = sorted(here & self._trial or here)
-        verdict = Verdict()
+        actions = Actions()
         if suspects:
             untried = sorted((self._trial & unfinished) - set(suspects))
             if untried:
                 self._groups.append(untried)
-            self._take(suspects)
+            self._remove_from_groups(suspects)
             half = (len(suspects) + 1) // 2
             self._trial = set(suspects[:half])
             if suspects[half:]:
                 self._groups.appendleft(suspects[half:])
             elif at_worker | in_step == self._trial:
-                self._count(suspects[0], verdict)
+                self._count(suspects[0], actions)
         if self:
             suspected = self._trial.union(*self._groups)
-            self._aside = set(unfinished) - suspected - set(verdict.dead)
-            verdict.park = sorted((unfinished - self._trial).difference(verdict.dead))
-        return verdict
+            self._bystanders = set(unfinished) - suspected - set(actions.dead)
+            actions.park = sorted((unfinished - self._trial).difference(actions.dead))
+        return actions
 
-    def arrived(self, name: str) -> Verdict:
-        """A new request waits with the bystanders."""
-        verdict = Verdict()
+    def arrived(self, name: str) -> Actions:
+        """Take a new request: it waits with the bystanders while requests are suspected."""
+        actions = Actions()
         if self:
-            verdict.park = [name]
-            self._aside.add(name)
-        return verdict
+            actions.park = [name]
+            self._bystanders.add(name)
+        return actions
 
-    def progressed(self, names: Set[str]) -> Verdict:
-        """These got a token: what they did is not what kills."""
-        verdict = Verdict()
+    def progressed(self, names: Set[str]) -> Actions:
+        """Clear the requests that got a token: their step did not kill the worker."""
+        actions = Actions()
         for name in names & self._trial:
-            self._end(name, verdict)
-        return verdict
+            self._end(name, actions)
+        return actions
 
-    def ended(self, name: str) -> Verdict:
-        """The request is over, for whatever reason."""
-        verdict = Verdict()
-        self._aside.discard(name)
-        self._end(name, verdict)
-        return verdict
+    def ended(self, name: str) -> Actions:
+        """Forget a request that has ended."""
+        actions = Actions()
+        self._bystanders.discard(name)
+        self._end(name, actions)
+        return actions
 
-    def _take(self, suspects: list[str]) -> None:
-        """Out of the groups: they are tried anew."""
+    def _remove_from_groups(self, suspects: list[str]) -> None:
+        """Take the requests out of the groups: they are tried anew."""
         for group in self._groups:
             group[:] = [name for name in group if name not in suspects]
 
-    def _count(self, name: str, verdict: Verdict) -> None:
+    def _count(self, name: str, actions: Actions) -> None:
         self._alone[name] = self._alone.get(name, 0) + 1
         if self._alone[name] == DEATHS:
-            verdict.dead = [name]
-            self._end(name, verdict)
+            actions.dead = [name]
+            self._end(name, actions)
 
-    def _end(self, name: str, verdict: Verdict) -> None:
-        """No longer a suspect. The next group is tried; after the last one all run again."""
+    def _end(self, name: str, actions: Actions) -> None:
+        """Clear a request; try the next group, and after the last group resume all."""
         suspected = bool(self)
         self._alone.pop(name, None)
         self._trial.discard(name)
-        self._take([name])
+        self._remove_from_groups([name])
         while not self._trial and self._groups:
             self._trial = set(self._groups.popleft())
-            verdict.resume += sorted(self._trial)
+            actions.resume += sorted(self._trial)
         if suspected and not self:
-            verdict.resume += sorted(self._aside)
-            self._aside.clear()
+            actions.resume += sorted(self._bystanders)
+            self._bystanders.clear()
 
 
 ABANDONED_S = 300.0
-GONE_S = 2.0
-"""How long a heartbeat must be missing, after it ran out: a Redis that was away has none of anybody."""
-NEVER_CAME_S = 10.0
-"""The same for a gateway that this scheduler has never heard."""
-DOCK_S = 3.0
-"""So long those on trial wait for the worker that died to come back; then another one is emptied for them."""
+GATEWAY_GONE_S = 2.0
+"""Time for which a heartbeat must be missing: a Redis that was away has no heartbeats at first."""
+NEVER_SEEN_S = 10.0
+"""The same for a gateway whose heartbeat this scheduler has never seen."""
+REPLICA_WAIT_S = 3.0
+"""Time for which the trial waits for the worker that died; then another replica is emptied for it."""
 
 
 class Quarantine:
-    """Tells the core what to park and what to let run."""
+    """Parks and resumes requests in the core."""
 
     def __init__(
         self, core: Core, give_up: Callable[[str, str], None], abandon: Callable[[str, Finish, str], None]
     ) -> None:
-        """give_up: of a request that kills workers, with the reason; abandon: of one that nobody delivers."""
+        """give_up: ends a request that kills workers, with the reason; abandon: ends one without a gateway."""
         self._core = core
         self._give_up = give_up
         self._abandon = abandon
-        self._suspects = Bisection()
+        self._bisection = Bisection()
         self._suspected: set[str] = set()
-        self._broken: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> what `lost` was told
+        self._broken: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> arguments of link_lost
         self._died_ns = 0  # when a worker was last known to have died
-        self._gateways: dict[str, str] = {}  # request -> who delivers it
-        self._orphans: dict[str, float] = {}  # request -> since when nobody does
+        self._gateways: dict[str, str] = {}  # request -> its gateway
+        self._orphans: dict[str, float] = {}  # request -> since when it has no gateway, s
         self._background: set[str] = set()
-        self._heard: set[str] = set()
+        self._seen_gateways: set[str] = set()
         self._missing: dict[str, float] = {}  # gateway -> when it was first seen to be missing
 
     @property
-    def suspecting(self) -> bool:
-        return bool(self._suspects)
+    def has_suspects(self) -> bool:
+        return bool(self._bisection)
 
     # Suspicion
 
-    def lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
-        """The link to a worker broke. Until `found` or `gone` tells whether it died its oldest step's requests wait, or
-        they might kill another one. in_step and at_worker as in Bisection.died."""
+    def link_lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
+        """Park the requests of the oldest step of a worker whose link broke, until it is known whether the worker died.
+
+        `linked` or `find_dead` tells; until then the requests might kill another worker. in_step, at_worker: as in
+        Bisection.died.
+        """
         self._broken[worker] = (identity, in_step, at_worker)
         for name in in_step & self._gateways.keys():
             self._core.park(name)
 
-    def found(self, worker: str, identity: str, now_ns: int) -> None:
-        """This worker is linked, and its replica has joined. One with the identity that it had when it was lost has not
-        died, so no step killed it."""
+    def linked(self, worker: str, identity: str, now_ns: int) -> None:
+        """Take a worker that is linked, with its replica joined. The identity is new after a death, so a worker with
+        its old identity was not killed by a step."""
         if worker in self._broken:
-            self._explained(worker, identity != self._broken[worker][0], now_ns)
-            self._core.assign_dock(now_ns)  # the one that joined has nothing to do yet
+            self._resolve(worker, identity != self._broken[worker][0], now_ns)
+            self._core.assign_dock(now_ns)  # the replica that joined is empty
 
-    def gone(self, silent: Callable[[str], bool], now_ns: int) -> None:
-        """Of those whose links broke the silent have died. While there is no replica to try anybody on, nobody is
-        suspected: another shard may take them."""
+    def find_dead(self, silent: Callable[[str], bool], now_ns: int) -> None:
+        """Count the silent ones of the workers whose links broke as dead.
+
+        Without a replica for a trial no request becomes a suspect: another shard may take it.
+        """
         for worker in [worker for worker in self._broken if self._core.alive and silent(worker)]:
-            self._explained(worker, True, now_ns)
+            self._resolve(worker, True, now_ns)
 
-    def _explained(self, worker: str, died: bool, now_ns: int) -> None:
+    def _resolve(self, worker: str, died: bool, now_ns: int) -> None:
         _, in_step, at_worker = self._broken.pop(worker)
         self.died(in_step if died else set(), at_worker, now_ns)
         for name in sorted(in_step & self._gateways.keys()):
             self._resume(name, now_ns)
 
     def died(self, in_step: Set[str], at_worker: Set[str], now_ns: int) -> None:
-        """A worker is lost; see Bisection.died."""
+        """Take the death of a worker; arguments as in Bisection.died."""
         if in_step:
             self._died_ns = now_ns
-        self._judge(self._suspects.died(in_step, at_worker, set(self._gateways)), now_ns)
+        self._apply(self._bisection.died(in_step, at_worker, set(self._gateways)), now_ns)
 
     @property
     def gateways(self) -> set[str]:
-        """Who delivers anything."""
+        """Return the gateways of all requests."""
         return set(self._gateways.values())
 
-    def arrived(self, name: str, gateway: str, now_ns: int, delivered: bool = True, background: bool = False) -> None:
-        """delivered: is the heartbeat of its gateway there? background: it waits for a gateway, however long."""
+    def add(self, name: str, gateway: str, now_ns: int, delivered: bool = True, background: bool = False) -> None:
+        """Take a new request. delivered: its gateway has a heartbeat; background: it waits for one without limit."""
         self._gateways[name] = gateway
         if background:
             self._background.add(name)
         if not delivered:
             self._orphans[name] = now_ns / 1e9
             self._core.park(name)
-        self._judge(self._suspects.arrived(name), now_ns)
+        self._apply(self._bisection.arrived(name), now_ns)
 
     def progressed(self, names: Set[str], now_ns: int) -> None:
-        self._judge(self._suspects.progressed(names), now_ns)
+        """Take the requests that got a token."""
+        self._apply(self._bisection.progressed(names), now_ns)
 
-    def ended(self, name: str, now_ns: int) -> None:
+    def remove(self, name: str, now_ns: int) -> None:
+        """Forget a request that has ended or left the shard."""
         self._gateways.pop(name, None)
         self._orphans.pop(name, None)
         self._background.discard(name)
         self._suspected.discard(name)
-        if self._suspects:
-            self._judge(self._suspects.ended(name), now_ns)
+        if self._bisection:
+            self._apply(self._bisection.ended(name), now_ns)
 
-    def _judge(self, verdict: Verdict, now_ns: int) -> None:
-        alone = not self._core.alive  # else bystanders run on at the other workers
-        for name in verdict.park:
-            if alone or name not in self._suspects.bystanders:
+    def _apply(self, actions: Actions, now_ns: int) -> None:
+        no_replica = not self._core.alive  # otherwise bystanders run on at the other replicas
+        for name in actions.park:
+            if no_replica or name not in self._bisection.bystanders:
                 self._suspected.add(name)
                 self._core.park(name)
-        for name in verdict.resume:
+        for name in actions.resume:
             self._suspected.discard(name)
             self._resume(name, now_ns)
-        for name in self._suspects.trial & self._orphans.keys():
+        for name in self._bisection.trial & self._orphans.keys():
             self._core.resume(name, now_ns)
-        self._core.confine(self._suspects.trial)
-        for name in verdict.dead:
+        self._core.confine(self._bisection.trial)
+        for name in actions.dead:
             self._give_up(name, "the worker died twice in a step in which this request was the one suspect")
 
     # Gateways
 
-    def look(self, alive: Set[str], now_ns: int) -> None:
-        """About once a second. alive: those of `gateways` whose heartbeat is there."""
+    def check_gateways(self, alive: Set[str], now_ns: int) -> None:
+        """Park requests whose gateway is gone, resume those whose gateway is back, end those that waited too long.
+
+        Called about once a second. alive: those of `gateways` that have a heartbeat.
+        """
         now_s = now_ns / 1e9
-        if self._suspects and now_s - self._died_ns / 1e9 >= DOCK_S:
+        if self._bisection and now_s - self._died_ns / 1e9 >= REPLICA_WAIT_S:
             self._core.assign_dock(now_ns)
-        known = self.gateways
-        self._heard = (self._heard | alive) & known
-        self._missing = {name: self._missing.get(name, now_s) for name in known - alive}
+        gateways = self.gateways
+        self._seen_gateways = (self._seen_gateways | alive) & gateways
+        self._missing = {name: self._missing.get(name, now_s) for name in gateways - alive}
         gone = {name for name, since in self._missing.items() if now_s - since >= self._patience_s(name)}
         for name in [name for name in self._orphans if self._gateways[name] in alive]:
             self.adopted(name, self._gateways[name], now_ns)
         orphans = [name for name, gateway in self._gateways.items() if gateway in gone]
         if fresh := [name for name in orphans if name not in self._orphans]:
-            log.warning("%s gone: %d requests wait to be adopted", " and ".join(sorted(gone)), len(fresh))
+            log.warning("gateway %s gone: %d requests wait to be adopted", " and ".join(sorted(gone)), len(fresh))
         for name in orphans:
             self._orphans.setdefault(name, now_s)
-            if name not in self._suspects.trial:
-                self._core.park(name)  # again: what could not be parked the last time
+            if name not in self._bisection.trial:
+                self._core.park(name)  # again: parking may have failed the last time
         overdue = [name for name, since in self._orphans.items() if now_s - since > ABANDONED_S]
         for name in [name for name in overdue if name not in self._background]:
-            self._abandon(name, Finish.CANCELLED, "its gateway is gone and nobody has asked for it since")
+            self._abandon(name, Finish.CANCELLED, "its gateway is gone and no client resumed it")
 
     def _patience_s(self, gateway: str) -> float:
-        return GONE_S if gateway in self._heard else NEVER_CAME_S
+        return GATEWAY_GONE_S if gateway in self._seen_gateways else NEVER_SEEN_S
 
     def adopted(self, name: str, gateway: str, now_ns: int) -> None:
-        """`gateway` delivers the request from now on."""
+        """Take the gateway that delivers the request from now on."""
         if name in self._gateways:
             self._gateways[name] = gateway
         if self._orphans.pop(name, None) is not None:

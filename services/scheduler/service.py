@@ -1,8 +1,8 @@
 """The scheduler's process: one event loop around the core.
 
-Tasks, all on one thread, so that the core is never entered twice: `Claims` brings requests in, `Commands` brings
-commands, `Shards` looks at the others, `Fleet` holds the links to the workers and iterates, the publisher writes,
-`_report` tells how it goes. Time enters the core here and nowhere else.
+All tasks run on one thread, so the core is never entered twice: Claims brings requests in, Commands brings commands,
+Shards looks at the other shards, Fleet holds the links to the workers and iterates, the publisher writes, and
+`_report` writes statistics. Time enters the core here and in workers/, nowhere else.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ from shared.settings import SchedulerSettings
 log = logging.getLogger("orcinus.scheduler")
 
 
-LEAVE_S = 3.5
-LEAST_S = 0.3
-"""What each gets when the others have taken it all."""
+SHUTDOWN_S = 3.5
+MIN_S = 0.3
+"""Time for each part of the shutdown, also when the parts before took it all."""
 
 
 class Shutdown:
-    """LEAVE_S for everything, from the first call on."""
+    """The last seconds of the process: SHUTDOWN_S for everything, from the first call on.
+
+    Redis may be gone or silent. Nothing here is needed by the next scheduler: leases and heartbeats expire.
+    """
 
     def __init__(self, lease: Lease, reports: Reports, *clients: Redis) -> None:
         self._lease = lease
@@ -54,22 +57,23 @@ class Shutdown:
         self._clients = clients
         self._by = 0.0  # monotonic s
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
+        """Return the time that is left, at least MIN_S."""
         now = time.monotonic()
-        self._by = self._by or now + LEAVE_S
-        return max(self._by - now, LEAST_S)
+        self._by = self._by or now + SHUTDOWN_S
+        return max(self._by - now, MIN_S)
 
-    async def give_up(self) -> None:
-        """Gives up the lease, once: a standby goes on from now."""
-        if self._lease.epoch and not await within(self.left_s(), self._lease.release()):
-            log.warning("the lease was not released: Redis does not answer")
+    async def release_lease(self) -> None:
+        """Release the lease, once, so that a standby can take the shard."""
+        if self._lease.epoch and not await within(self.remaining_s(), self._lease.release()):
+            log.warning("lease not released: Redis does not answer; it expires")
 
-    async def goodbye(self) -> None:
-        """Gives up the lease, takes the heartbeat back, and closes the connections."""
-        await self.give_up()
-        await within(self.left_s(), self._reports.forget())
+    async def close(self) -> None:
+        """Release the lease, delete the heartbeat, and close the connections."""
+        await self.release_lease()
+        await within(self.remaining_s(), self._reports.close())
         closed = asyncio.gather(*(client.aclose() for client in self._clients), return_exceptions=True)
-        await within(self.left_s(), closed)
+        await within(self.remaining_s(), closed)
 
 
 class Service:
@@ -85,7 +89,7 @@ class Service:
         self._scripts = Scripts(self._redis, self._stats.call)
         self._lease = Lease(self._scripts, self._keys, settings.shard, settings.lease_ms)
         self._reports = Reports(self._redis, self._lease, self._keys, settings.shard, process_id("scheduler"))
-        self._leaving = Shutdown(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
+        self._shutdown = Shutdown(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
         self._clock = Clock()
         self._intake = Intake(
             self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease, self._clock
@@ -104,7 +108,7 @@ class Service:
             self._publisher,
         )
         self._stop = asyncio.Event()
-        self._parking = Quarantine(self._core, self._give_up, self._abandon)
+        self._quarantine = Quarantine(self._core, self._end_as_dead, self._end)
         self._shards = Shards(self._redis, self._keys, settings.shard, settings.lease_ms)
         self._claims = Claims(
             self._intake,
@@ -122,27 +126,27 @@ class Service:
             ),
             self._commands,
             self._take_all,
-            lambda: self._parking.suspecting,
+            lambda: self._quarantine.has_suspects,
             lambda shard: Lease(self._scripts, self._keys, shard, settings.lease_ms),
             settings.claim_window,
         )
         workers = WorkerRegistry(
             self._redis, self._scripts, self._keys, settings.shard, self._lease, self._shards, settings.lease_ms
         )
-        desk = WorkerContext(
+        context = WorkerContext(
             self._core,
-            self._parking,
+            self._quarantine,
             self._stats,
             self._reports,
             self._put,
             lambda: self._publisher.full,
             self._policy.look,
-            lambda: self._fleet.passed_on(),
+            lambda: self._fleet.wake_idle(),
         )
-        self._fleet = Fleet(settings, workers, desk, self._claims)
+        self._fleet = Fleet(settings, workers, context, self._claims)
 
     async def run(self) -> int:
-        """Serves the shard until SIGTERM (0) or until another scheduler takes it (1)."""
+        """Serve the shard; return 0 after SIGTERM and 1 when another scheduler took it."""
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._stop.set)
@@ -152,18 +156,18 @@ class Service:
             return 0 if self._stop.is_set() else await self._hold()
         finally:
             await end(heartbeat)
-            await self._leaving.goodbye()
+            await self._shutdown.close()
 
     async def _hold(self) -> int:
-        publisher = asyncio.create_task(self._publisher.run(self._fleet.room))
-        keep = asyncio.create_task(self._lease.keep())  # from the beginning: to rebuild may take longer than a lease
+        publisher = asyncio.create_task(self._publisher.run(self._fleet.resume_paused))
+        keep = asyncio.create_task(self._lease.keep())  # at once: the rebuild may take longer than a lease
         try:
             await first_of(asyncio.shield(keep), self._prepare(), self._stop.wait())
             if not self._stop.is_set() and not keep.done():
                 await first_of(
                     asyncio.shield(publisher),  # a write under way is finished, also at the end
                     keep,
-                    self._claim(),
+                    self._run_claims(),
                     self._shards.run(self._claims.changed.set),
                     self._commands.run(),
                     self._fleet.run(),
@@ -171,17 +175,17 @@ class Service:
                     self._stop.wait(),
                 )
             if not self._stop.is_set():
-                raise LeaseLostError("the shard was taken by another scheduler")
+                raise LeaseLostError("lease lost: another scheduler took the shard")
             self._put(self._core.checkpoint())
-            await within(self._leaving.left_s(), self._publisher.flush(publisher))
+            await within(self._shutdown.remaining_s(), self._publisher.flush(publisher))
             log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self._core.unfinished)
             return 0
         except LeaseLostError as error:
-            log.error("%s; leaving", error)
+            log.error("%s; stopping", error)
             return 1
         finally:
             await end(publisher, keep)
-            await self._leaving.give_up()
+            await self._shutdown.release_lease()
 
     async def _prepare(self) -> None:
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
@@ -190,10 +194,10 @@ class Service:
 
     # Requests in
 
-    async def _claim(self) -> None:
+    async def _run_claims(self) -> None:
         await self._claims.run()
-        log.info("drained: nothing is left")
-        self._reports.event("drained", f"{self._settings.shard} is empty")
+        log.info("drained")
+        self._reports.event("drained", f"{self._settings.shard} has no request left")
         self._stop.set()
 
     def _take_all(self, claimed: list[Claimed]) -> None:
@@ -209,19 +213,21 @@ class Service:
             elif item.cancelled:
                 self._put(self._core.cancel(request.id, now))
             for choice, at in item.stops.items():
-                if request.outputs and request.outputs[choice].size >= at:  # else its end brings the stop about
+                if (
+                    request.outputs and request.outputs[choice].size >= at
+                ):  # else the end of the choice applies the stop
                     self._put(self._core.stop(request.id, choice, at, now))
             background = item.entry.request.background
-            self._parking.arrived(request.id, request.gateway, now, item.delivered, background)
+            self._quarantine.add(request.id, request.gateway, now, item.delivered, background)
         if claimed:
             self._fleet.wake()
 
     def _forget(self, request_id: str) -> None:
         self._held.drop(request_id)
         self._claims.changed.set()
-        suspecting = self._parking.suspecting
-        self._parking.ended(request_id, time.monotonic_ns())
-        if suspecting:
+        has_suspects = self._quarantine.has_suspects
+        self._quarantine.remove(request_id, time.monotonic_ns())
+        if has_suspects:
             self._fleet.wake()
 
     def _command(self, control: queue_pb2.Control) -> None:
@@ -233,23 +239,23 @@ class Service:
             self._put(self._core.stop(control.stop.id, control.stop.choice, control.stop.at_token, now))
         elif kind == "adopt":
             self._core.adopt(control.adopt.id, control.adopt.gateway)
-            self._parking.adopted(control.adopt.id, control.adopt.gateway, now)
+            self._quarantine.adopted(control.adopt.id, control.adopt.gateway, now)
         elif kind == "drain":
             self._claims.drain()
         elif kind == "policy":
-            self._policy.ask(control.policy.name)
+            self._policy.request(control.policy.name)
         else:
-            log.warning("command %s is not known to this scheduler and was dropped", kind)
+            log.warning("command %s dropped: unknown to this scheduler; update it", kind)
         self._fleet.wake()
 
     # Outcomes
 
-    def _give_up(self, request_id: str, text: str) -> None:
-        log.error("request %s ends: %s", request_id, text)
-        self._abandon(request_id, Finish.ERROR, text)
+    def _end_as_dead(self, request_id: str, text: str) -> None:
+        log.error("request %s ended: %s", request_id, text)
+        self._end(request_id, Finish.ERROR, text)
         self._reports.dead(request_id, text)
 
-    def _abandon(self, request_id: str, finish: Finish, text: str) -> None:
+    def _end(self, request_id: str, finish: Finish, text: str) -> None:
         self._put(self._core.cancel(request_id, time.monotonic_ns(), finish, text))
 
     def _put(self, outcome: Outcome | None, step: int = 0) -> None:
@@ -267,11 +273,11 @@ class Service:
                 replicas = self._fleet.replicas()
                 self._stats.replicas(replicas)
                 await self._reports.stats(self._snapshot(), self._stats.iterations.fields(), replicas)
-                alive = await self._reports.gateways_alive(self._parking.gateways)
-                self._parking.look(alive, time.monotonic_ns())
+                alive = await self._reports.gateways_alive(self._quarantine.gateways)
+                self._quarantine.check_gateways(alive, time.monotonic_ns())
                 self._fleet.wake()
             except Unavailable as error:
-                log.warning("stats were not written: %s", error)
+                log.warning("statistics not written: %s; retrying", error)
             if self._core.idle:
                 self._core.check()
 
@@ -282,7 +288,7 @@ class Service:
             int(time.time() * 1000),
             self._lease.epoch,
             self._policy.name,
-            len(self._fleet.drives),
+            len(self._fleet.loops),
             [self._core.predicted_ttft_ns(number) for number in range(len(CLASSES))],
             self._shards.unclaimed_ms,
         )

@@ -1,7 +1,7 @@
-"""Tasks that stand and fall together, and work that may not take long.
+"""Groups of tasks that end together, and work with a time limit.
 
 A cancellation can get lost: `asyncio.wait_for` of Python 3.11, through which redis-py sends every command, returns the
-result instead when the send is complete at that moment (cpython issue 86296). So `end` asks again until it is obeyed.
+result instead when the send is complete at that moment (cpython issue 86296). So `end` repeats it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ AGAIN_S = 0.1
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels the tasks and waits until they have ended; also when the caller is cancelled meanwhile, which it learns
-    afterwards. What they raise is not told."""
+    """Cancel the tasks and wait until they have ended; drop what they raise.
+
+    A cancellation of the caller meanwhile is raised afterwards.
+    """
     cancelled: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
@@ -26,13 +28,13 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
             cancelled = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # else asyncio complains that nobody asked
+            task.exception()  # else asyncio logs that it was never retrieved
     if cancelled is not None:
         raise cancelled
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:
-    """Waits for the first to end, cancels the others, raises what the first raised."""
+    """Wait for the first to end, cancel the others, and raise what the first raised."""
     tasks = [asyncio.ensure_future(item) for item in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -44,7 +46,7 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
 
 
 async def within(seconds: float, work: Awaitable[Any]) -> bool:
-    """Gives the work so long and then ends it; did it end by itself? Raises what it raised."""
+    """Return whether the work ended within `seconds`; cancel it otherwise. Raises what the work raises."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=max(seconds, 0.0))

@@ -1,6 +1,7 @@
-"""What dashboards read (docs/operations.md#stats): counters of the core, percentiles of the last minute, once a second.
+"""What the scheduler reports about itself: statistics once a second, heartbeat, events, dead requests.
 
-`Window` and `Stats` are pure; the service calls `snapshot` and writes it.
+Window, StartRate, Iterations and Stats are pure: the service feeds them and calls `snapshot`. Reports writes to Redis
+beside the hot path; a report that is lost affects no request. Fields: docs/operations.md#stats.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ log = logging.getLogger("orcinus.scheduler")
 
 ROWS = 200
 COLUMNS = ("idle_us", "step_us", "decode", "prefill", "replica")
-"""How long the device waited before the step; how long it ran; tokens of decodes and of prompts; which worker."""
+"""Time the device waited before the step, duration of the step, tokens of decodes and of prompts, replica."""
 
-_MOST = np.iinfo(np.int32).max
+_INT32_MAX = np.iinfo(np.int32).max
 
 
 class Iterations:
-    """A ring of the last ROWS answered steps."""
+    """A ring of the last ROWS answered steps, for the live page and `orcinus top`."""
 
     def __init__(self) -> None:
         self._rows = np.zeros((ROWS, len(COLUMNS)), np.int32)
         self._count = 0
 
     def add(self, idle_ns: int, step_ns: int, decode: int, prefill: int, replica: int) -> None:
-        """One step was answered."""
-        idle_us, step_us = min(idle_ns // 1000, _MOST), min(step_ns // 1000, _MOST)
+        """Add a step that was answered."""
+        idle_us, step_us = min(idle_ns // 1000, _INT32_MAX), min(step_ns // 1000, _INT32_MAX)
         self._rows[self._count % ROWS] = idle_us, step_us, decode, prefill, replica
         self._count += 1
 
     def fields(self) -> dict[str, int | bytes]:
-        """The hash: `last`, how many were answered so far, and each column as int32, oldest first."""
+        """Return the hash: `last`, the number of steps answered so far, and each column as int32, oldest first."""
         rows = np.roll(self._rows, -(self._count % ROWS), axis=0)[max(0, ROWS - self._count) :]
         return {"last": self._count, **{name: pack(rows[:, at]) for at, name in enumerate(COLUMNS)}}
 
@@ -62,7 +63,7 @@ HEARTBEAT_MS = 5_000
 
 
 class Reports:
-    """Writes to Redis beside the hot path; each stream is bounded and each key has a TTL."""
+    """Writes reports to Redis; each stream is bounded and each key has a TTL."""
 
     def __init__(self, redis: Redis, lease: Lease, keys: Keys, shard: str, scheduler_id: str) -> None:
         self._redis = redis
@@ -75,22 +76,22 @@ class Reports:
         self.answered = 0  # steps answered since the start
 
     async def heartbeat(self) -> None:
-        """Until cancelled: this process lives, and this is the last step it applied."""
+        """Until cancelled, write that this process lives, with the last step that it applied."""
         while True:
             try:
                 await self._redis.set(self._alive, self.last_step, px=HEARTBEAT_MS)
             except Unavailable as error:
-                log.warning("no heartbeat: %s", error)
+                log.warning("heartbeat not written: %s; retrying", error)
             await asyncio.sleep(HEARTBEAT_MS / 5000)
 
-    async def forget(self) -> None:
-        """Takes the heartbeat back at a clean stop, once what is still to be recorded is, or when cancelled."""
+    async def close(self) -> None:
+        """Write what is still to be recorded, then delete the heartbeat: a clean stop."""
         try:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             await self._redis.delete(self._alive)
         except Unavailable as error:
-            log.warning("the heartbeat was not taken back: %s", error)
+            log.warning("heartbeat not deleted: %s; it expires", error)
         finally:
             await end(*self._tasks)
 
@@ -100,10 +101,8 @@ class Reports:
         iterations: Mapping[str, int | bytes],
         replicas: Mapping[str, Mapping[str, float | int | str]],
     ) -> None:
-        """Rewrites `stats:{shard}`, `stats:{shard}:iterations` and `stats:{shard}:replicas` (by worker id), and appends
-        the first to its history.
-
-        Raises LeaseLostError.
+        """Rewrite `stats:{shard}`, `stats:{shard}:iterations` and `stats:{shard}:replicas` (by worker id), and append
+        the first to its history. Raises LeaseLostError.
         """
         key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
         last, each = self._keys.iterations(self._shard), self._keys.replicas(self._shard)
@@ -116,22 +115,22 @@ class Reports:
             ["PEXPIRE", history, LIVE_TTL_MS],
             ["HSET", last, *(word for item in iterations.items() for word in item)],
             ["PEXPIRE", last, KEPT_TTL_MS],
-            ["DEL", each],  # one that is lost is not there any more
+            ["DEL", each],  # forget replicas that are lost
             *([["HSET", each, *rows], ["PEXPIRE", each, KEPT_TTL_MS]] if rows else []),
         )
 
     async def gateways_alive(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` whose heartbeat is there."""
-        asked = list(names)
-        found = await self._redis.mget([self._keys.alive("gateway", name) for name in asked]) if asked else []
-        return {name for name, beat in zip(asked, found, strict=True) if beat is not None}
+        """Return those of `names` that have a heartbeat."""
+        wanted = list(names)
+        found = await self._redis.mget([self._keys.alive("gateway", name) for name in wanted]) if wanted else []
+        return {name for name, beat in zip(wanted, found, strict=True) if beat is not None}
 
     def event(self, kind: str, text: str, **ids: str) -> None:
-        """Appends to `events` in the background."""
+        """Append to `events` in the background."""
         self._later(self._append(self._keys.events, EVENTS_ROWS, {"kind": kind, "text": text, **ids}))
 
     def dead(self, request_id: str, text: str) -> None:
-        """Records a request that kept failing."""
+        """Record a request that kept failing."""
         self.event("dead", text, request=request_id)
         self._later(self._append(self._keys.dead, DEAD_ROWS, {"request": request_id, "text": text}))
 
@@ -141,7 +140,7 @@ class Reports:
         try:
             await self._lease.write(["XADD", key, "MAXLEN", "~", rows, "*", *words])
         except (*Unavailable, LeaseLostError) as error:
-            log.warning("%s was not recorded: %s", fields, error)
+            log.warning("record not written: %s: %s", fields, error)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -153,9 +152,9 @@ VERSION = 1
 WINDOW_NS = 60_000_000_000
 WINDOW_SAMPLES = 1 << 15
 
-CROWD_S = 30.0
-"""How far back the rate of first tokens reaches while sequences wait."""
-CROWD_STARTS = 2  # and at least as many as run: all slots or all memory have changed hands once
+RATE_FADE_S = 30.0
+"""Time constant of the rate of first tokens while sequences wait."""
+MIN_STARTS = 2  # and at least as many as run: every slot was taken anew once
 
 
 class Window:
@@ -168,7 +167,7 @@ class Window:
         self._held = 0
 
     def add(self, values: npt.NDArray[Any], now_ns: int) -> None:
-        """Appends values; the oldest are overwritten."""
+        """Append values; the oldest are overwritten."""
         values = values[-self._at.size :]
         rows = np.arange(self._next, self._next + values.size) % self._at.size
         self._at[rows] = now_ns
@@ -177,38 +176,38 @@ class Window:
         self._held = min(self._at.size, self._held + values.size)
 
     def percentiles(self, now_ns: int, *points: float) -> list[float]:
-        """Percentiles of the last minute; zeros when there was nothing."""
+        """Return percentiles of the last minute; zeros when it is empty."""
         recent = self._values[: self._held][self._at[: self._held] > now_ns - WINDOW_NS]
         return [float(value) for value in np.percentile(recent, points)] if recent.size else [0.0] * len(points)
 
 
 class StartRate:
-    """How fast sequences start while others wait for slots or memory.
+    """The rate at which sequences start while others wait for slots or memory.
 
-    Starts come in bursts, as those who began together end together, so time is counted from start to start and never
-    up to the moment of a report, which may lie just before a burst or just behind it.
+    Starts come in bursts, as sequences that start together end together. So time is counted from start to start and
+    never up to the moment of a report, which may be just before a burst or just after it.
     """
 
     def __init__(self, now_ns: int) -> None:
         self._looked_ns = self._last_ns = now_ns
-        self._since_ns = -1  # nobody waited then; -1: nobody waits
-        self._starts = self._seconds = 0.0  # both fade with CROWD_S
+        self._since_ns = -1  # no sequence waited at that time; -1: none waits
+        self._starts = self._seconds = 0.0  # both fade with RATE_FADE_S
         self._seen = 0
 
     def started(self, starts: int, now_ns: int) -> None:
-        """So many got their first tokens."""
+        """Count sequences that got their first tokens."""
         if not starts:
             return
         if self._since_ns >= 0:
             seconds = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
-            keep = math.exp(-seconds / CROWD_S)
+            keep = math.exp(-seconds / RATE_FADE_S)
             self._starts = keep * self._starts + starts
             self._seconds = keep * self._seconds + seconds
             self._seen += starts
         self._last_ns = now_ns
 
     def look(self, waiting: int, now_ns: int) -> None:
-        """So many wait now; with nobody all is forgotten."""
+        """Take the number of waiting sequences; 0 resets the rate."""
         if not waiting:
             self._since_ns, self._starts, self._seconds, self._seen = -1, 0.0, 0.0, 0
         elif self._since_ns < 0:
@@ -216,20 +215,22 @@ class StartRate:
         self._looked_ns = now_ns
 
     def rate(self, running: int, now_ns: int) -> float:
-        """Starts a second where `running` sequences run; 0 while too few were seen to tell. When none has come for
-        long it falls, as if those who run were the next burst."""
-        if self._seen < max(running, CROWD_STARTS) or not self._seconds:
+        """Return starts per second where `running` sequences run; 0 until enough starts were seen.
+
+        Without starts for long the rate falls, as if the running sequences were the next burst.
+        """
+        if self._seen < max(running, MIN_STARTS) or not self._seconds:
             return 0.0
         silent = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
         return min(self._starts / self._seconds, (self._starts + running) / (self._seconds + silent))
 
 
 class Stats:
-    """Collects what iterations show."""
+    """Collects figures from steps and outcomes, and makes the fields of `stats:{shard}` from them."""
 
     def __init__(self, started_ns: int, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
-        self._lives = RequestTimes(self._metrics.ended)
+        self._request_times = RequestTimes(self._metrics.ended)
         self.iterations = Iterations()
         self._ttft_ms = Window()
         self._tbt_ms = Window()
@@ -238,15 +239,15 @@ class Stats:
         self._tokens = self._prefill = self._prefill_ns = 0
         self._rate = 0.0
         self._tokens_total = 0
-        self._crowd = StartRate(started_ns)
+        self._start_rate = StartRate(started_ns)
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
 
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
-        """Waits and SLO violations of one outcome's rows; starts and ends of requests."""
+        """Take one outcome: waits and SLO violations of its rows, starts and ends of requests."""
         if outcome is None:
             return
-        self._lives.seen(outcome, now_ns)
+        self._request_times.record(outcome, now_ns)
         if not outcome.waits_ns.size:
             return
         has = outcome.waits_ns >= 0
@@ -257,7 +258,7 @@ class Stats:
         self._metrics.waits(first_ns, between_ns)
         produced = int(outcome.counts.sum())
         self._tokens += produced
-        self._crowd.started(int(np.count_nonzero(starts)), now_ns)
+        self._start_rate.started(int(np.count_nonzero(starts)), now_ns)
         self._tokens_total += produced
         for row in np.flatnonzero(starts):  # once in a request's life
             request = outcome.requests[row]
@@ -265,15 +266,14 @@ class Stats:
                 self._violations[request.priority] += 1
 
     def step(self, decode: int, prefill: int, spent_ns: int = 0) -> None:
-        """One iteration was sent; to plan it took `spent_ns` of the scheduler's time."""
+        """Take a step that was sent; planning it took `spent_ns`."""
         self._step_tokens, self._step_decode, self._step_prefill = decode + prefill, decode, prefill
         self.scheduled(spent_ns)
 
     def result(
         self, step_ns: int, idle_ns: int, prefill: int, decode: int = 0, replica: int = 0, spent_ns: int = 0
     ) -> None:
-        """One iteration was answered; it ran `prefill` tokens of prompts and `decode` others. To apply it took
-        `spent_ns` of the scheduler's time."""
+        """Take an answered step: `prefill` tokens of prompts, `decode` others; applying it took `spent_ns`."""
         self.scheduled(spent_ns)
         self.iterations.add(idle_ns, step_ns, decode, prefill, replica)
         self._metrics.step(step_ns, decode, prefill)
@@ -285,16 +285,16 @@ class Stats:
         self._steps += 1
 
     def scheduled(self, spent_ns: int) -> None:
-        """Time of the scheduler's own in plan or apply."""
+        """Add time of the scheduler in plan or apply."""
         self._schedule_ns += spent_ns
         self._metrics.planned(spent_ns)
 
     def call(self, script: str, seconds: float) -> None:
-        """A script in Redis answered."""
+        """Observe the duration of a Redis script."""
         self._metrics.call(script, seconds)
 
     def replicas(self, rows: Mapping[str, Mapping[str, float | int | str]]) -> None:
-        """The figures of each replica, by worker id, for the next snapshot."""
+        """Take the figures of each replica, by worker id, for the metrics."""
         self._metrics.replicas(rows)
 
     def snapshot(
@@ -308,10 +308,10 @@ class Stats:
         predicted_ns: Sequence[int] = (0, 0, 0, 0),
         unclaimed_ms: Sequence[int] = (0, 0, 0, 0),
     ) -> dict[str, float | int | str]:
-        """Every field of `stats:{shard}`; starts the next second.
+        """Return every field of `stats:{shard}`, and start the next interval.
 
-        `predicted_ns`: the core's prediction of a time to first token by class; 0 while it knows no step's time.
-        `unclaimed_ms`: how long the oldest of those has waited, by class, that no shard has claimed.
+        predicted_ns: the core's predicted time to first token by class; 0 while no step was timed. unclaimed_ms: age of
+        the oldest request that no shard has claimed, by class.
         """
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
@@ -349,26 +349,30 @@ class Stats:
         return fields
 
     def _predicted(self, core: dict[str, Any], predicted_ns: Sequence[int], now_ns: int) -> dict[str, float | int]:
-        """When a request that comes now gets its first token, by class. Prompts may wait for time (the core's
-        prediction; tokens at the measured rate while it has none) or for slots and memory (those who are before it, at
-        the rate of starts). The longer one counts."""
-        # Who waits to be decoded elsewhere takes no slot from prompts: all who do are behind_low.
-        self._crowd.look(int(core.get(f"behind_{CLASSES[-1]}", core.get("waiting", 0))), now_ns)
-        starts_s = self._crowd.rate(int(core.get("running", 0)), now_ns)
+        """Return the predicted time to first token of a request that arrives now, by class.
+
+        A prompt waits for computation (the core's prediction, or queued tokens at the measured rate) or for slots and
+        memory (the requests before it, at the rate of starts). The longer time counts.
+        """
+        # A sequence that waits to be decoded elsewhere takes no slot from prompts, so only behind_low counts.
+        self._start_rate.look(int(core.get(f"behind_{CLASSES[-1]}", core.get("waiting", 0))), now_ns)
+        starts_s = self._start_rate.rate(int(core.get("running", 0)), now_ns)
         fields: dict[str, float | int] = {"starts_s": round(starts_s, 3)}
         for name, core_ns in zip(CLASSES, predicted_ns, strict=True):
             computing_ms = core_ns / 1e6
             if not core_ns and self._rate:
                 computing_ms = 1e3 * int(core.get(f"queued_tokens_{name}", 0)) / self._rate
             behind = int(core.get(f"behind_{name}", 0))
-            crowd_ms = 1e3 * behind / starts_s if starts_s else 0.0
-            fields[f"behind_{name}"] = behind if crowd_ms > computing_ms else 0
-            fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, crowd_ms), 1)
+            starts_ms = 1e3 * behind / starts_s if starts_s else 0.0
+            fields[f"behind_{name}"] = behind if starts_ms > computing_ms else 0
+            fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, starts_ms), 1)
         return fields | {"predicted_ttft_ms": fields[f"predicted_ttft_ms_{CLASSES[-1]}"]}
 
     def _learn_rate(self, workers: int) -> None:
-        """Prompt tokens per second of steps that ran some, times the workers: what a queue of prompts is worth, also
-        when none came for a while. An average that follows with a third of each new second."""
+        """Update the rate of prompt tokens: that of steps with prompt tokens, times the workers.
+
+        The average takes a third of each new interval and keeps its value while no prompt runs.
+        """
         if self._prefill_ns:
             now = max(workers, 1) * self._prefill / (self._prefill_ns / 1e9)
             self._rate = now if not self._rate else self._rate + (now - self._rate) / 3
@@ -376,8 +380,10 @@ class Stats:
 
 
 def _ages(core: dict[str, Any], unclaimed_ms: Sequence[int], now_ns: int) -> dict[str, int]:
-    """How long the oldest request has waited that never ran, by class, in ms: of those claimed, and of those that are
-    not; 0 where nobody waits."""
+    """Return the age of the oldest request that never ran, by class, in ms; 0 where none waits.
+
+    unclaimed_ms: the ages of requests that no shard has claimed.
+    """
     ages = {}
     for name, outside_ms in zip(CLASSES, unclaimed_ms, strict=True):
         arrived_ns = int(core.get(f"oldest_ns_{name}", 0))

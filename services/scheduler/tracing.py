@@ -1,6 +1,7 @@
-"""Spans of what the scheduler saw of a request: queue, prefill and decode, made at its end from three times.
+"""Times of each request: first slot, first token, end. Histograms and the spans of the scheduler come from them.
 
-Their parent is the gateway's span, by the request's traceparent; a request without one leaves none.
+A request has spans (queue, prefill, decode) when its traceparent names the gateway's span. A scheduler that takes a
+request up from another one did not see its start, and records no times of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shared.traces import Tracer, Value
 
 @dataclass(slots=True)
 class Timeline:
-    """Of one request, in ns of the monotonic clock."""
+    """The times of one request, in ns of the monotonic clock."""
 
     started_ns: int
     first_token_ns: int = 0
@@ -27,33 +28,33 @@ class Timeline:
 
 
 class RequestTimes:
-    """One entry for each request between its first slot and its end."""
+    """The times of each request between its first slot and its end."""
 
     def __init__(self, ended: Callable[[FinishedRequest, Timeline], None]) -> None:
-        """`ended` is called with each request that got a token, at its end."""
-        self._lives: dict[str, Timeline] = {}
+        """ended: called with each request that got a token, at its end."""
+        self._timelines: dict[str, Timeline] = {}
         self._ended = ended
 
     def __len__(self) -> int:
-        return len(self._lives)
+        return len(self._timelines)
 
-    def seen(self, outcome: Outcome, now_ns: int) -> None:
-        """What one call of the core made known."""
+    def record(self, outcome: Outcome, now_ns: int) -> None:
+        """Record the starts, first tokens and ends of one outcome."""
         for request_id in outcome.started:
-            self._lives[request_id] = Timeline(now_ns)
+            self._timelines[request_id] = Timeline(now_ns)
         for row in np.flatnonzero((outcome.first == 0) & (outcome.counts > 0)):
-            life = self._lives.get(outcome.requests[row].id)
-            if life is not None and not life.first_token_ns:
-                life.first_token_ns = now_ns
+            timeline = self._timelines.get(outcome.requests[row].id)
+            if timeline is not None and not timeline.first_token_ns:
+                timeline.first_token_ns = now_ns
         for finished in outcome.ended:
-            life = self._lives.pop(finished.request.id, None)
-            if life is not None and life.first_token_ns:
-                life.ended_ns = now_ns
-                self._ended(finished, life)
+            timeline = self._timelines.pop(finished.request.id, None)
+            if timeline is not None and timeline.first_token_ns:
+                timeline.ended_ns = now_ns
+                self._ended(finished, timeline)
 
 
 class Spans:
-    """Tells a collector of each request that ended."""
+    """Sends the spans of each request that ended to a collector."""
 
     def __init__(self, settings: SchedulerSettings, scheduler_id: str) -> None:
         """Raises ConfigurationError when the SDK is missing."""
@@ -61,15 +62,15 @@ class Spans:
         self._model = settings.served_model_name
         self._shard = settings.shard
 
-    def ended(self, finished: FinishedRequest, life: Timeline) -> None:
-        """A request that got tokens has ended."""
+    def ended(self, finished: FinishedRequest, timeline: Timeline) -> None:
+        """Make the spans of a request that got tokens and has ended."""
         request = finished.request
         parent = request.payload.traceparent
         if not parent:
             return
         to_wall = time.time_ns() - time.monotonic_ns()
         arrived, started, first, ended = (
-            at + to_wall for at in (request.arrived_ns, life.started_ns, life.first_token_ns, life.ended_ns)
+            at + to_wall for at in (request.arrived_ns, timeline.started_ns, timeline.first_token_ns, timeline.ended_ns)
         )
         attributes: dict[str, Value] = {
             "gen_ai.request.model": self._model,
@@ -84,5 +85,5 @@ class Spans:
         self._tracer.whole("decode", parent, first, ended, {**attributes, "gen_ai.usage.output_tokens": output})
 
     def close(self) -> None:
-        """Sends what is queued, for a few seconds at most."""
+        """Send what is queued, for a few seconds at most."""
         self._tracer.close()

@@ -55,19 +55,19 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
     try:
         addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
         core, counted = Core("orcinus"), Counted()
-        parking = Quarantine(core, lambda name, text: None, lambda name, finish, text: None)
+        quarantine = Quarantine(core, lambda name, text: None, lambda name, finish, text: None)
         reports = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
-        desk = WorkerContext(
-            core, parking, Stats(time.monotonic_ns()), reports, counted.put, lambda: False, lambda: None,
-            lambda: fleet.passed_on(),
+        context = WorkerContext(
+            core, quarantine, Stats(time.monotonic_ns()), reports, counted.put, lambda: False, lambda: None,
+            lambda: fleet.wake_idle(),
         )  # fmt: skip
         claims = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
-        fleet = Fleet(SchedulerSettings(), SimpleNamespace(ready=[]), desk, claims)
+        fleet = Fleet(SchedulerSettings(), SimpleNamespace(ready=[]), context, claims)
         leads = [
-            asyncio.create_task(fleet._lead(Registration(f"sleep-{i}", address, f"sleep-{i}", epoch=1)))
+            asyncio.create_task(fleet.serve(Registration(f"sleep-{i}", address, f"sleep-{i}", epoch=1)))
             for i, address in enumerate(addresses)
         ]
-        await _until("all workers are linked", lambda: len(fleet.drives) == count, 30)
+        await _until("all workers are linked", lambda: len(fleet.loops) == count, 30)
         rng = np.random.default_rng(1)
         for number in range(count * LIMITS.slots):
             prompt = rng.integers(0, 30_000, PROMPT).astype(np.int32)
@@ -105,7 +105,7 @@ async def _until(what: str, condition: Callable[[], bool], seconds: float) -> No
 
 
 def _steps(fleet: Fleet) -> int:
-    return sum(each.answered for each in fleet.drives.values())
+    return sum(each.answered for each in fleet.loops.values())
 
 
 def main(words: list[str]) -> int:

@@ -1,1 +1,1 @@
-"""Requests between Redis and the core: claimed, decoded, commanded, published."""
+"""Requests between Redis and the core: intake, claims, commands, publisher, and the hand-over between shards."""

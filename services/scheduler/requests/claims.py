@@ -1,8 +1,8 @@
-"""Which requests this shard holds: claimed, taken up, handed back, given away. One task does all of it in turn.
+"""The requests that this shard holds: claimed, taken up, handed back, given away. One task does all of it in turn.
 
-So a read that is under way never claims again what is handed back at that moment, and a command for what was just
-claimed is kept until it is there. Alone, a shard claims more than can run, so that the policy can choose; beside others
-that have a worker it claims what runs soon, one at a time, and leaves the rest to whoever is free.
+So a read that is under way never claims again what is handed back at that moment, and a command for a request that was
+just claimed is kept until the request is held. A shard that is alone claims more than can run, so that the policy can
+choose; beside other shards with workers it claims what runs soon, and leaves the rest to the shard that is free.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from shared.redis_client import Unavailable, backoff_s, temporary
 
 log = logging.getLogger("orcinus.scheduler")
 
-ALONE = 16_384
-"""Requests held by a shard that is alone, or a flood of one tenant would hide the others from the policy."""
+MAX_HELD = 16_384
+"""Requests held by a shard that is alone: enough that a flood of one tenant hides no other from the policy."""
 HAND_BACK_S = 3.0
 GIVE_S = 6.0
-"""So long a shard without a worker keeps what never started, and what has begun, while another shard has one."""
+"""Times for which a shard without a worker keeps what never started and what has begun, while another shard has one."""
 
 
 class Holdings:
-    """Where each request lies that this shard holds. Requests have an entry until their end is written."""
+    """The stream entries of the requests that this shard holds, until their ends are written."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.by_class = [0] * len(CLASSES)
 
     def add(self, name: str, entry: Entry) -> None:
+        """Hold a request."""
         self.entries[name] = entry
         self.by_class[entry.class_number] += 1
 
     def drop(self, name: str) -> None:
+        """Forget a request, if it is held."""
         if entry := self.entries.pop(name, None):
             self.by_class[entry.class_number] -= 1
 
 
 class Claims:
-    """`run` until cancelled, or until a drain has emptied the shard."""
+    """Decides how many requests the shard holds. `run` ends when cancelled, or when a drain has emptied the shard."""
 
     def __init__(
         self,
@@ -56,51 +58,54 @@ class Claims:
         handover: Handover,
         commands: Commands,
         take: Callable[[list[Claimed]], None],
-        suspecting: Callable[[], bool],
+        has_suspects: Callable[[], bool],
         orphans_lease: Callable[[str], Lease],
         window: int = 0,
     ) -> None:
-        """take: into the core; suspecting: some requests are suspected of killing the worker, and must not kill another
-        shard's; orphans_lease: the lease of another shard; window: requests held at most, 0: ALONE."""
+        """take: adds requests to the core. has_suspects: returns whether requests are suspected of killing a worker;
+        they must not kill another shard's. orphans_lease: returns the lease of another shard. window: requests held at
+        most; 0 uses MAX_HELD.
+        """
         self._intake = intake
         self._held = holdings
         self._shards = shards
         self._handover = handover
         self._commands = commands
         self._take = take
-        self._suspecting = suspecting
+        self._suspecting = has_suspects
         self._orphans_lease = orphans_lease
         self._window = window
-        self._slots = 0  # of the workers, or of those there were last
-        self._workerless: float | None = time.monotonic()  # since when there is none
+        self._slots = 0  # of the workers, or of the last workers there were
+        self._workerless: float | None = time.monotonic()  # since when there is no worker
         self._looks = 0
-        self.changed = asyncio.Event()  # a request has left, a worker came, the other shards were looked at
+        self.changed = asyncio.Event()  # a request left, a worker came, or the other shards were read
         self.draining = False
 
     def joined(self, slots: int) -> None:
-        """There are workers with so many slots."""
+        """Take the number of slots of the workers."""
         self._slots, self._workerless = slots, None
         self.changed.set()
 
     def lost(self) -> None:
-        """There is none any more."""
+        """Note that there is no worker any more."""
         if self._workerless is None:
             self._workerless = time.monotonic()
         self.changed.set()
 
     def drain(self) -> None:
-        """Claim nothing more, hand back and give away, end when nothing is left."""
+        """Claim nothing more, hand back and give away, and end when nothing is left."""
         self.draining = True
         self.changed.set()
 
     async def run(self) -> None:
+        """Claim, share and hand back until cancelled or drained."""
         attempt = 0
         while not self.draining:
             self.changed.clear()
             self._commands.claim_begins()
             try:
-                # What a call that failed, another shard, or a scheduler that was not quite dead has put there.
-                if attempt or (self._looked_again() and await self._stranded()):
+                # Entries of a call that failed, of another shard, or of a scheduler that still ran.
+                if attempt or (self._shards_changed() and await self._stranded()):
                     await self.rebuild()
                 await self._share()
                 room = self.room()
@@ -121,24 +126,24 @@ class Claims:
         await self._empty()
 
     async def rebuild(self) -> None:
-        """Takes up what lies in the shard's pending list and is not held."""
+        """Take up the requests of the shard's pending list that are not held."""
         count = await self._intake.pending(self._held.entries, self._take)
         if count:
             log.info("took up %d claimed requests", count)
 
     def room(self) -> list[int]:
-        """How many requests of each class may be claimed now."""
+        """Return how many requests of each class may be claimed now."""
         others = bool(self._shards.others)
         if not self._slots or (others and self._workerless is not None):
             return [0] * len(CLASSES)
-        return room_by_class(self._most(others), self._held.by_class)
+        return room_by_class(self._max_held(others), self._held.by_class)
 
-    def _most(self, others: bool) -> int:
-        """Requests that may be held."""
-        alone = self._window or ALONE
+    def _max_held(self, others: bool) -> int:
+        """Return how many requests may be held."""
+        alone = self._window or MAX_HELD
         return min(alone, self._slots + max(self._slots // 4, 1)) if others else alone
 
-    def _looked_again(self) -> bool:
+    def _shards_changed(self) -> bool:
         before, self._looks = self._looks, self._shards.looks
         return before != self._looks
 
@@ -147,10 +152,10 @@ class Claims:
         return self._shards.pending > held and await self._intake.stranded(held)
 
     async def _share(self) -> None:
-        """Gives to the other shards what is theirs by now, and takes what nobody else looks after."""
+        """Give requests to the other shards, and take over those of shards without a scheduler."""
         without_s = 0.0 if self._workerless is None else time.monotonic() - self._workerless
         if self._shards.others:
-            await self._shed(without_s)
+            await self._give_to_others(without_s)
         if self._workerless is None:
             for orphan in self._shards.orphans:
                 await self._handover.take_from(orphan, self._orphans_lease(orphan), self._intake)
@@ -158,8 +163,8 @@ class Claims:
                 self._shards.orphans = []  # until the next look
                 await self.rebuild()
 
-    async def _shed(self, without_s: float) -> None:
-        surplus = len(self._held.entries) - self._most(others=True)
+    async def _give_to_others(self, without_s: float) -> None:
+        surplus = len(self._held.entries) - self._max_held(others=True)
         if without_s > HAND_BACK_S:
             surplus = len(self._held.entries)
         if surplus > 0 and (count := await self._handover.hand_back(surplus)):
@@ -168,24 +173,24 @@ class Claims:
             await self._handover.give(self._shards.others)
 
     async def _empty(self) -> None:
-        """Draining: what never started goes back to the queue; the rest goes on elsewhere, or here if there is none."""
+        """Drain: hand back what never started; give the rest to another shard, or finish it here if there is none."""
         count = await self._handover.hand_back()
         self._commands.claim_answered()  # one that failed; the next scheduler takes up what it claimed
         log.info("draining: %d requests handed back, %d have begun", count, len(self._held.entries))
-        while await self._given():
+        while await self._has_requests():
             self.changed.clear()
             if self._shards.others and not self._suspecting():
                 await self._handover.give(self._shards.others)
             if self._held.entries:
                 await self.changed.wait()
 
-    async def _given(self) -> bool:
-        """Draining: is anything left? Others may have given more, not having seen yet that this shard drains."""
+    async def _has_requests(self) -> bool:
+        """Return whether requests are left; shards that have not seen the drain may have given more."""
         try:
             if await self._intake.stranded(len(self._held.entries)):
                 self._commands.claim_begins()
                 await self.rebuild()
                 self._commands.claim_answered()
         except Unavailable as error:
-            log.warning("what was given to this shard is left for the next: %s", error)
+            log.warning("requests given to this shard not read: %s; the next scheduler takes them up", error)
         return bool(self._held.entries)

@@ -1,7 +1,7 @@
-"""What gateways and operators tell a shard: `control:{shard}`, read in order and trimmed behind the reader.
+"""Commands of gateways and operators to a shard: `control:{shard}`, read in order and trimmed behind the reader.
 
 A command about a request can overtake the answer of the claim that made the request ours; such a command is kept until
-that claim is answered. Others about requests that the shard does not hold are dropped: they have ended.
+that claim is answered. Other commands about requests that the shard does not hold are dropped: the requests have ended.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ log = logging.getLogger("orcinus.scheduler")
 
 ABOUT_REQUESTS = ("cancel", "stop", "adopt")
 ONCE = ("drain", "policy")
-"""They leave the stream at once: a scheduler that follows must not drain because this one did."""
+"""Commands that leave the stream at once: the next scheduler must not drain because this one did."""
 
 READ_COMMANDS = 1000
 
 
 class Commands:
-    """Reads the stream on its own connection; `obey` carries one command out."""
+    """Reads the stream on its own connection; `execute` carries out one command."""
 
     def __init__(
         self,
         reader: Redis,
         key: str,
         held: Container[str],
-        obey: Callable[[queue_pb2.Control], None],
+        execute: Callable[[queue_pb2.Control], None],
         lease: Lease,
         publisher: Publisher,
     ) -> None:
@@ -45,26 +45,30 @@ class Commands:
         self._publisher = publisher
         self._key = key
         self._held = held
-        self._obey = obey
+        self._execute = execute
         self._claiming = False
         self._early: list[queue_pb2.Control] = []
         self._early_put = 0  # outcomes that must be written before those that were kept for a claim are trimmed
 
     def claim_begins(self) -> None:
+        """Keep commands about unknown requests from now on."""
         self._claiming = True
 
     def claim_answered(self) -> None:
-        """What was claimed is held now."""
+        """Carry out the commands that were kept: claimed requests are held now."""
         self._claiming = False
         early, self._early = self._early, []
         for control in early:
-            self._obey(control)
+            self._execute(control)
         if early:
             self._early_put = self._publisher.put_count
 
     async def run(self) -> None:
-        """Until cancelled. A command stays in the stream until what came of it is written: whoever follows after a
-        crash reads it again, and those about requests may be carried out twice."""
+        """Read commands until cancelled.
+
+        A command stays in the stream until its outcome is written. After a crash the next scheduler reads it again, so
+        a command about a request may be carried out twice.
+        """
         last, attempt = "0", 0
         kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
         while True:
@@ -92,16 +96,16 @@ class Commands:
                 attempt += 1
 
     def _take(self, payload: bytes) -> str:
-        """Carries one out, or keeps it for the claim under way; its kind."""
+        """Carry out a command, or keep it for the claim under way; return its kind."""
         try:
             control = queue_pb2.Control.FromString(payload)
         except DecodeError:
-            log.error("a command of %d bytes is no Control message and was dropped", len(payload))
+            log.error("command of %d bytes dropped: not a Control message", len(payload))
             return ""
         kind = control.WhichOneof("command") or ""
         unknown = kind in ABOUT_REQUESTS and getattr(control, kind).id not in self._held
         if unknown and self._claiming:
             self._early.append(control)
         elif not unknown:
-            self._obey(control)
+            self._execute(control)
         return kind

@@ -1,7 +1,7 @@
-"""Requests on their way to other shards: back to the queue those that never started, the others with their tokens.
+"""Requests on their way to other shards: those that never started go back to the queue, the others with their tokens.
 
-Whatever moves is moved by one script under the lease of the shard that has it, so no two shards ever have a request. A
-begun one goes into the pending list of its new shard, which finds it there as after a restart.
+One script moves a request under the lease of the shard that holds it, so two shards never hold the same request. A
+request that has begun goes into the pending list of its new shard, which finds it there as after a restart.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shared.redis_client import Scripts, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
 
-AT_ONCE = 64
-"""Requests of one script call."""
+PER_CALL = 64
+"""Requests in one script call."""
 
 
 class Handover:
-    """Moves what one shard holds (`entries`). `forget` is called for each request that has left it."""
+    """Moves the requests of one shard (`entries`). forget: called for each request that has left it."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Handover:
         self._entries = entries
         self._forget = forget
 
-    async def hand_back(self, most: int = 1 << 30) -> int:
-        """What never started goes back to the queue, for any shard; the last that came first, at most so many."""
+    async def hand_back(self, limit: int = 1 << 30) -> int:
+        """Put at most `limit` requests that never started back into the queue, the latest first; return how many."""
         back: list[Entry] = []
         for request_id, entry in reversed(list(self._entries.items())):
-            if len(back) == most:
+            if len(back) == limit:
                 break
             if self._core.release(request_id):
                 back.append(entry)
@@ -58,7 +58,7 @@ class Handover:
         return await self._release(self._lease, back[::-1])
 
     async def give(self, shards: Sequence[str]) -> int:
-        """What has begun goes on at `shards`, in turn, with the tokens that it has."""
+        """Give the requests that have begun to `shards`, in turn, with their tokens; return how many."""
         names = [name for name in list(self._entries) if self._core.release(name, begun=True)]
         if not names:
             return 0
@@ -74,18 +74,21 @@ class Handover:
         return len(names)
 
     async def take_from(self, orphan: str, lease: Lease, intake: Intake) -> None:
-        """Empties the pending list of a shard that nobody leads: what never started goes back to the queue, the rest
-        into this shard's own list. `lease`: the orphan's; while it is held nobody else can do so, and whoever led the
-        shard before can write nothing any more."""
+        """Empty the pending list of a shard without a scheduler: what never started goes back to the queue, the rest
+        into this shard's list.
+
+        lease: the orphan's. While it is held, no other shard can do the same, and the former scheduler of the orphan
+        can write nothing any more.
+        """
         if not await lease.take():
-            return  # somebody leads it again
+            return  # it has a scheduler again
         try:
             entries = await intake.left_by(orphan, lease)
             back = await self._release(lease, entries)
             moved = await self._move(lease, orphan, self._shard, entries)
-            log.info("shard %s is led by nobody: %d requests handed back, %d taken over", orphan, back, moved)
+            log.info("shard %s has no scheduler: %d requests handed back, %d taken over", orphan, back, moved)
         except LeaseLostError:
-            log.warning("shard %s is led again", orphan)
+            log.warning("shard %s not taken over: it has a scheduler again", orphan)
         finally:
             await lease.release()
 
@@ -115,6 +118,6 @@ class Handover:
 
 
 def _parts(rows: Sequence[Sequence[Value]]) -> Iterable[list[Value]]:
-    """The words of AT_ONCE rows at a time."""
-    for begin in range(0, len(rows), AT_ONCE):
-        yield [word for row in rows[begin : begin + AT_ONCE] for word in row]
+    """Yield the words of PER_CALL rows at a time."""
+    for begin in range(0, len(rows), PER_CALL):
+        yield [word for row in rows[begin : begin + PER_CALL] for word in row]

@@ -1,6 +1,6 @@
-"""From the request streams into the core: claiming, decoding, and rebuilding after a restart.
+"""From the request streams into the core: claim, decode, and rebuild after a restart.
 
-A claimed request stays pending in its stream until it ends; the consumer is named after the shard, so the next
+A claimed request stays pending in its stream until it ends. The consumer is named after the shard, so the next
 scheduler of the shard finds the same pending list and goes on from the records.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger("orcinus.scheduler")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a claimed request lies: what is acknowledged and deleted at its end."""
+    """The stream entry of a claimed request, acknowledged and deleted at its end."""
 
     stream: str
     id: str
@@ -38,72 +38,74 @@ class Entry:
 
     @property
     def class_number(self) -> int:
-        """Of the stream, which is right also where the request is not."""
+        """Return the class of the stream, which is valid even if that of the request is not."""
         return CLASSES.index(self.stream.rpartition(":")[2])
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """One request that this shard now owns."""
+    """A request that this shard holds from now on."""
 
     entry: Entry
     request: NewRequest
     cancelled: bool
     error: str = ""
-    delivered: bool = True  # the heartbeat of its gateway is there
+    delivered: bool = True  # its gateway has a heartbeat
     stops: dict[int, int] = field(default_factory=dict)
-    """Of choices that go on: tokens that stay, since the gateway found a stop string behind them."""
+    """By choice, the tokens that stay: the gateway found a stop string behind them."""
 
     @property
     def choices(self) -> int:
-        """Sequences of the request."""
+        """Return the number of sequences."""
         return len(self.request.prompts) * self.request.n
 
 
 FULL_MS = 50
-"""A read that leaves a class out because it has no room waits no longer: room may come at any moment."""
-AT_ONCE = 16
-"""Requests that are read of a stream at a time: between two reads the running get their steps."""
+"""Time that a read waits when a class has no room: room may come at any moment."""
+READ_COUNT = 16
+"""Requests read from a stream at a time: running sequences get their steps between two reads."""
 
 CANCELLED, UNKNOWN = 1, 2
-"""Verdicts of claim.lua; a higher one is an end that is written already."""
+"""Answers of claim.lua; a higher one is an end that is already written."""
 
 _NO_PROMPT = np.zeros(1, np.int32)
-"""Stands in for the prompt of a request that ends with an error before it runs."""
+"""The prompt of a request that ends with an error before it runs."""
 
 
 class Clock:
-    """Redis's wall clock on this process's monotonic one, so that arrivals are comparable between services."""
+    """Redis's wall clock in terms of the monotonic clock, so that arrivals of all gateways are comparable."""
 
     def __init__(self) -> None:
         self._offset_ms = 0.0
 
     async def sync(self, redis: Redis) -> None:
+        """Read Redis's clock."""
         seconds, micros = await redis.time()
         self._offset_ms = seconds * 1e3 + micros / 1e3 - time.monotonic_ns() / 1e6
 
     def monotonic_ns(self, redis_ms: float) -> int:
+        """Return the monotonic time of a moment of Redis's clock."""
         return int((redis_ms - self._offset_ms) * 1e6)
 
 
 def decode(
     wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int, gateway: str, clock: Clock
 ) -> NewRequest:
-    """The core's form of a request; `enqueued_ms` is of Redis's clock, `gateway` is who delivers it by now.
+    """Return the core's form of a request. enqueued_ms: of Redis's clock; gateway: the one that delivers it now.
 
-    Raises ValueError for one that a gateway should never have sent.
+    Raises ValueError for a request that a gateway must not send.
     """
     arrays = [unpack(tokens) for tokens in prompts.tokens]
     stop_ids = unpack(wire.stop_token_ids)
     if not arrays or any(array.size == 0 for array in arrays):
-        raise ValueError("a prompt has no tokens")
+        raise ValueError("prompt: no tokens; at least 1 is needed")
     if wire.n < 1 or wire.max_tokens < 1:
-        raise ValueError(f"n is {wire.n} and max_tokens {wire.max_tokens}; both must be at least 1")
+        raise ValueError(f"n={wire.n}, max_tokens={wire.max_tokens}: both must be at least 1")
     priority = getattr(wire, "class")
     if not 0 <= priority < len(CLASSES):
-        raise ValueError(f"class {priority} is none of {', '.join(CLASSES)}")
+        raise ValueError(f"class {priority}: unknown; it must be the number of one of {', '.join(CLASSES)}")
     if stop_ids.size > MAX_STOP_IDS:
-        raise ValueError(f"{stop_ids.size} stop token ids; at most {MAX_STOP_IDS}")
+        raise ValueError(f"stop token ids: {stop_ids.size} given, at most {MAX_STOP_IDS}")
     if wrong := wrong_logprobs(wire.sampling.logprobs):
         raise ValueError(wrong)
     return NewRequest(
@@ -126,14 +128,16 @@ def decode(
 
 
 def room_by_class(window: int, held: list[int]) -> list[int]:
-    """Requests of each class that may be claimed when `held` of each are: an eighth of the window is kept for each
-    other class, so that one class's flood leaves room for the urgent."""
-    kept = [max(0, window // 8 - count) for count in held]
-    return [window - sum(held) - sum(kept) + own for own in kept]
+    """Return how many requests of each class may be claimed when `held` of each are held.
+
+    An eighth of the window is reserved for each other class, so that a flood of one class leaves room for the urgent.
+    """
+    reserved = [max(0, window // 8 - count) for count in held]
+    return [window - sum(held) - sum(reserved) + of_class for of_class in reserved]
 
 
 class Intake:
-    """Claims requests for one shard. `read` blocks on its own connection; the rest is quick."""
+    """Claims requests for one shard. `read` blocks, on its own connection; the other calls return quickly."""
 
     def __init__(
         self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, clock: Clock
@@ -148,7 +152,7 @@ class Intake:
         self._streams = keys.request_streams()
 
     async def prepare(self) -> None:
-        """Creates the consumer group on every class's stream, once for all shards."""
+        """Create the consumer group on the stream of each class, once for all shards."""
         for stream in self._streams:
             try:
                 await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
@@ -157,9 +161,9 @@ class Intake:
                     raise
 
     async def read(self, room: list[int], one: bool = False) -> list[Claimed]:
-        """New requests of the classes that have room, up to that many each. Waits up to BLOCK_MS for the first.
+        """Claim new requests, at most `room` of each class; wait up to BLOCK_MS for the first.
 
-        With `one`, one of each class at most: Redis serves those who wait for it in turn, so shards get the same share.
+        one: at most one of each class. Redis serves waiting readers in turn, so all shards get the same share.
         """
         open_ = [(self._keys.requests(name), left) for name, left in zip(CLASSES, room, strict=True) if left > 0]
         try:
@@ -167,19 +171,21 @@ class Intake:
                 GROUP,
                 self._shard,
                 {stream: ">" for stream, _ in open_},
-                count=1 if one else min(AT_ONCE, max(1, min(left for _, left in open_) // len(open_))),
+                count=1 if one else min(READ_COUNT, max(1, min(left for _, left in open_) // len(open_))),
                 block=BLOCK_MS if len(open_) == len(CLASSES) else FULL_MS,
             )
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
-            await self.prepare()  # Redis came back empty
+            await self.prepare()  # Redis restarted empty
             return []
         return await self._claim(await self._parse(found, self._lease), fresh=True)
 
     async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
-        """Everything this shard has claimed and does not hold, oldest first, with the tokens of the records: after a
-        restart, or after a claim whose answer was lost."""
+        """Add everything that this shard has claimed and does not hold, oldest first, with the tokens of the records.
+
+        Called after a restart, and after a claim whose answer was lost. Returns the number of requests.
+        """
         total = 0
         async for found in self._pages(self._shard):
             claimed = await self._claim(await self._parse(found, self._lease, held))
@@ -190,11 +196,11 @@ class Intake:
         return total
 
     async def left_by(self, shard: str, lease: Lease) -> list[Entry]:
-        """Everything in another shard's pending list. `lease`: that shard's, which the caller has taken."""
+        """Return the pending list of another shard. lease: that shard's, which the caller holds."""
         return [entry async for found in self._pages(shard) for entry in await self._parse(found, lease)]
 
     async def _pages(self, consumer: str) -> AsyncIterator[Any]:
-        """A shard's pending list, oldest first, as XREADGROUP answers."""
+        """Yield the pending list of a shard, oldest first, as XREADGROUP answers."""
         for stream in self._streams:
             last = "0"
             while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)) and found[0][1]:
@@ -202,12 +208,12 @@ class Intake:
                 yield found
 
     async def stranded(self, held: int) -> bool:
-        """Does the shard's pending list hold more than the `held` requests? A claim whose answer was lost does that."""
+        """Return whether more than `held` requests are pending: a claim whose answer was lost leaves such requests."""
         counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
         return sum(len(rows) for rows in counts) > held
 
     async def _parse(self, found: Any, lease: Lease, held: Container[str] = ()) -> list[Entry]:
-        """The requests of an XREADGROUP answer that are not held; what is none is dropped under `lease`."""
+        """Return the requests of an XREADGROUP answer that are not held; drop invalid entries under `lease`."""
         entries: list[Entry] = []
         for stream, rows in found:
             for entry_id, fields in rows:
@@ -217,7 +223,7 @@ class Intake:
                 try:
                     wire = queue_pb2.Request.FromString(fields[b"r"])
                 except (DecodeError, KeyError):
-                    log.error("entry %s of %s is no request and was dropped", entry_id, stream)
+                    log.error("entry %s of %s dropped: not a Request message", entry_id, stream)
                     await _drop(lease, stream.decode(), entry_id.decode())
                     continue
                 if wire.id not in held:
@@ -253,7 +259,7 @@ class Intake:
                 prompts = queue_pb2.Prompts.FromString(stored or b"")
             return Claimed(entry, decode(entry.request, prompts, enqueued_ms, gateway, self._clock), cancelled)
         except (ValueError, DecodeError) as bad:
-            error = f"the request cannot be served: {bad}"
+            error = f"request cannot be served: {bad}"
             placeholder = NewRequest(
                 id=entry.request.id,
                 prompts=[_NO_PROMPT],
@@ -269,7 +275,10 @@ class Intake:
             extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
 
     async def _restore(self, claimed: list[Claimed]) -> set[str]:
-        """Outputs and ended choices of requests that ran before; the gateways that may have been sent more of them."""
+        """Restore outputs and ended choices of requests that ran before.
+
+        Returns the gateways whose streams may hold further tokens of them.
+        """
         pipe = self._redis.pipeline(transaction=False)
         for item in claimed:
             choices = range(item.choices)
@@ -294,9 +303,9 @@ async def _drop(lease: Lease, stream: str, entry_id: str) -> None:
 
 
 def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) -> None:
-    """Appends what was published after the last checkpoint, token by token in order: it may never change.
+    """Append the tokens that were published after the last checkpoint, in order: published tokens never change.
 
-    Rows that leave a gap, and those of a choice that has ended, are passed over.
+    Rows that leave a gap and rows of a choice that has ended are skipped.
     """
     by_id = {request.id: request for request in requests}
     for batch in batches:
@@ -317,7 +326,7 @@ def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) 
 
 
 def _tokens(stored: bytes | None) -> Int32:
-    """[n] int32 of an `out` record; a last token that was cut by a crash is dropped."""
+    """Return [n] int32 of an `out` record, without a last token that a crash cut."""
     if not stored:
         return EMPTY
     return np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")

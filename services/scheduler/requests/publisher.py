@@ -1,7 +1,8 @@
-"""What the core made known, on its way into Redis: one fenced script per iteration.
+"""Write the outcomes of the core into Redis: one fenced script per iteration.
 
-`Publisher.put` never waits; the loop asks `full` before it plans on. A call that failed is repeated: tokens carry
-their indices, checkpoints and ends are idempotent, so a repetition is harmless.
+`Publisher.put` never waits; the loops ask `full` before they plan on. A call that failed is repeated: tokens carry
+their indices, checkpoints and ends are idempotent, so a repetition changes nothing. Log-probabilities travel beside
+their tokens and are written with them, so a reader of `out` finds them before and after a restart.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger("orcinus.scheduler")
 
 
 def columns(records: Records, counts: Int32) -> dict[str, bytes]:
-    """Fields of a TokenBatch whose rows have counts [rows] tokens, and these a record each; none if all are empty."""
+    """Return the fields of a TokenBatch for records [tokens] and counts [rows]; none if all records are empty."""
     sizes = _sizes(records)
     if not sizes.any():
         return {}
@@ -35,7 +36,7 @@ def columns(records: Records, counts: Int32) -> dict[str, bytes]:
 
 
 def records(outcome: Outcome) -> list[Value]:
-    """For publish.lua: id, choice, byte offset and record of each token that has one."""
+    """Return id, choice, byte offset and record of each token with a record, for publish.lua."""
     found: list[Value] = []
     if outcome.logprobs is None:
         return found
@@ -50,22 +51,22 @@ def records(outcome: Outcome) -> list[Value]:
 
 
 def _sizes(records: Records) -> Int32:
-    """[n] bytes of each."""
+    """Return [n] sizes in bytes."""
     return np.fromiter(map(len, records), np.int32, records.size)
 
 
-MOST_WAITING = 64
-"""Outcomes that may wait for Redis before planning pauses."""
+MAX_PENDING = 64
+"""Outcomes that wait for Redis before planning pauses."""
 
-MOST_AT_ONCE = 16
-"""Outcomes that go into one script call when Redis fell behind."""
+MAX_PER_CALL = 16
+"""Outcomes in one script call when Redis is slow."""
 
 FLUSH_S = 3.0
-"""What a clean stop waits for Redis."""
+"""Time that a clean stop waits for Redis."""
 
 
 def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
-    """(gateway, TokenBatch) of one outcome; its rows are sorted by gateway."""
+    """Return (gateway, serialized TokenBatch) for each gateway of one outcome, whose rows are sorted by gateway."""
     rows = len(outcome.requests)
     if rows == 0:
         return []
@@ -78,7 +79,7 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
     result = []
     for begin, end in itertools.pairwise(cuts):
         span = slice(int(ends[begin]), int(ends[end]))
-        asked = {} if outcome.logprobs is None else columns(outcome.logprobs[span], outcome.counts[begin:end])
+        logprobs = {} if outcome.logprobs is None else columns(outcome.logprobs[span], outcome.counts[begin:end])
         batch = queue_pb2.TokenBatch(
             epoch=epoch,
             step=step,
@@ -89,14 +90,14 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
             tokens=pack(outcome.tokens[span]),
             finish=np.ascontiguousarray(outcome.finish[begin:end], dtype=np.uint8).tobytes(),
             errors={row - begin: text for row, text in outcome.errors.items() if begin <= row < end},
-            **asked,
+            **logprobs,
         )
         result.append((names[begin], batch.SerializeToString()))
     return result
 
 
 def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
-    """(request, choice) -> how it ended, and with how many tokens."""
+    """Return (request, choice) -> (finish, tokens) of the choices that ended."""
     ended = np.flatnonzero(outcome.finish).tolist()
     lengths = (outcome.first + outcome.counts).tolist()
     return {
@@ -105,7 +106,7 @@ def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, where: Mapping[str, Entry]) -> list[Value]:
-    """ARGV of publish.lua for some outcomes, in order. `where`: the stream entries of the requests."""
+    """Return the ARGV of publish.lua for some outcomes, in order. where: the stream entries of the requests."""
     entries: list[Value] = []
     checkpoints: list[Value] = []
     started: list[Value] = []
@@ -155,12 +156,12 @@ def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:
 
 
 class Publisher:
-    """Writes outcomes in order. Raises LeaseLostError out of `run` when the shard is another's."""
+    """Writes outcomes in order. `run` raises LeaseLostError when another scheduler has the shard."""
 
     def __init__(
         self, scripts: Scripts, keys: Keys, lease: Lease, entries: Mapping[str, Entry], ended: Callable[[str], None]
     ) -> None:
-        """`entries`: where unfinished requests lie; `ended` is called once a request's end is written."""
+        """entries: of unfinished requests; ended: called once the end of a request is written."""
         self._script = scripts.publish
         self._keys = keys
         self._lease = lease
@@ -170,15 +171,16 @@ class Publisher:
         self._more = asyncio.Event()
         self._written = asyncio.Event()
         self._stopping = False
-        self.put_count = 0  # outcomes that had something to say
-        self.written_count = 0  # and those of them that Redis has
+        self.put_count = 0  # outcomes with something to write
+        self.written_count = 0  # of these, those that Redis has
 
     @property
     def full(self) -> bool:
-        return len(self._waiting) >= MOST_WAITING
+        """Return whether planning has to pause."""
+        return len(self._waiting) >= MAX_PENDING
 
     def put(self, outcome: Outcome | None, step: int = 0) -> None:
-        """Queues what has something to say."""
+        """Queue an outcome that has something to write."""
         if outcome is None:
             return
         if outcome.requests or outcome.checkpoints or outcome.started or outcome.ended:
@@ -187,12 +189,12 @@ class Publisher:
             self._more.set()
 
     async def run(self, room: Callable[[], None]) -> None:
-        """Writes until cancelled. Calls `room` after each call, so that a paused loop goes on."""
+        """Write until cancelled. room: called after each script call, so that paused loops go on."""
         while True:
             await self._more.wait()
             self._more.clear()
             while self._waiting:
-                taken = [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
+                taken = [self._waiting.popleft() for _ in range(min(MAX_PER_CALL, len(self._waiting)))]
                 args = arguments(taken, self._lease.epoch, self._keys.prefix, self._entries)
                 await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
                 self.written_count += len(taken)
@@ -206,18 +208,18 @@ class Publisher:
         await self._lease.fenced(self._script, [self._keys.queue], args)
 
     async def caught_up(self) -> None:
-        """Until Redis has all that was put before."""
+        """Wait until Redis has everything that was put before."""
         put = self.put_count
         while self.written_count < put:
             self._written.clear()
             await self._written.wait()
 
     async def flush(self, running: asyncio.Task[None]) -> None:
-        """Waits until everything that was put is written, or `running` (the task of run) has given up on Redis."""
+        """Wait until everything that was put is written, or until `running` (the task of run) has ended."""
         self._stopping = True
         self._more.set()
         written = asyncio.create_task(self.caught_up())
         await asyncio.wait({written, running}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
         if not written.done():
             written.cancel()
-            log.warning("%d outcomes were not written; the next scheduler computes them again", len(self._waiting))
+            log.warning("%d outcomes not written; the next scheduler computes them again", len(self._waiting))

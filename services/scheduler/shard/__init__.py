@@ -1,1 +1,1 @@
-"""One shard among others: its lease, the other shards, requests handed over between them."""
+"""The shard as Redis shows it: its lease, and the other shards of the model. Imports nothing of the scheduler."""

@@ -1,7 +1,7 @@
-"""The shard's lease: one scheduler at a time may write for a shard, and its epoch says which.
+"""The lease of a shard: one scheduler at a time may write for a shard, and the epoch says which.
 
-The service waits in `acquire` until the shard is free, then `keep` renews. When `keep` returns, the shard is lost and
-nothing may be written any more; the scripts refuse it anyway.
+The service waits in `acquire` until the shard is free, then `keep` renews the lease. When `keep` returns, the shard is
+lost and nothing may be written any more; the scripts refuse it anyway.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shared.redis_client import LIVE_TTL_MS, Script, Scripts, Unavailable, Value
 log = logging.getLogger("orcinus.scheduler")
 
 STANDBY_S = 0.05
-"""How often a standby tries: a shard that is given up pauses for that, and for the taking up of its requests."""
+"""Interval at which a standby tries; a released shard pauses for so long, and for the rebuild of its requests."""
 
 
 class Lease:
-    """The right to schedule one shard, for `lease_ms` at a time."""
+    """The right to write for one shard, for `lease_ms` at a time."""
 
     def __init__(self, scripts: Scripts, keys: Keys, shard: str, lease_ms: int) -> None:
         self._script = scripts.lease
@@ -34,10 +34,11 @@ class Lease:
 
     @property
     def key(self) -> str:
+        """Return the Redis key of the lease."""
         return self._keys[0]
 
     async def acquire(self, stopping: Callable[[], bool]) -> int:
-        """Waits for the shard and returns the new epoch. Raises CancelledError when stopping turns true."""
+        """Wait for the shard and return the new epoch. Raises CancelledError when `stopping` turns true."""
         waited = False
         while not stopping():
             if await persist("take the shard's lease", self.take, log, stopping):
@@ -50,7 +51,7 @@ class Lease:
         raise asyncio.CancelledError
 
     async def take(self) -> bool:
-        """The shard, if nobody has it now."""
+        """Take the shard if it is free; return whether it was."""
         self.epoch = int(await self._run("acquire"))
         return self.epoch > 0
 
@@ -58,22 +59,25 @@ class Lease:
         return await self._script(self._keys, [verb, self._lease_ms, epoch, LIVE_TTL_MS])
 
     async def keep(self) -> None:
-        """Renews four times per lease until the lease is another's. Redis out of reach is no loss by itself:
-        the scripts fence every write, and a lease that ran out with nobody to take it is taken again."""
+        """Renew four times per lease until another scheduler has the lease.
+
+        An unreachable Redis is no loss by itself: the scripts fence every write, and an expired lease that no other
+        scheduler took is renewed.
+        """
         while True:
             await asyncio.sleep(self._lease_ms / 4000)
             try:
                 if int(await self._run("renew", self.epoch)) != 1:
-                    log.warning("shard %s is lost: epoch %d is no longer the holder's", self._shard, self.epoch)
+                    log.warning("lease of shard %s lost: another scheduler follows epoch %d", self._shard, self.epoch)
                     return
             except Unavailable as error:
-                log.warning("the lease of shard %s was not renewed: %s", self._shard, error)
+                log.warning("lease of shard %s not renewed: %s; retrying", self._shard, error)
 
     async def fenced(self, script: Script, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """Runs a script that compares the epoch with the lease, the first of its keys.
+        """Run a script that compares the epoch with the lease, the first of its keys.
 
-        After a Redis that was away for longer than the lease, the write may come before the renewal; then the lease is
-        renewed first. Raises LeaseLostError when another scheduler has had it.
+        When Redis was away for longer than the lease, the write may come before the renewal; then the lease is renewed
+        first. Raises LeaseLostError when another scheduler has had it.
         """
         try:
             return await script([self.key, *keys], args)
@@ -83,7 +87,7 @@ class Lease:
             return await script([self.key, *keys], args)
 
     async def write(self, *commands: Sequence[Value]) -> None:
-        """Runs write commands, whose second word is the key, all or (when the shard is another's) none.
+        """Run write commands, whose second word is the key: all of them, or none when the shard is lost.
 
         Raises LeaseLostError.
         """
@@ -92,10 +96,10 @@ class Lease:
         await self.fenced(self._writes, keys, [self.epoch, *words])
 
     async def release(self) -> None:
-        """Lets a standby take the shard at once. Writes that are still under way are refused from now on: they must not
-        renew what was given up."""
+        """Let a standby take the shard at once. Writes under way are refused from now on: they must not renew the
+        lease."""
         epoch, self.epoch = self.epoch, 0
         try:
             await self._run("release", epoch)
         except Unavailable as error:
-            log.warning("the lease of shard %s was not released: %s", self._shard, error)
+            log.warning("lease of shard %s not released: %s; it expires", self._shard, error)

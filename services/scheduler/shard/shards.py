@@ -1,5 +1,6 @@
-"""The other shards of the model: who leads a worker and can take requests, and who was left with some by a scheduler
-that is gone (docs/protocol.md#shards-and-workers). One look a second; the claiming task acts on the last one.
+"""The other shards of the model: those that can take requests, and those left by a scheduler that is gone.
+
+Read once a second; the claiming task acts on the last result (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ log = logging.getLogger("orcinus.scheduler")
 
 LOOK_S = 1.0
 LEASES = 3
-"""A shard is an orphan after so many times the life of a lease without one: a standby or a restart comes sooner."""
+"""A shard is an orphan after LEASES lease times without a lease: a standby or a restart comes sooner."""
 
 
 class Shards:
-    """What the last look showed. No look: this shard is alone."""
+    """The result of the last look; before the first one this shard is alone."""
 
     def __init__(self, redis: Redis, keys: Keys, shard: str, lease_ms: int) -> None:
         self._redis = redis
@@ -32,17 +33,17 @@ class Shards:
         self._shard = shard
         self._patience_s = LEASES * lease_ms / 1000
         self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> since when
-        self.others: list[str] = []  # they have a lease and a worker, and do not drain
-        self.live: list[str] = []  # they have a lease, perhaps no worker, and do not drain
-        self.starving: list[str] = []  # of those, who has no worker
-        self.led: set[str] = set()  # they have a lease
+        self.others: list[str] = []  # with a lease and a worker, not draining
+        self.live: list[str] = []  # with a lease, with or without a worker, not draining
+        self.workerless: list[str] = []  # of the live ones, those without a worker
+        self.led: set[str] = set()  # with a lease
         self.orphans: list[str] = []
         self.pending = 0  # of this shard, in Redis's lists
-        self.unclaimed_ms = [0] * len(CLASSES)  # how long the first has waited that no shard has claimed, by class
+        self.unclaimed_ms = [0] * len(CLASSES)  # age of the first request that no shard has claimed, by class
         self.looks = 0
 
     async def run(self, looked: Callable[[], None]) -> None:
-        """Until cancelled. Calls `looked` after each look."""
+        """Read the other shards until cancelled; call `looked` after each look."""
         while True:
             try:
                 await self._look(time.monotonic())
@@ -65,7 +66,7 @@ class Shards:
         self.others = [name for name, (workers, drains) in led.items() if int(workers or 0) and not int(drains or 0)]
         self.led = {*led}
         self.live = [name for name, (_, drains) in led.items() if not int(drains or 0)]
-        self.starving = [name for name in self.live if name not in self.others]
+        self.workerless = [name for name in self.live if name not in self.others]
         if forgotten := known - {*led, *pending, self._shard}:
             await self._redis.hdel(self._keys.shards, *forgotten)
         self._gone = {
@@ -84,7 +85,7 @@ class Shards:
         return {name.decode() for name in (await pipe.execute())[2]}
 
     async def _pending(self) -> tuple[dict[str, int], list[str]]:
-        """Requests in the pending list of each shard; of each class the id of the last request that is in any."""
+        """Return the pending requests of each shard, and for each class the last id in any pending list."""
         pipe = self._redis.pipeline(transaction=False)
         for stream in self._keys.request_streams():
             pipe.xpending(stream, GROUP)
@@ -103,9 +104,9 @@ class Shards:
         return counts, last
 
     async def _unclaimed(self, last: list[str]) -> list[int]:
-        """How long the first entry has waited behind the last one that was claimed, by class, in ms; 0: there is none.
+        """Return the age of the first entry behind the last claimed one, by class, in ms; 0 without such an entry.
 
-        What was claimed is pending until it ends, and deleted with its end, so what lies behind was never claimed.
+        A claimed request is pending until it ends and deleted at its end, so entries behind it were never claimed.
         """
         pipe = self._redis.pipeline(transaction=False)
         for stream, claimed in zip(self._keys.request_streams(), last, strict=True):
@@ -116,7 +117,7 @@ class Shards:
         return [max(0, now_ms - int(rows[0][0].split(b"-")[0])) if rows else 0 for rows in found]
 
     async def _of_workers(self) -> set[str]:
-        """Shards that have taken a worker."""
+        """Return the shards that have taken a worker."""
         members = await self._redis.zrange(self._keys.workers, 0, -1)
         pipe = self._redis.pipeline(transaction=False)
         for member in members:

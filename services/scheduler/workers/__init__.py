@@ -1,1 +1,1 @@
-"""The workers of a shard: found in Redis, dialled, kept busy, watched."""
+"""The workers of a shard: their records in Redis, their links, and the loop that keeps each one busy."""

@@ -1,7 +1,7 @@
-"""All workers of this shard: each that is ready and ours gets a task of its own, from dialling it until it is lost.
+"""All workers of this shard: each ready worker that the shard takes gets a task, from dialling it until it is lost.
 
-A new one that registers is used within a second; the others go on meanwhile. What one that is lost was doing waits
-again in the core and goes on elsewhere.
+A new worker is used within a second; the others go on meanwhile. The sequences of a lost worker wait again in the core
+and go on at other workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.scheduler.workers.link import (
     WorkerLink,
     WorkerLostError,
     brief,
-    of_a_step,
+    may_be_caused_by_step,
 )
 from services.scheduler.workers.loop import InFlight, WorkerContext, WorkerLoop
 from services.scheduler.workers.registry import Registration, WorkerRegistry
@@ -35,13 +35,16 @@ log = logging.getLogger("orcinus.scheduler")
 
 
 class UnreadableWarnings:
-    """Warns of each pair once, as long as both are linked."""
+    """Warns of pairs of workers between which nothing can be handed over, once while both are linked.
+
+    Without a hand-over the decode worker takes over no prompt of that prefill worker.
+    """
 
     def __init__(self) -> None:
         self._said: list[tuple[Replica, Replica, str]] = []
 
     def look(self, core: Core, names: dict[int, str]) -> None:
-        """names: the linked workers, by the number of their replica."""
+        """Log new pairs. names: the linked workers by replica number."""
         found = unread(core.alive)
         for pair in found:
             reader, owner, why = pair
@@ -56,57 +59,57 @@ class UnreadableWarnings:
 
 
 LOOK_S = 0.5
-"""Between two looks for further workers."""
+"""Interval between two looks for further workers."""
 AVOID_S = 5.0
-"""A worker whose link was lost is taken again at once only if there is no other."""
-MOST_PATIENCE = 64
+"""Time for which a worker whose link was lost is taken again only if there is no other."""
+MAX_PATIENCE = 64
 
 
 class Fleet:
-    """`run` until cancelled; then all links are closed and the core has lost all replicas."""
+    """Links and loops of all workers. `run` until cancelled; then all links are closed and all replicas lost."""
 
     def __init__(
-        self, settings: SchedulerSettings, workers: WorkerRegistry, desk: WorkerContext, claims: Claims
+        self, settings: SchedulerSettings, workers: WorkerRegistry, context: WorkerContext, claims: Claims
     ) -> None:
         self._settings = settings
         self._workers = workers
-        self._desk = desk
+        self._context = context
         self._claims = claims
-        self.drives: dict[str, WorkerLoop] = {}  # by worker id
+        self.loops: dict[str, WorkerLoop] = {}  # by worker id
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._taken = ""  # the last worker that was ours and is not linked
+        self._taken = ""  # the last worker of this shard that is not linked
         self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
-        self._attempts: dict[str, int] = {}  # identity -> links in a row that brought no answer
-        self._patience: dict[str, int] = {}  # worker id -> doubled by each trip of its watchdog, until it answers
+        self._attempts: dict[str, int] = {}  # identity -> links in a row without an answer
+        self._patience: dict[str, int] = {}  # worker id -> factor of its step timeout, doubled by each timeout
         self._said = False
         self._unread = UnreadableWarnings()
-        self._told = time.monotonic()  # when `replicas` was asked last
+        self._told = time.monotonic()  # time of the last call of `replicas`
 
     def wake(self) -> None:
-        """There may be something to plan for any of them."""
-        for drive in self.drives.values():
-            drive.wake.set()
+        """Wake all loops: there may be something to plan."""
+        for loop in self.loops.values():
+            loop.wake.set()
 
-    def room(self) -> None:
-        """The publisher has written something: those who paused for it go on."""
-        for drive in self.drives.values():
-            if drive.paused:
-                drive.wake.set()
+    def resume_paused(self) -> None:
+        """Wake the loops that paused for the publisher."""
+        for loop in self.loops.values():
+            if loop.paused:
+                loop.wake.set()
 
-    def passed_on(self) -> None:
-        """Some wait although a replica has planned: one that stands idle may be for them."""
-        for drive in self.drives.values():
-            if not len(drive.in_flight):
-                drive.wake.set()
+    def wake_idle(self) -> None:
+        """Wake the loops without a step in flight: sequences wait although a replica has planned."""
+        for loop in self.loops.values():
+            if not len(loop.in_flight):
+                loop.wake.set()
 
     @property
     def in_flight(self) -> int:
-        """Steps sent and not answered."""
-        return sum(len(drive.in_flight) for drive in self.drives.values())
+        """Return the number of steps in flight."""
+        return sum(len(loop.in_flight) for loop in self.loops.values())
 
     def facts(self) -> dict[str, int | str]:
-        """What the statistics tell of the workers: a request may be as long as the largest of them takes."""
-        infos = [drive.link.info for drive in self.drives.values()]
+        """Return the sizes of the workers for the statistics; of lengths the largest."""
+        infos = [loop.link.info for loop in self.loops.values()]
         if not infos:
             return {}
         return {
@@ -118,36 +121,36 @@ class Fleet:
         }
 
     def replicas(self) -> dict[str, dict[str, float | int | str]]:
-        """Of each worker's replica its own figures, since the last call where they are of a time."""
+        """Return the figures of each replica by worker id; rates are those since the last call."""
         now = time.monotonic()
         seconds, self._told = now - self._told, now
         return {
             name: {
-                "role": drive.link.info.role,
-                "state": drive.state,
-                "epoch": drive.link.epoch,
-                **self._desk.core.replica_stats(drive.replica),
-                **drive.pace.take(seconds),
+                "role": loop.link.info.role,
+                "state": loop.state,
+                "epoch": loop.link.epoch,
+                **self._context.core.replica_stats(loop.replica),
+                **loop.pace.take(seconds),
             }
-            for name, drive in self.drives.items()
+            for name, loop in self.loops.items()
         }
 
     async def run(self) -> None:
-        """Raises LeaseLostError, and what no drive should raise."""
+        """Look for workers and lead them until cancelled. Raises LeaseLostError."""
         try:
             while True:
                 await self._look()
-                self._unread.look(self._desk.core, {drive.replica: name for name, drive in self.drives.items()})
-                if not self.drives:
-                    # Nothing runs, but deadlines pass, and what a lost worker left is to be written.
-                    self._desk.put(self._desk.core.plan(time.monotonic_ns())[1], 0)
-                    self._desk.planned()
-                await self._rest(LOOK_S if self.drives else WATCH_S)
+                self._unread.look(self._context.core, {loop.replica: name for name, loop in self.loops.items()})
+                if not self.loops:
+                    # Nothing runs, but deadlines pass, and outcomes of a lost worker are to be written.
+                    self._context.put(self._context.core.plan(time.monotonic_ns())[1], 0)
+                    self._context.planned()
+                await self._rest(LOOK_S if self.loops else WATCH_S)
         finally:
             await end(*self._tasks.values())
 
     async def _rest(self, seconds: float) -> None:
-        """Until it is time to look again, or a link has ended."""
+        """Wait until it is time to look again or a link has ended."""
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         else:
@@ -156,29 +159,29 @@ class Fleet:
             self._tasks.pop(name).result()
 
     async def _look(self) -> None:
-        """Takes every worker that this shard may have."""
+        """Take every worker that this shard may have."""
         now = time.monotonic()
         self._failed = {name: at for name, at in self._failed.items() if now - at < AVOID_S}
         try:
             await self._workers.look()
-            self._desk.parking.gone(self._workers.silent, time.monotonic_ns())
+            self._context.quarantine.find_dead(self._workers.silent, time.monotonic_ns())
             while found := await self._workers.take(self._tasks, self._not_before(), self._failed, self._taken):
                 self._taken = ""
                 self._said = False
-                self._tasks[found.id] = asyncio.create_task(self._lead(found))
+                self._tasks[found.id] = asyncio.create_task(self.serve(found))
             await self._let_go()
             await self._give()
         except Unavailable as error:
             if not temporary(error):
                 raise
-            if not self.drives:
-                log.warning("waiting for Redis to find a worker: %s", error)
+            if not self.loops:
+                log.warning("no worker: Redis does not answer: %s; retrying", error)
         if not self._tasks and not self._said:
             log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
             self._said = True
 
     def _not_before(self) -> dict[str, float]:
-        """When those whose links brought no answer are dialled again."""
+        """Return when workers whose links brought no answer are dialled again, by identity."""
         return {
             name: self._failed[name] + backoff_s(count - 1)
             for name, count in self._attempts.items()
@@ -186,75 +189,77 @@ class Fleet:
         }
 
     async def _let_go(self) -> None:
-        """A worker whose link was lost may live and yet be nothing that this shard takes again: then others may, and
-        nobody here waits to learn what became of it. Its record outlives it, so for AVOID_S it is left alone."""
-        for worker in self._workers.beyond(self._tasks):
+        """Give back lost workers that live and that this shard does not take again, so that other shards may.
+
+        The record of a worker outlives it, so a worker is left alone for AVOID_S after its link was lost.
+        """
+        for worker in self._workers.unwanted(self._tasks):
             if worker.identity in self._failed or self._workers.silent(worker.id):
                 continue
-            if self._desk.core.alive:
-                self._desk.parking.found(worker.id, worker.identity, time.monotonic_ns())
+            if self._context.core.alive:
+                self._context.quarantine.linked(worker.id, worker.identity, time.monotonic_ns())
             if worker.shard == self._settings.shard:
                 await self._workers.give_back(worker)
 
     async def _give(self) -> None:
-        """One worker to a shard that has none."""
-        if any(drive.leaves for drive in self.drives.values()):
+        """Give one worker to a shard that has none."""
+        if any(loop.leaves for loop in self.loops.values()):
             return  # one at a time
-        replicas = self._desk.core.replicas
-        running = {name: replicas[drive.replica].table.count for name, drive in self.drives.items()}
-        if name := self._workers.surplus(running):
-            self.drives[name].leave()
+        replicas = self._context.core.replicas
+        running = {name: replicas[loop.replica].table.count for name, loop in self.loops.items()}
+        if name := self._workers.to_give(running):
+            self.loops[name].leave()
 
-    async def _lead(self, worker: Registration) -> None:
-        """One Run at a worker."""
+    async def serve(self, worker: Registration) -> None:
+        """Lead one Run: dial the worker, run its loop, and close the link."""
         link = WorkerLink(worker, self._settings)
         try:
             try:
                 limits = await link.open()
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
-                log.warning("worker %s at %s does not answer: %s", worker.id, worker.address, brief(error))
+                log.warning("worker %s at %s does not answer: %s; retrying", worker.id, worker.address, brief(error))
                 self._ended(worker, 0)
                 return
-            drive = WorkerLoop(link, self._desk.core.join(limits), limits.slots, self._desk)
-            self.drives[worker.id] = drive
-            self._desk.parking.found(worker.id, worker.identity, time.monotonic_ns())
+            loop = WorkerLoop(link, self._context.core.join(limits), limits.slots, self._context)
+            self.loops[worker.id] = loop
+            self._context.quarantine.linked(worker.id, worker.identity, time.monotonic_ns())
             self._count()
             self.wake()
-            await self._drive(worker, drive)
-            self._ended(worker, drive.answered)
+            await self._run(worker, loop)
+            self._ended(worker, loop.answered)
         finally:
             await link.close()
 
-    async def _drive(self, worker: Registration, drive: WorkerLoop) -> None:
+    async def _run(self, worker: Registration, loop: WorkerLoop) -> None:
         reason: Exception | None = None
-        limit_s = max(self._settings.watchdog_s, 10 * drive.link.info.largest_step_ms / 1000)
+        limit_s = max(self._settings.watchdog_s, 10 * loop.link.info.largest_step_ms / 1000)
         try:
-            await drive.run(self._patience.get(worker.id, 1) * limit_s)
+            await loop.run(self._patience.get(worker.id, 1) * limit_s)
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
-            left = drive.link.leaving or drive.leaves
+            left = loop.link.leaving or loop.leaves
             if left:
-                log.info("worker %s has left: %s", worker.id, brief(error))
+                log.info("worker %s left: %s", worker.id, brief(error))
             else:
-                log.warning("worker %s is lost: %s", worker.id, brief(error))
-            self._desk.reports.event("worker_left" if left else "worker_lost", brief(error), worker=worker.id)
+                log.warning("worker %s lost: %s", worker.id, brief(error))
+            self._context.reports.event("worker_left" if left else "worker_lost", brief(error), worker=worker.id)
             reason = error
         finally:
-            del self.drives[worker.id]
+            del self.loops[worker.id]
             self._count()
-            if drive.answered:
+            if loop.answered:
                 self._patience.pop(worker.id, None)
             if isinstance(reason, StepTimeoutError):
-                self._patience[worker.id] = min(2 * self._patience.get(worker.id, 1), MOST_PATIENCE)
-            self.lose(worker, drive.replica, drive.in_flight, reason)
+                self._patience[worker.id] = min(2 * self._patience.get(worker.id, 1), MAX_PATIENCE)
+            self.lose(worker, loop.replica, loop.in_flight, reason)
             self.wake()
-        if drive.leaves:
+        if loop.leaves:
             try:
                 await self._workers.give_back(worker)
             except Unavailable as error:
-                log.warning("worker %s is given to another shard when Redis is back: %s", worker.id, error)
+                log.warning("worker %s not given back yet: %s", worker.id, error)
 
     def _count(self) -> None:
-        slots = sum(drive.slots for drive in self.drives.values())
+        slots = sum(loop.slots for loop in self.loops.values())
         if slots:
             self._claims.joined(slots)
         else:
@@ -268,11 +273,11 @@ class Fleet:
         self._taken = worker.id
 
     def lose(self, worker: Registration, replica: int, in_flight: InFlight, reason: Exception | None) -> None:
-        """Back to waiting with all. The requests of the oldest unanswered step are suspected, if a step may be why."""
-        parking, now_ns = self._desk.parking, time.monotonic_ns()
-        in_step = in_flight.oldest() if reason is not None and of_a_step(reason) else set()
-        self._desk.core.lose(replica, now_ns)
+        """Let all sequences of a replica wait again; suspect those of its oldest step if it may be the cause."""
+        quarantine, now_ns = self._context.quarantine, time.monotonic_ns()
+        in_step = in_flight.oldest() if reason is not None and may_be_caused_by_step(reason) else set()
+        self._context.core.lose(replica, now_ns)
         if isinstance(reason, grpc.aio.AioRpcError):
-            parking.lost(worker.id, worker.identity, in_step, in_flight.all())
+            quarantine.link_lost(worker.id, worker.identity, in_step, in_flight.all())
         else:
-            parking.died(in_step, in_flight.all(), now_ns)
+            quarantine.died(in_step, in_flight.all(), now_ns)

@@ -1,7 +1,7 @@
-"""The scheduler's end of one replica: saying hello to the worker, sending steps, receiving results.
+"""The scheduler's end of one worker: hello, steps out, results in.
 
-One link is one Run. When it breaks for any reason it is closed for good and the service makes another; the core has
-then forgotten every step of the old one.
+One link is one Run. A link that breaks is closed for good and the fleet makes another; by then the core has forgotten
+all steps of the old link.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ CLOSE_S = 1.0
 
 
 class WorkerLostError(Exception):
-    """The link to the worker is of no use any more."""
+    """The link to the worker cannot be used any more."""
 
 
 class StepFailedError(WorkerLostError):
-    """The worker lived to say that it could not execute a step."""
+    """The worker reported that it could not execute a step."""
 
 
 class StepTimeoutError(WorkerLostError):
-    """The watchdog tripped: the worker hangs or is slow, which is no request's doing."""
+    """A step stayed unanswered: the worker hangs or is slow. No request is to blame."""
 
 
 class WorkerLink:
-    """A Run with one worker. `open` or raise; then `send` and iterate `results` until it ends."""
+    """A Run with one worker: `open` it, then `send` steps and iterate `results` until it ends."""
 
     def __init__(self, worker: Registration, settings: SchedulerSettings) -> None:
         self.worker = worker
@@ -68,7 +68,7 @@ class WorkerLink:
         self.leaving = False  # the worker drains: no further step may be sent
 
     async def open(self) -> Limits:
-        """Describes and says hello. Raises grpc.aio.AioRpcError when the worker is not there."""
+        """Ask for the size of the worker and say hello. Raises grpc.aio.AioRpcError when it does not answer."""
         self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
         self._call = self._stub.Run()
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=worker_pb2.Hello(shard=self._shard)))
@@ -85,6 +85,7 @@ class WorkerLink:
         return limits_from_wire(info)
 
     async def send(self, step: worker_pb2.Step) -> None:
+        """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""
         self._sent.append((step.id, time.monotonic_ns()))
         await self._write(step)
 
@@ -97,7 +98,7 @@ class WorkerLink:
             raise ProtocolError(f"the stream to worker {self.worker.id} has ended: {error}") from error
 
     async def results(self) -> AsyncIterator[worker_pb2.Result]:
-        """Results in the order of the steps, until the stream ends, or all are there of a worker that is leaving.
+        """Yield results in the order of the steps, until the stream ends or a worker that drains has answered all.
 
         Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
         """
@@ -123,49 +124,52 @@ class WorkerLink:
                 return
 
     def waited_s(self) -> float:
-        """How long the worker has had the oldest unanswered step in hand; 0 when it has none."""
+        """Return for how long the oldest unanswered step has been at the worker; 0 when there is none."""
         return (time.monotonic_ns() - max(self._sent[0][1], self._moved_ns)) / 1e9 if self._sent else 0.0
 
     async def watch(self, limit_s: float, idle: Callable[[], None]) -> None:
-        """Raises StepTimeoutError when a step stays unanswered; calls `idle` again and again while none is."""
+        """Raise StepTimeoutError when a step stays unanswered for limit_s; call `idle` regularly while none is."""
         while (waited := self.waited_s()) < limit_s:
             if waited == 0:
                 idle()
             await asyncio.sleep(WATCH_S)
-        raise StepTimeoutError(f"a step is unanswered for {waited:.1f} s")
+        raise StepTimeoutError(f"a step is unanswered after {waited:.1f} s (limit {limit_s:.1f} s)")
 
     async def close(self) -> None:
-        """Ends the call and lets go of the channel; what the channel says to that is of no interest."""
+        """End the call and close the channel, within CLOSE_S."""
         if self._call is not None:
             self._call.cancel()
-        # In a task of its own, so that a cancellation of the caller's is no error of the channel.
+        # In a separate task, so that a cancellation of the caller does not reach the channel.
         closing = asyncio.ensure_future(self._channel.close(grace=None))
         await asyncio.wait({closing}, timeout=CLOSE_S)
         if closing.done() and not closing.cancelled() and (error := closing.exception()):
-            log.debug("the channel to worker %s was not closed: %s", self.worker.id, error)
+            log.debug("channel to worker %s not closed: %s", self.worker.id, error)
 
 
-NO_REQUEST_S_DOING = (
+NOT_CAUSED_BY_A_STEP = (
     grpc.StatusCode.FAILED_PRECONDITION,  # the worker knows a newer epoch
     grpc.StatusCode.ABORTED,  # another Run took its place
 )
 
 SILENT = "ping timeout"
-"""gRPC's words for a keepalive without an answer. A process that a step kills closes its connection; one whose step
-hangs still answers."""
+"""gRPC's text for a keepalive without an answer. A process that dies in a step closes its connection; one whose step
+hangs still answers keepalives."""
 
 
-def of_a_step(error: BaseException) -> bool:
-    """May a step be what the worker was lost with? A refused or replaced Run, a worker that was stopped and said so,
-    one whose whole process or machine is silent, and a tripped watchdog are nobody's doing; nor is an answer to
-    another step. Where a connection broke, the worker must have died, too (Quarantine.lost)."""
+def may_be_caused_by_step(error: BaseException) -> bool:
+    """Return whether a step may have ended the link.
+
+    No step is to blame for a Run that was refused or replaced, a worker that drained, a process or machine that is
+    silent, a step that timed out, or an answer to another step. Where a connection broke, a step is to blame only if
+    the worker died, too (Quarantine.link_lost).
+    """
     if isinstance(error, grpc.aio.AioRpcError):
-        return error.code() not in NO_REQUEST_S_DOING and SILENT not in (error.details() or "")
+        return error.code() not in NOT_CAUSED_BY_A_STEP and SILENT not in (error.details() or "")
     return isinstance(error, (StepFailedError, ValueError))
 
 
 def brief(error: BaseException) -> str:
-    """One line for the log and for `events`."""
+    """Return one line for the log and for `events`."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

@@ -1,6 +1,7 @@
-"""One worker at work: steps are planned for its replica and sent, answers are applied, silence is watched.
+"""One worker at work: plan and send steps, apply the answers, watch for silence.
 
-Three tasks that stand and fall together. All drives use one core on one thread; what they share is the WorkerContext.
+A WorkerLoop has three tasks that end together. All loops use one core on one thread; they share a WorkerContext.
+InFlight and WorkerRates are pure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger("orcinus.scheduler")
 
 
 class InFlight:
-    """Plans by step id, in order; and which request entered which slot with which step."""
+    """Steps that were sent and not answered, in order, and which request entered which slot with which step."""
 
     def __init__(self) -> None:
         self._plans: dict[int, StepPlan] = {}
@@ -37,6 +38,7 @@ class InFlight:
         return len(self._plans)
 
     def sent(self, plan: StepPlan) -> None:
+        """Add a step."""
         oldest = next(iter(self._plans), plan.id)
         for enter in plan.enters:
             entered = self._occupants.setdefault(enter.slot, deque())
@@ -46,14 +48,15 @@ class InFlight:
         self._plans[plan.id] = plan
 
     def answered(self, step: int) -> StepPlan:
+        """Remove a step and return its plan. Raises KeyError for a step that is not in flight."""
         return self._plans.pop(step)
 
     def oldest(self) -> set[str]:
-        """The requests of the oldest unanswered step; empty when every step was answered."""
+        """Return the requests of the oldest unanswered step; empty when every step was answered."""
         return self._requests(next(iter(self._plans.values()))) if self._plans else set()
 
     def all(self) -> set[str]:
-        """The requests of every unanswered step."""
+        """Return the requests of all unanswered steps."""
         return set().union(*(self._requests(plan) for plan in self._plans.values()))
 
     def _requests(self, plan: StepPlan) -> set[str]:
@@ -65,7 +68,7 @@ class InFlight:
 
 
 class WorkerRates:
-    """Fed by a WorkerLoop with each answer, emptied by each report."""
+    """The rates of one worker since the last report."""
 
     __slots__ = ("_idle_ns", "_step_ns", "_steps", "_tokens")
 
@@ -73,14 +76,14 @@ class WorkerRates:
         self._steps = self._step_ns = self._idle_ns = self._tokens = 0
 
     def answered(self, step_ns: int, idle_ns: int, tokens: int) -> None:
-        """A step ran for so long, after the device had waited for so long, and sampled so many tokens."""
+        """Take an answered step: its duration, the time the device waited before it, and the tokens it sampled."""
         self._steps += 1
         self._step_ns += step_ns
         self._idle_ns += idle_ns
         self._tokens += tokens
 
     def take(self, seconds: float) -> dict[str, float]:
-        """Tokens a second, a step's mean time, the share of the time without one. `seconds`: since the last call."""
+        """Return tokens per second, mean step time and idle share, and start anew. seconds: since the last call."""
         busy_ns = self._idle_ns + self._step_ns
         found = {
             "tok_s": round(self._tokens / max(seconds, 1e-9), 1),
@@ -93,43 +96,48 @@ class WorkerRates:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What every drive works with. put: an outcome, with the step that it is of, goes to stats and publisher; full: has
-    the publisher no room? planned: called after every plan; passed_on: a step was planned and others wait still."""
+    """What all loops share.
+
+    put: takes an outcome and the step that it came from; full: returns whether the publisher has no room; planned:
+    called after every plan; wake_idle: called when sequences still wait after a plan.
+    """
 
     core: Core
-    parking: Quarantine
+    quarantine: Quarantine
     stats: Stats
     reports: Reports
     put: Callable[[Outcome | None, int], None]
     full: Callable[[], bool]
     planned: Callable[[], None]
-    passed_on: Callable[[], None]
+    wake_idle: Callable[[], None]
 
 
 class WorkerLoop:
     """A link and its replica, from hello to the end of the Run."""
 
-    def __init__(self, link: WorkerLink, replica: int, slots: int, desk: WorkerContext) -> None:
+    def __init__(self, link: WorkerLink, replica: int, slots: int, context: WorkerContext) -> None:
         self.link = link
         self.replica = replica
         self.slots = slots
         self.in_flight = InFlight()
         self.answered = 0
         self.pace = WorkerRates()
-        self.wake = asyncio.Event()  # something to plan, or room to publish
-        self._desk = desk
+        self.wake = asyncio.Event()  # set when there is something to plan, or room to publish
+        self._context = context
         self.paused = False  # the publisher has no room
-        self.leaves = False  # for the sake of another shard
+        self.leaves = False  # another shard gets the worker
         self._later: asyncio.TimerHandle | None = None
 
     @property
     def state(self) -> str:
-        """serving; draining: the worker leaves; leaving: it is for another shard."""
+        """Return serving, draining (the worker leaves) or leaving (another shard gets the worker)."""
         return "draining" if self.link.leaving else "leaving" if self.leaves else "serving"
 
     async def run(self, limit_s: float) -> None:
-        """Raises AioRpcError, ProtocolError, WorkerLostError or ValueError when the link is of no use any more; a step
-        may stay unanswered for limit_s."""
+        """Run until the link ends: raises AioRpcError, ProtocolError, WorkerLostError or ValueError.
+
+        limit_s: how long a step may stay unanswered.
+        """
         try:
             await first_of(self._receive(), self._pump(), self._watch(limit_s))
         finally:
@@ -137,73 +145,75 @@ class WorkerLoop:
                 self._later.cancel()
 
     def leave(self) -> None:
-        """No further steps: the worker is for another shard when those that it has are answered."""
+        """Send no further steps, and end when all are answered: another shard gets the worker."""
         self.leaves = True
         self.wake.set()
 
     async def _pump(self) -> None:
-        """Plans and sends while there is something to plan, a place in flight, and room to publish."""
-        desk, link = self._desk, self.link
+        """Plan and send while there is something to plan, room for a step in flight, and room to publish."""
+        context, link = self._context, self.link
         while True:
             sent = False
-            while not ((full := desk.full()) or link.leaving or self.leaves):
+            while not ((full := context.full()) or link.leaving or self.leaves):
                 begin = time.monotonic_ns()
-                plan, outcome = desk.core.plan(begin, self.replica)
-                desk.put(outcome, 0)
-                desk.planned()
+                plan, outcome = context.core.plan(begin, self.replica)
+                context.put(outcome, 0)
+                context.planned()
                 if plan is None:
                     break
                 sent = True
                 self.in_flight.sent(plan)
-                desk.stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
+                context.stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
                 try:
                     await link.send(step_to_wire(plan, link.epoch))
                 except (grpc.aio.AioRpcError, ProtocolError) as error:
-                    # Results may have come before the end: _receive reads them, and then says why it ended. Else the
-                    # watchdog does.
-                    log.debug("step %d was not sent: %s", plan.id, brief(error))
+                    # Results may have come before the end: _receive reads them and then raises. Otherwise the watchdog
+                    # does.
+                    log.debug("step %d not sent: %s", plan.id, brief(error))
                     await asyncio.Event().wait()
             self.paused = full
             if self.leaves and not len(self.in_flight):
-                raise WorkerLostError("another shard has none: it is given to it")
-            if sent and desk.core.waiting_count:
-                desk.passed_on()
+                raise WorkerLostError("worker given to a shard that has none")
+            if sent and context.core.waiting_count:
+                context.wake_idle()
             self._look_again()
             await self.wake.wait()
             self.wake.clear()
 
     def _look_again(self) -> None:
-        """Wakes this drive when its replica may take one that is held for another."""
+        """Wake this loop when its replica may take a sequence that is reserved for another replica."""
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        wait_ns = self._desk.core.look_again_ns(self.replica) - time.monotonic_ns()
-        if 0 < wait_ns < 1_000_000_000:  # longer than that something else wakes it
+        wait_ns = self._context.core.look_again_ns(self.replica) - time.monotonic_ns()
+        if 0 < wait_ns < 1_000_000_000:  # other events come sooner
             self._later = asyncio.get_running_loop().call_later(wait_ns / 1e9, self.wake.set)
 
     async def _receive(self) -> None:
-        desk, link = self._desk, self.link
+        context, link = self._context, self.link
         async for message in link.results():
             begin = time.monotonic_ns()
-            outcome = desk.core.apply(result_from_wire(message, self.replica), begin)
-            plan = self.in_flight.answered(message.id)  # not before: an answer that is of no use is none
-            desk.reports.last_step = message.id
-            desk.reports.answered += 1
+            outcome = context.core.apply(result_from_wire(message, self.replica), begin)
+            plan = self.in_flight.answered(message.id)  # not before: apply raises for an invalid answer
+            context.reports.last_step = message.id
+            context.reports.answered += 1
             self.answered += 1
             self.wake.set()
-            if link.info.host_tier and desk.core.waiting_count:
-                desk.passed_on()  # what was swapped out here may be for another one to load
+            if link.info.host_tier and context.core.waiting_count:
+                context.wake_idle()  # another replica may load what was swapped out here
             took, spent_ns = message.timings, time.monotonic_ns() - begin
             self.pace.answered(took.total_ns, took.idle_ns, len(message.tokens) // 4)
-            desk.stats.result(
+            context.stats.result(
                 took.total_ns, took.idle_ns, plan.prefill_tokens, plan.decode_tokens, self.replica, spent_ns
             )
-            if desk.parking.suspecting:
+            if context.quarantine.has_suspects:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
-                desk.parking.progressed({request.id for request, count in rows if count}, begin)
-            desk.put(outcome, message.id)
-        raise WorkerLostError("it drains, and has answered what it had" if link.leaving else "its stream ended")
+                context.quarantine.progressed({request.id for request, count in rows if count}, begin)
+            context.put(outcome, message.id)
+        raise WorkerLostError(
+            "worker drained: all steps are answered" if link.leaving else "the stream of the worker ended"
+        )
 
     async def _watch(self, limit_s: float) -> None:
-        """Ends the link when a step stays unanswered; wakes the loop for deadlines when nothing else does."""
-        await self.link.watch(limit_s, lambda: self.wake.set() if self._desk.core.unfinished else None)
+        """End the link when a step stays unanswered; wake the loop for deadlines."""
+        await self.link.watch(limit_s, lambda: self.wake.set() if self._context.core.unfinished else None)

@@ -1,8 +1,8 @@
-"""The model's workers as Redis shows them, and which of them this shard may have.
+"""The workers of the model as Redis shows them, and which of them this shard may have.
 
-With several shards each has its share of the slots that are ready: a shard takes workers until it has that, leaves one
-for each shard that has none, and gives one back where none is left. What was of a shard without a lease is free for
-those who have none at once, for others after a while, so that a scheduler that starts again finds its workers.
+Each shard has its share of the ready slots: it takes workers until it has that share, leaves one for each shard without
+a worker, and gives one back when no worker is free. A worker of a shard without a lease is free at once for a shard
+without workers, and after a while for the others, so that a restarted scheduler finds its workers.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from shared.keys import Keys
 from shared.redis_client import Scripts
 
 SILENT_S = 2.5
-"""A worker registers every second; one that has not for so long is taken to be dead."""
+"""A worker registers every second; it counts as dead after so long without a registration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's record in Redis."""
+    """The record of a worker in Redis."""
 
     id: str
     address: str
     identity: str
     shard: str = ""
-    epoch: int = 0  # of the Run for which the shard took it; 0: not taken
+    epoch: int = 0  # of the Run for which a shard took it; 0 means not taken
     slots: int = 1  # sequences that it runs at once
 
 
 class WorkerRegistry:
-    """`look`, then the rest acts on what it showed."""
+    """The ready workers. `look` reads them; the other methods act on the last look."""
 
     def __init__(
         self, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, shards: Shards, lease_ms: int
@@ -53,7 +53,7 @@ class WorkerRegistry:
         self._unled: dict[str, float] = {}  # shard that has workers and no lease -> since when
 
     async def look(self) -> None:
-        """Reads the records. Raises what redis-py raises; then what was seen before is forgotten."""
+        """Read the records. Raises what redis-py raises; then the last look is forgotten."""
         seen, self._seen = self._seen, {}
         members: list[Any] = await self._redis.zrange(self._keys.workers, 0, -1, withscores=True)
         names = [member.decode() for member, _ in members]
@@ -77,27 +77,29 @@ class WorkerRegistry:
         self._unled = {shard: self._unled.get(shard, now) for shard in shards}
 
     def silent(self, name: str) -> bool:
-        """Has that worker let SILENT_S pass, at least, without a word? Nothing is known after a failed look."""
+        """Return whether the worker has not registered for SILENT_S; False after a failed look."""
         if name not in self._seen:
             return bool(self._seen) or not self.ready
         return time.monotonic() - self._seen[name][1] >= SILENT_S
 
     def _full(self, held: Collection[str]) -> bool:
-        """Has this shard its share with those `held`? It is never less than one worker."""
+        """Return whether the `held` workers are this shard's share, which is at least one worker."""
         share = sum(worker.slots for worker in self.ready) / (1 + len(self._shards.live))
         return bool(held) and sum(worker.slots for worker in self.ready if worker.id in held) >= share
 
     @property
     def _free(self) -> set[str]:
-        """Those that no shard has that lives."""
+        """Return the workers that no live shard has."""
         taken = {self._shard, *self._shards.led}
         return {worker.id for worker in self.ready if worker.shard not in taken}
 
-    def surplus(self, running: Mapping[str, int]) -> str:
-        """The worker that this shard gives to one that lives and has none; empty if it does not. It does when none is
-        free and of those that have several it has most; the worker is one with which the two have most alike.
-        running: of each that it has, the sequences there."""
-        if self._free or not self._shards.starving:
+    def to_give(self, running: Mapping[str, int]) -> str:
+        """Return the worker that this shard gives to a live shard without one; empty if it gives none.
+
+        The shard with most slots among those with several workers gives, when no worker is free. It gives the worker
+        that makes both shares most equal. running: sequences by worker id, of the workers that this shard has.
+        """
+        if self._free or not self._shards.workerless:
             return ""
         shards: dict[str, list[int]] = {}
         for worker in self.ready:
@@ -112,16 +114,18 @@ class WorkerRegistry:
     async def take(
         self, held: Collection[str], after: Mapping[str, float], avoid: Collection[str], before: str
     ) -> Registration | None:
-        """One more than those `held`, if there is one for us. The compare-and-set makes it ours, and lets go of the one
-        that we had `before`. after: identity -> moment (monotonic s) before which it is not dialled again; those whose
-        identity is in `avoid` come last."""
+        """Take one more worker than those `held` and return it; None if this shard may have no other.
+
+        A script takes it with compare-and-set, and releases the worker `before`. after: identity -> monotonic s before
+        which the worker is not dialled again; identities in `avoid` come last.
+        """
         now = time.monotonic()
         if self._full(held):
             return None
         free = self._free.difference(held)
-        others = free if held and len(free) <= len(self._shards.starving) else set()
-        may = [w for w in self.ready if w.id not in {*held, *others} and after.get(w.identity, 0.0) <= now]
-        for worker in sorted(may, key=lambda w: (w.identity in avoid, w.shard != self._shard, -w.slots)):
+        others = free if held and len(free) <= len(self._shards.workerless) else set()
+        candidates = [w for w in self.ready if w.id not in {*held, *others} and after.get(w.identity, 0.0) <= now]
+        for worker in sorted(candidates, key=lambda w: (w.identity in avoid, w.shard != self._shard, -w.slots)):
             unled_s = now - self._unled.get(worker.shard, now)
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
@@ -131,12 +135,12 @@ class WorkerRegistry:
                 return replace(worker, epoch=epoch)
         return None
 
-    def beyond(self, held: Collection[str]) -> list[Registration]:
-        """Those that are not `held` and will not be: this shard has its share, or another one that lives has them."""
+    def unwanted(self, held: Collection[str]) -> list[Registration]:
+        """Return the workers that are not `held` and will not be: the share is full, or a live shard has them."""
         full = self._full(held)
         return [w for w in self.ready if w.id not in held and (full or w.shard in self._shards.led)]
 
     async def give_back(self, worker: Registration) -> None:
-        """Another shard may have it, unless one has it already."""
+        """Release a worker, unless another shard has it already."""
         words = [self._lease.epoch, self._shard, worker.epoch]
         await self._lease.fenced(self._scripts.give_worker, [self._keys.worker(worker.id)], words)

@@ -1,6 +1,6 @@
-"""Between the core's plans and worker.proto: packing a step, reading a result. Pure; no socket.
+"""Between the core's plans and worker.proto: pack a step, read a result. Pure; no socket.
 
-The service, the in-process tests and the benches use these functions, so a plan crosses the wire one way only.
+The fleet, the in-process tests and the benches use these functions, so there is one way from a plan to the wire.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shared.logprobs import split_records
 
 
 def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
-    """The size of a worker, from its Describe."""
+    """Return the size of a worker from its Describe."""
     return Limits(
         slots=info.max_seqs,
         blocks=info.gpu_blocks,
@@ -29,7 +29,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
 
 
 def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
-    """The worker's sampling of one choice. Choice i uses seed + i, so that the n answers differ."""
+    """Return the sampling of one choice. Choice i uses seed + i, so that the n choices differ."""
     s = request.sampling
     return worker_pb2.Sampling(
         temperature=s.temperature,
@@ -62,7 +62,7 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
 
 
 def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
-    """The Step message of one plan. `request.payload` of entering sequences is their queue_pb2.Request."""
+    """Return the Step message of a plan. `request.payload` of entering sequences is their queue_pb2.Request."""
     step = worker_pb2.Step(
         epoch=epoch,
         id=plan.id,
@@ -86,7 +86,7 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
 
 
 def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
-    """The core's view of a Result. Raises ValueError when a column has a wrong length."""
+    """Return the core's form of a Result. Raises ValueError when a column has a wrong length."""
     slots, logprobs = unpack(result.slots), None
     if result.logprobs:
         logprobs = split_records(result.logprobs, unpack(result.logprob_sizes), slots.size)

@@ -11,7 +11,7 @@ from protos import queue_pb2
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Limits, StepResult
 from services.scheduler.requests.claims import Claims, Holdings
-from services.scheduler.requests.intake import AT_ONCE, Claimed, Clock, Intake
+from services.scheduler.requests.intake import READ_COUNT, Claimed, Clock, Intake
 from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.redis_client import Scripts, connect
@@ -52,7 +52,7 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
     claims.joined(SLOTS)
     found: list[Claimed] = []
     while len(found) <= FLOOD and (part := await intake.read(claims.room())):
-        assert len(part) <= AT_ONCE, "the running have their steps meanwhile"
+        assert len(part) <= READ_COUNT, "the running have their steps meanwhile"
         for item in part:
             held.add(item.request.id, item.entry)
         found += part

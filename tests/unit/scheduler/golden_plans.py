@@ -1,6 +1,6 @@
 """Golden plans: hashes of all that the scheduler core sends and publishes for fixed random workloads.
 
-A run drives the core through `services.scheduler.workers.wire` with scripted workers and passes every outcome to the
+A run loops the core through `services.scheduler.workers.wire` with scripted workers and passes every outcome to the
 publisher's `arguments`. It reads nothing else of the core, so it survives a rewrite of it. Each run has two hashes:
 
 - canonical: rows by sequence, blocks renamed by first use; equal wherever the scheduler takes the same decisions;

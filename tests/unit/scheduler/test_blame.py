@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services.scheduler.workers.link import WorkerLostError, of_a_step
+from services.scheduler.workers.link import WorkerLostError, may_be_caused_by_step
 
 
 def rpc(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
@@ -21,10 +21,10 @@ def rpc(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     ],
 )
 def test_a_worker_that_is_silent_as_a_whole_blames_nobody(details: str, blamed: bool) -> None:
-    assert of_a_step(rpc(grpc.StatusCode.UNAVAILABLE, details)) is blamed
+    assert may_be_caused_by_step(rpc(grpc.StatusCode.UNAVAILABLE, details)) is blamed
 
 
 def test_a_worker_that_takes_another_run_blames_nobody() -> None:
-    assert not of_a_step(rpc(grpc.StatusCode.ABORTED, "another Run took its place"))
-    assert not of_a_step(rpc(grpc.StatusCode.FAILED_PRECONDITION, "epoch 1 is older than 2"))
-    assert not of_a_step(WorkerLostError("its stream ended"))
+    assert not may_be_caused_by_step(rpc(grpc.StatusCode.ABORTED, "another Run took its place"))
+    assert not may_be_caused_by_step(rpc(grpc.StatusCode.FAILED_PRECONDITION, "epoch 1 is older than 2"))
+    assert not may_be_caused_by_step(WorkerLostError("its stream ended"))

@@ -12,7 +12,7 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits
-from services.scheduler.quarantine import DOCK_S, Quarantine
+from services.scheduler.quarantine import REPLICA_WAIT_S, Quarantine
 from services.scheduler.workers.fleet import AVOID_S, Fleet
 from services.scheduler.workers.loop import WorkerContext, WorkerLoop
 from services.scheduler.workers.registry import Registration, WorkerRegistry
@@ -24,25 +24,25 @@ SECOND = 1_000_000_000
 
 
 class Shard:
-    """Twin workers of one core, and the parking in front of it; a request in `poison` kills who runs it."""
+    """Twin workers of one core, and the quarantine in front of it; a request in `poison` kills who runs it."""
 
     def __init__(self, workers: int) -> None:
         self.house = House(Core("orcinus", lookahead=0), LIMITS)
         for _ in range(workers - 1):
             self.house.join(LIMITS)
         self.core = self.house.core
-        self.parking = Quarantine(self.core, self.give_up, lambda name, finish, text: None)
+        self.quarantine = Quarantine(self.core, self.give_up, lambda name, finish, text: None)
         self.given_up: list[str] = []
         self.deaths: list[int] = []
 
     def give_up(self, name: str, text: str) -> None:
         self.given_up.append(name)
         self.house.take(self.core.cancel(name, self.house.now, Finish.ERROR, text))
-        self.parking.ended(name, self.house.now)
+        self.quarantine.remove(name, self.house.now)
 
     def arrive(self, name: str, seed: int) -> None:
         self.house.add(request(name, 6, 60, seed=seed))
-        self.parking.arrived(name, "g", self.house.now)
+        self.quarantine.add(name, "g", self.house.now)
 
     def in_step(self, replica: int) -> set[str]:
         step = self.house.workers[replica].queue[0]
@@ -66,14 +66,14 @@ class Shard:
             if poison in requests:
                 self.deaths.append(replica)
                 self.house.lose(replica)
-                self.parking.lost(f"worker-{replica}", f"{len(self.deaths)}", requests, requests)
+                self.quarantine.link_lost(f"worker-{replica}", f"{len(self.deaths)}", requests, requests)
                 continue
             before = {name: len(self.house.published[name, 0]) for name in requests}
             self.house.answer(replica)
             moved = {name for name, count in before.items() if len(self.house.published[name, 0]) > count}
-            self.parking.progressed(moved, self.house.now)
+            self.quarantine.progressed(moved, self.house.now)
             for name in moved & self.house.ended.keys():
-                self.parking.ended(name, self.house.now)
+                self.quarantine.remove(name, self.house.now)
         self.core.check()
         self.house.now += SECOND // 100
 
@@ -81,7 +81,7 @@ class Shard:
         """The worker that died last registers anew."""
         number = self.house.join(LIMITS)
         assert number == self.deaths[-1]
-        self.parking.found(f"worker-{number}", "another", self.house.now)
+        self.quarantine.linked(f"worker-{number}", "another", self.house.now)
 
     def running(self, name: str) -> bool:
         return name in self.core._records and self.core._records[name].sequences[0].slot >= 0
@@ -116,18 +116,18 @@ def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> No
     shard.round()
     at_it = shard.at(0)
     shard.house.lose(0)
-    shard.parking.lost("worker-0", "first", at_it, at_it)
+    shard.quarantine.link_lost("worker-0", "first", at_it, at_it)
     shard.round()
     assert not any(shard.running(name) for name in at_it), "nobody knows yet whether they killed it"
-    shard.parking.gone(lambda name: name == "worker-0", shard.house.now)
+    shard.quarantine.find_dead(lambda name: name == "worker-0", shard.house.now)
     shard.round()
     assert not any(shard.running(name) for name in at_it), "a new worker may come"
-    shard.house.now += int(DOCK_S * SECOND)
-    shard.parking.look({"g"}, shard.house.now)
+    shard.house.now += int(REPLICA_WAIT_S * SECOND)
+    shard.quarantine.check_gateways({"g"}, shard.house.now)
     for _ in range(400):
         shard.round()
     assert set(shard.house.ended) == {f"r{n}" for n in range(6)}
-    assert not shard.given_up and not shard.parking.suspecting
+    assert not shard.given_up and not shard.quarantine.has_suspects
 
 
 async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() -> None:
@@ -137,12 +137,12 @@ async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() 
     for _ in range(3):
         shard.round()
     nobody: Any = None
-    desk = WorkerContext(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
-    fleet = Fleet(SchedulerSettings(shard="a"), nobody, desk, nobody)
+    context = WorkerContext(shard.core, shard.quarantine, nobody, nobody, nobody, nobody, nobody, nobody)
+    fleet = Fleet(SchedulerSettings(shard="a"), nobody, context, nobody)
     for number, role in enumerate(("", "decode")):
         link: Any = SimpleNamespace(info=SimpleNamespace(role=role), epoch=7 + number, leaving=False)
-        fleet.drives[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, desk)
-    fleet.drives["w1"].leave()
+        fleet.loops[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, context)
+    fleet.loops["w1"].leave()
     rows, all_of = fleet.replicas(), shard.core.stats()
     assert [(row["role"], row["state"], row["epoch"], row["number"], row["slots"]) for row in rows.values()] == [
         ("", "serving", 7, 0, LIMITS.slots), ("decode", "leaving", 8, 1, LIMITS.slots),
@@ -155,7 +155,7 @@ async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() 
     docks = [row["dock"] for row in fleet.replicas().values()]
     assert sorted(docks) == [0, 1]
     shard.house.lose(0)
-    del fleet.drives["w0"]
+    del fleet.loops["w0"]
     assert fleet.replicas().keys() == {"w1"}
 
 
@@ -216,7 +216,7 @@ class Others:
     """What a look at the other shards showed."""
 
     def __init__(self, live: tuple[str, ...], starving: tuple[str, ...]) -> None:
-        self.live, self.starving, self.led = list(live), list(starving), set(live)
+        self.live, self.workerless, self.led = list(live), list(starving), set(live)
 
 
 class Scripts:
@@ -233,7 +233,7 @@ async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tup
     while (found := await workers.take(names, {}, {}, "")) is not None:
         assert isinstance(found, Registration) and found.epoch == 7
         names.append(found.id)
-    return names[len(held) :], workers.surplus(dict.fromkeys(names, 0))
+    return names[len(held) :], workers.to_give(dict.fromkeys(names, 0))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_not
             while (found := await workers.take(mine, {}, {}, "")) is not None:
                 mine.add(found.id)
                 moves[-1] += 1
-            if given := workers.surplus(dict.fromkeys(mine, 0)):
+            if given := workers.to_give(dict.fromkeys(mine, 0)):
                 await workers.give_back(next(worker for worker in workers.ready if worker.id == given))
                 mine.remove(given)
                 moves[-1] += 1
@@ -315,11 +315,11 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
 ) -> None:
     shard, lease = Shard(1), Lease()
     shard.arrive("r0", 0)
-    shard.parking.lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
+    shard.quarantine.link_lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
     workers = WorkerRegistry(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
     nobody: Any = None
-    desk = WorkerContext(shard.core, shard.parking, nobody, nobody, nobody, nobody, nobody, nobody)
-    fleet = Fleet(SchedulerSettings(shard="a"), workers, desk, nobody)
+    context = WorkerContext(shard.core, shard.quarantine, nobody, nobody, nobody, nobody, nobody, nobody)
+    fleet = Fleet(SchedulerSettings(shard="a"), workers, context, nobody)
     fleet._tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
     fleet._failed["w1"] = time.monotonic()
     await fleet._look()
@@ -329,4 +329,4 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
     await fleet._look()
     shard.round()
     assert lease.given == gives
-    assert shard.running("r0") and not shard.parking.suspecting
+    assert shard.running("r0") and not shard.quarantine.has_suspects

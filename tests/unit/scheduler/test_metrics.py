@@ -1,4 +1,4 @@
-"""What the scheduler tells of iterations and requests: metrics beside prometheus_client's own, the ring, the lives."""
+"""Metrics of iterations and requests beside prometheus_client, the ring of steps, the times of requests."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def one(request_id: str, first: int) -> Outcome:
 
 def test_a_request_has_a_start_a_first_token_and_an_end_and_leaves_nothing_behind() -> None:
     told: list[tuple[str, Timeline]] = []
-    lives = RequestTimes(lambda finished, life: told.append((finished.request.id, life)))
-    lives.seen(Outcome(started=["a", "b"]), 10)
-    lives.seen(one("a", 0), 20)
-    lives.seen(one("a", 0), 25)  # of its second choice
-    lives.seen(one("a", 1), 30)
-    lives.seen(one("other", 0), 30)  # its start was another scheduler's
+    request_times = RequestTimes(lambda finished, life: told.append((finished.request.id, life)))
+    request_times.record(Outcome(started=["a", "b"]), 10)
+    request_times.record(one("a", 0), 20)
+    request_times.record(one("a", 0), 25)  # of its second choice
+    request_times.record(one("a", 1), 30)
+    request_times.record(one("other", 0), 30)  # its start was another scheduler's
     for request_id in ("a", "b", "other"):  # b has got no token
         request = NewRequest(request_id, [np.array([1], np.int32)], 4)
-        lives.seen(Outcome(ended=[FinishedRequest(request, [], [Finish.STOP])]), 40)
+        request_times.record(Outcome(ended=[FinishedRequest(request, [], [Finish.STOP])]), 40)
     assert told == [("a", Timeline(10, 20, 40))]
-    assert len(lives) == 0
+    assert len(request_times) == 0

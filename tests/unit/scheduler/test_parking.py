@@ -9,19 +9,19 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
-from services.scheduler.quarantine import ABANDONED_S, GONE_S, NEVER_CAME_S, Quarantine
+from services.scheduler.quarantine import ABANDONED_S, GATEWAY_GONE_S, NEVER_SEEN_S, Quarantine
 from tests.unit.scheduler.core.twin import House, request
 
 SECOND = 1_000_000_000
 
 
 class Shard:
-    """A core with a worker that answers every step, and the parking in front of it."""
+    """A core with a worker that answers every step, and the quarantine in front of it."""
 
     def __init__(self) -> None:
         self.core = Core("orcinus", lookahead=1)
         self.join()
-        self.parking = Quarantine(self.core, self.give_up, self.abandon)
+        self.quarantine = Quarantine(self.core, self.give_up, self.abandon)
         self.given_up: list[str] = []
         self.abandoned: list[str] = []
         self.now_s = 1.0
@@ -35,7 +35,7 @@ class Shard:
     def abandon(self, name: str, finish: Finish, text: str) -> None:
         self.abandoned.append(name)
         self.core.cancel(name, self.now_ns, finish, text)
-        self.parking.ended(name, self.now_ns)
+        self.quarantine.remove(name, self.now_ns)
 
     @property
     def now_ns(self) -> int:
@@ -44,11 +44,11 @@ class Shard:
     def arrive(self, name: str, gateway: str, delivered: bool = True, background: bool = False) -> None:
         prompt = np.arange(6, dtype=np.int32)
         self.core.add(NewRequest(id=name, prompts=[prompt], max_tokens=100, gateway=gateway), self.now_ns)
-        self.parking.arrived(name, gateway, self.now_ns, delivered, background)
+        self.quarantine.add(name, gateway, self.now_ns, delivered, background)
 
     def look(self, *alive: str, after_s: float = 1.0) -> None:
         self.now_s += after_s
-        self.parking.look(set(alive), self.now_ns)
+        self.quarantine.check_gateways(set(alive), self.now_ns)
 
     def steps(self, count: int) -> list[str]:
         """Runs so many steps, each answered after the next was planned; who got tokens."""
@@ -84,7 +84,7 @@ def test_who_runs_for_a_gateway_that_is_gone_is_parked_and_the_others_run_on(sha
     shard.look("g1", "g2")
     shard.look("g2")
     assert set(shard.steps(4)) == {"a", "b"}, "a heartbeat that is late once is no death"
-    shard.look("g2", after_s=GONE_S)
+    shard.look("g2", after_s=GATEWAY_GONE_S)
     assert set(shard.steps(6)) <= {"b"}
     assert shard.core.stats()["parked"] == 1
 
@@ -94,11 +94,11 @@ def test_who_adopts_gets_the_rest(shard: Shard) -> None:
     shard.steps(4)
     shard.look("g1")
     shard.look()
-    shard.look(after_s=GONE_S)
+    shard.look(after_s=GATEWAY_GONE_S)
     assert shard.steps(4) == []
     shard.core.adopt("a", "g2")
-    shard.parking.adopted("a", "g2", shard.now_ns)
-    shard.look("g2", after_s=GONE_S)
+    shard.quarantine.adopted("a", "g2", shard.now_ns)
+    shard.look("g2", after_s=GATEWAY_GONE_S)
     assert set(shard.steps(4)) == {"a"}
     assert shard.core.stats()["parked"] == 0
 
@@ -107,7 +107,7 @@ def test_a_gateway_that_was_only_silent_has_its_requests_back(shard: Shard) -> N
     shard.arrive("a", "g1")
     shard.look("g1")
     shard.look()
-    shard.look(after_s=GONE_S)
+    shard.look(after_s=GATEWAY_GONE_S)
     assert shard.steps(4) == []
     shard.look("g1")
     assert set(shard.steps(4)) == {"a"}
@@ -116,7 +116,7 @@ def test_a_gateway_that_was_only_silent_has_its_requests_back(shard: Shard) -> N
 def test_a_gateway_that_never_was_heard_gets_more_time(shard: Shard) -> None:
     shard.arrive("a", "g1")
     shard.look()
-    shard.look(after_s=NEVER_CAME_S - 0.5)
+    shard.look(after_s=NEVER_SEEN_S - 0.5)
     assert set(shard.steps(4)) == {"a"}
     shard.look(after_s=0.5)
     assert shard.steps(4) == []
@@ -128,7 +128,7 @@ def test_one_whose_gateway_died_before_the_claim_never_runs(shard: Shard) -> Non
     shard.look()
     assert shard.steps(4) == []
     shard.core.adopt("a", "g2")
-    shard.parking.adopted("a", "g2", shard.now_ns)
+    shard.quarantine.adopted("a", "g2", shard.now_ns)
     shard.look("g2")
     assert set(shard.steps(4)) == {"a"}
 
@@ -143,10 +143,10 @@ def test_one_in_the_background_waits_for_a_gateway_however_long(shard: Shard) ->
     shard.arrive("a", "g1", background=True)
     shard.look("g1")
     shard.look()
-    shard.look(after_s=GONE_S)
+    shard.look(after_s=GATEWAY_GONE_S)
     shard.look(after_s=3 * ABANDONED_S)
     assert (shard.abandoned, shard.steps(4)) == ([], [])
-    shard.parking.adopted("a", "g2", shard.now_ns)
+    shard.quarantine.adopted("a", "g2", shard.now_ns)
     assert set(shard.steps(4)) == {"a"}
 
 
@@ -154,13 +154,13 @@ def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:
     shard.arrive("a", "g1")
     shard.look("g1")
     shard.look()
-    shard.look(after_s=GONE_S)
+    shard.look(after_s=GATEWAY_GONE_S)
     shard.look(after_s=ABANDONED_S - 1)
     assert shard.abandoned == []
     shard.look(after_s=2)
     assert shard.abandoned == ["a"]
     assert shard.core.idle
-    assert shard.parking.gateways == set()
+    assert shard.quarantine.gateways == set()
 
 
 def on_trial(*names: str) -> Shard:
@@ -171,7 +171,7 @@ def on_trial(*names: str) -> Shard:
     shard.look("g1")
     shard.steps(2)
     shard.core.lose(0, shard.now_ns)
-    shard.parking.died(set(names), set(names), shard.now_ns)
+    shard.quarantine.died(set(names), set(names), shard.now_ns)
     shard.join()
     return shard
 
@@ -179,12 +179,12 @@ def on_trial(*names: str) -> Shard:
 def test_one_that_is_suspected_stays_parked_when_it_is_adopted() -> None:
     shard = on_trial("a", "b")
     shard.look()
-    shard.look(after_s=GONE_S)
-    shard.parking.adopted("b", "g2", shard.now_ns)
+    shard.look(after_s=GATEWAY_GONE_S)
+    shard.quarantine.adopted("b", "g2", shard.now_ns)
     assert set(shard.steps(4)) == {"a"}, "b is not on trial"
-    shard.parking.adopted("a", "g2", shard.now_ns)
+    shard.quarantine.adopted("a", "g2", shard.now_ns)
     assert set(shard.steps(1)) == {"a"}
-    shard.parking.progressed({"a"}, shard.now_ns)
+    shard.quarantine.progressed({"a"}, shard.now_ns)
     assert set(shard.steps(4)) == {"a", "b"}
 
 
@@ -192,10 +192,10 @@ def test_nobody_waits_for_one_on_trial_that_is_parked_as_its_gateway_is_gone() -
     shard = on_trial("a", "b")
     shard.arrive("c", "g2")
     for _ in range(2):
-        shard.look("g2", after_s=GONE_S)
+        shard.look("g2", after_s=GATEWAY_GONE_S)
     for name in ("a", "b"):
         assert set(shard.steps(1)) == {name}
-        shard.parking.progressed({name}, shard.now_ns)
+        shard.quarantine.progressed({name}, shard.now_ns)
         shard.look("g2")  # cleared, it is parked again
     assert set(shard.steps(6)) == {"c"}
 
@@ -207,9 +207,9 @@ def test_one_that_was_parked_as_its_gateway_is_gone_can_be_tried() -> None:
     shard.look("g1", "g2")
     shard.steps(2)
     shard.look("g2")
-    shard.look("g2", after_s=GONE_S)
+    shard.look("g2", after_s=GATEWAY_GONE_S)
     shard.core.lose(0, shard.now_ns)
-    shard.parking.died({"a"}, {"a", "c"}, shard.now_ns)  # a step of a was under way
+    shard.quarantine.died({"a"}, {"a", "c"}, shard.now_ns)  # a step of a was under way
     shard.join()
     assert set(shard.steps(1)) == {"a"}
 
@@ -237,8 +237,8 @@ def test_a_broken_connection_to_a_worker_that_lives_makes_nobody_a_suspect(again
     shard.steps(2)
     for _ in range(3):  # the second death of one that is alone would be its end
         shard.core.lose(0, shard.now_ns)
-        shard.parking.lost("worker-0", "the same", {"a"}, {"a"})
-        assert not shard.parking.suspecting or suspected
+        shard.quarantine.link_lost("worker-0", "the same", {"a"}, {"a"})
+        assert not shard.quarantine.has_suspects or suspected
         shard.join()
-        shard.parking.found("worker-0", again, shard.now_ns)
+        shard.quarantine.linked("worker-0", again, shard.now_ns)
     assert bool(shard.given_up) == suspected

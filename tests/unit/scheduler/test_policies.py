@@ -26,11 +26,11 @@ def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_onc
     core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=3), 0)
     plan, _ = core.plan(1)
     core.add(NewRequest("waits", [np.arange(5, dtype=np.int32)], max_tokens=3), 2)
-    switch.ask("sarathi")
-    switch.ask("worst")
+    switch.request("sarathi")
+    switch.request("worst")
     assert events == [("policy_refused", "worst")]
-    switch.ask("tgi")
-    switch.ask("tgi")
+    switch.request("tgi")
+    switch.request("tgi")
     assert events[1:] == [("policy_refused", "sarathi")]
     now = 2
     while plan is not None and "waits" not in {enter.request.id for enter in plan.enters}:
@@ -55,13 +55,13 @@ def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_on
     core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=30), 0)
     plan, _ = core.plan(1)
     assert plan is not None
-    switch.ask("tgi")
+    switch.request("tgi")
     core.add(NewRequest("waits", [np.arange(3, dtype=np.int32)], max_tokens=3), 2)
     core.apply(StepResult(plan.id, 0, plan.chunk_slots, plan.chunk_slots * 0, step_ns=STEP_NS), STEP_NS)
     plan, _ = core.plan(STEP_NS)
     assert plan is not None and not plan.enters, "nobody enters while a change is pending"
     in_force = core.policy
-    switch.ask("orca:tokens=fixed-9")
+    switch.request("orca:tokens=fixed-9")
     assert [event[:2] for event in events] == [("policy_refused", "tgi"), ("policy_changed", "orca:tokens=fixed-9")]
     assert "no change is pending" in events[1][2]
     core.apply(StepResult(plan.id, 0, plan.chunk_slots, plan.chunk_slots * 0, step_ns=STEP_NS), 2 * STEP_NS)
@@ -69,9 +69,9 @@ def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_on
     switch.look()
     assert plan is not None and [enter.request.id for enter in plan.enters] == ["waits"]
     assert core.policy is in_force and len(events) == 2
-    switch.ask("tgi")
-    switch.ask("tgi:order=fair")
-    assert events[2:] == [("policy_refused", "tgi", "tgi:order=fair was asked for before it could take over")]
+    switch.request("tgi")
+    switch.request("tgi:order=fair")
+    assert events[2:] == [("policy_refused", "tgi", "tgi:order=fair was requested before it could take over")]
 
 
 def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.scheduler.quarantine import Bisection, Verdict
+from services.scheduler.quarantine import Actions, Bisection
 
 
 @dataclass
@@ -99,16 +99,16 @@ class Simulation:
                 names.remove(name)
         self.untold.append(name)
 
-    def obey(self, verdict: Verdict) -> None:
-        for name in verdict.park:
+    def obey(self, actions: Actions) -> None:
+        for name in actions.park:
             if name in self.waiting:
                 self.waiting.remove(name)
                 self.parked.add(name)
-        for name in verdict.resume:
+        for name in actions.resume:
             if name in self.parked:
                 self.parked.remove(name)
                 self.waiting.append(name)
-        for name in verdict.dead:
+        for name in actions.dead:
             assert self.held(name), "it had ended"
             self.given_up.append(name)
             self.end(name)
@@ -170,17 +170,17 @@ def test_who_was_cleared_and_runs_on_takes_the_blame_off_the_one_on_trial() -> N
     assert suspects.died(everybody, everybody, everybody).park == ["b"]
     assert suspects.progressed({"a"}).resume == ["b"]
     for _ in range(3):  # a is with the worker: in the step, or in the next one
-        assert suspects.died({"b"}, everybody, everybody) == Verdict(park=["a"])
+        assert suspects.died({"b"}, everybody, everybody) == Actions(park=["a"])
     assert suspects.died({"b"}, {"b"}, everybody).dead == []
-    assert suspects.died({"b"}, {"b"}, everybody) == Verdict(resume=["a"], dead=["b"])
+    assert suspects.died({"b"}, {"b"}, everybody) == Actions(resume=["a"], dead=["b"])
 
 
 def test_a_worker_that_died_for_another_reason_costs_nobody_his_request() -> None:
     suspects = Bisection()
     everybody = {"a", "b", "c", "d", "e"}
     step = everybody - {"e"}
-    verdict = suspects.died(step, step, everybody)
-    assert (verdict.park, verdict.dead) == (["c", "d", "e"], [])
+    actions = suspects.died(step, step, everybody)
+    assert (actions.park, actions.dead) == (["c", "d", "e"], [])
     assert suspects.progressed({"a"}).resume == []
     assert suspects.progressed({"b"}).resume == ["c", "d"]
     assert suspects.progressed({"c", "d"}).resume == ["e"]
@@ -200,7 +200,7 @@ def test_the_last_suspect_that_leaves_lets_all_others_run() -> None:
     everybody = {"a", "b", "c"}
     suspects.died({"a", "b"}, {"a", "b"}, everybody)
     suspects.arrived("d")
-    assert suspects.ended("c") == Verdict()
-    assert suspects.ended("b") == Verdict()
+    assert suspects.ended("c") == Actions()
+    assert suspects.ended("b") == Actions()
     assert suspects.ended("a").resume == ["d"]
     assert not suspects

@@ -160,6 +160,6 @@ async def test_a_step_whose_answer_is_unread_when_a_send_fails_is_not_blamed(mon
     monkeypatch.setattr(fleet, "lose", losing)
     payload = queue_pb2.Request(id="a")
     service._core.add(NewRequest("a", [np.arange(5, dtype=np.int32)], 20, payload=payload), 0)
-    await asyncio.wait_for(fleet._lead(link.worker), 30)
+    await asyncio.wait_for(fleet.serve(link.worker), 30)
     assert [step.id for step in link.steps] == [1, 2]
     assert blamed == [[2]]

@@ -88,7 +88,7 @@ async def test_a_cancel_on_trial_or_while_parked_leaves_nobody_parked(worker: On
     assert worker.parked() == 0
     assert worker.send() == {"d"}
     worker.ends("d")
-    assert not worker.service._parking.suspecting
+    assert not worker.service._quarantine.has_suspects
     worker.core.check()
 
 
