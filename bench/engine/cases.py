@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,38 @@ from services.worker.engine import Engine
 from services.worker.in_flight import Flight
 from services.worker.models.config import DecoderConfig
 from shared.columns import pack
+
+
+@dataclass(slots=True)
+class EngineSettings:
+    """The settings that `services.worker.engine.Engine` reads, without pydantic, which `bench.gpu` may lack.
+
+    Names and defaults are those of shared.settings.WorkerSettings; a test compares them.
+    """
+
+    model: Path
+    served_model_name: str = ""
+    worker_id: str = "worker-0"
+    device: str = "auto"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    quantize: str = "none"
+    deterministic: bool = False
+    load_format: str = "auto"
+    block_size: int = 16
+    max_seqs: int = 256
+    max_input_tokens: int = 0
+    max_output_tokens: int = 0
+    max_step_tokens: int = 2048
+    kv_memory_fraction: float | None = None
+    kv_blocks: int = 0
+    host_blocks: int | None = None
+    worker_role: str = "both"
+    kv_share_dir: Path | None = None
+    threads: int = 0
+    step_timeout_s: float = 0.0
+    step_log: Path | None = None
+
 
 TORCH_REPEATS = 5
 TORCH_BYTES = 256 << 20  # of layers, past every cache; at least one layer

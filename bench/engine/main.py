@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from bench.engine.cases import CASES, Case, TorchMatrices, measure
 from bench.engine.floor import Floor, machine_floor
-from bench.engine.report import show
 from bench.kernels.backends import opened
 from bench.kernels.clock import Clock
 from bench.result import provenance
 from services.worker.engine import Engine
 from shared.errors import OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
+
+WIDTH = 110  # a pipe has no width; the tables need this
+
 
 ON_A_DEVICE = ("cuda", "emulator")
 """Kernels that are timed by the device's own clock, one step given before the last is answered."""
@@ -123,6 +127,49 @@ def _cases(text: str) -> tuple[Case, ...]:
 
 def _say(text: str) -> None:
     print(f"{text} ...", file=sys.stderr)
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print iterations beside their floors and, where it was measured, where their time goes."""
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    model, floor = found["model"], found["floor"]
+    int8 = ", int8 weights" if model["quantize"] == "int8" else ""
+    where = f"{floor['threads']} threads" if not floor["device"] else floor["device"]
+    rate = f"{floor['float32_gflop_s']:.0f} GFLOP/s float32"
+    if floor["device"]:
+        rate = f"{floor['float32_gflop_s'] / 500:.3g} TFLOP/s in 16 bits"
+    console.print(
+        f"{model['name']}, {model['layers']} layers, {model['dtype']}{int8}, {model['backend']} kernels, "
+        f"{model['matrices']} matrices, {where}; memory {floor['read_gb_s']:.0f} GB/s, {rate}"
+    )
+    table = Table()
+    for name in ("iteration", "tokens", "ms", "p99", "forward", "sample", "floor", "x floor", "torch's matrices"):
+        table.add_column(name, justify="left" if name == "iteration" else "right", no_wrap=True)
+    for row in found["results"]:
+        numbers = (row[name] for name in ("total_ms", "p99_ms", "forward_ms", "sample_ms", "floor_ms"))
+        table.add_row(
+            row["case"],
+            str(row["tokens"]),
+            *(f"{number:.2f}" for number in numbers),
+            f"{row['ratio']:.2f}",
+            f"{row['torch_linear_ms']:.2f}",
+        )
+    console.print(table)
+    profiled = [row for row in found["results"] if "profile_us" in row]
+    if not profiled:
+        return
+    names = sorted(set().union(*(row["profile_us"] for row in profiled)))
+    table = Table(title="microseconds of an iteration by operation")
+    table.add_column("iteration")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("outside", justify="right")
+    for row in profiled:
+        spent = row["profile_us"]
+        outside = 1000 * row["total_ms"] - sum(spent.values())
+        table.add_row(row["case"], *(f"{spent.get(name, 0.0):.0f}" for name in names), f"{outside:.0f}")
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from rich.table import Table
 from bench.fleet.calibration import Case, compare_all
 from bench.fleet.replica import Size, StepCost
 from bench.fleet.routing import ROUTERS
-from bench.fleet.run import Fleet, Ran, run
-from bench.fleet.scaler import Rule
+from bench.fleet.run import Fleet, Ran, Rule, run
 from bench.fleet.traffic import Spec, build
 from services.simulator.arrivals import CHAT, Lengths
 from services.simulator.roofline import DEVICES, SHAPES, Roofline

@@ -16,8 +16,7 @@ import numpy as np
 from bench.fleet.calibration import Case, compare_all
 from bench.fleet.replica import Size, StepCost
 from bench.fleet.routing import ROUTERS
-from bench.fleet.run import Fleet, Ran, run
-from bench.fleet.scaler import Rule
+from bench.fleet.run import Fleet, Ran, Rule, run
 from bench.fleet.traffic import Spec, build
 from bench.result import ROOT, commit, provenance, read, write
 from services.simulator.roofline import Roofline

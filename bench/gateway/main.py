@@ -15,23 +15,29 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+from rich.console import Console
+from rich.table import Table
 from tokenizers import Tokenizer
 
 from bench.gateway.publisher import Publisher
-from bench.gateway.report import show
 from bench.gateway.stack import Core, Stack, running
 from bench.gateway.streams import BrokenStreamError, Streams
 from bench.result import provenance
 from services.scheduler.core.types import Finish
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
+
+COLUMNS = (
+    "case", "tokens/s", "events/s", "CPU us a token", "wait p50, ms", "p99", "gateway ran", "in line", "beside it",
+)  # fmt: skip
+
 
 CASES = ("saturation", "rate")
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -269,6 +275,27 @@ def _some_of(known: Sequence[str] | dict[str, str]) -> Callable[[str], tuple[str
 
 def _say(text: str) -> None:
     print(f"{text} ...", file=sys.stderr)
+
+
+def show(results: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> None:
+    """Print one row for each case; shares are of one core."""
+    console = Console()
+    table = Table(title=f"One gateway process on one core, {results[0]['clients']} streams")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for line in results:
+        waits = (f"{line[name]:.2f}" if name in line else "" for name in ("wait_p50_ms", "wait_p99_ms"))
+        beside = line["client_and_publisher_ran"] + line["redis_ran"]
+        table.add_row(
+            f"{line['case']}, {line['endpoint']}", f"{line['tokens_s']:,}", f"{line['events_s']:,}",
+            f"{line['cpu_us_per_token']:.1f}", *waits, f"{line['gateway_ran']:.0%}", f"{line['gateway_waited']:.0%}",
+            f"{beside:.0%}",
+        )  # fmt: skip
+    console.print(table)
+    console.print("Shares of one core: in line, when it could have run and another process did; beside it, the bench.")
+    console.print(
+        f"Goals: {goals['tokens_s']:,} tokens/s, and a p50 of {goals['wait_p50_ms']:g} ms at 10,000 tokens/s."
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import socket
 import time
 from collections.abc import Sequence
 
+from bench.serve.client import SseLines
+
 _ID = re.compile(rb"\nid: [^\n]*?:(\d+)\n")
 _OTHER_STATUS = tuple(b"HTTP/1.1 %d" % first for first in (3, 4, 5))
 READ_BYTES = 1 << 18
@@ -102,9 +104,9 @@ class Streams:
         """Of the stream that was kept."""
         _, _, body = bytes(self.kept).partition(b"\r\n\r\n")
         parts: list[str] = []
-        for line in _dechunked(body).splitlines():
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
+        for payload in SseLines().feed(_dechunked(body)):
+            if payload.startswith(b"{"):
+                choices = json.loads(payload)["choices"]
                 parts += [each["delta"].get("content", "") if "delta" in each else each["text"] for each in choices]
         return "".join(parts)
 

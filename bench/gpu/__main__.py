@@ -52,8 +52,8 @@ PARTS = (
     Part("sampler", 40, "bench.gpu.kernels:sampler"),
     Part("rows", 80, "bench.gpu.kernels:rows"),
     Part("swap", 30, "bench.gpu.kernels:swap"),
-    Part("transformers", 90, "bench.gpu.transformers:continuous_batching"),
-    Part("rings", 60, "bench.gpu.rings:rings"),
+    Part("transformers", 90, "bench.gpu.engine:continuous_batching"),
+    Part("rings", 60, "bench.gpu.kernels:rings"),
     Part("sanitizers", 165, "bench.gpu.checks:sanitizers"),
     Part("suites", 90, "bench.gpu.checks:suites"),
 )

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.setup import known_peaks, setup
+from bench.gpu.kernels import known_peaks, setup
 from bench.kernels import rows as kernels_rows
 from bench.kernels import sampling as kernels_sampling
 from bench.kernels.attention import error_of_attention, queries
+from bench.kernels.backends import type_name
 from bench.kernels.case import LIMITS, Bench, Maker
-from bench.kernels.paged import Paged
-from bench.kernels.peaks import type_name
+from bench.kernels.kv import Paged
 from bench.kernels.shapes import QUICK, TINY
 from bench.result import ROOT
 from kernels.ops import Attention

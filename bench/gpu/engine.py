@@ -1,8 +1,4 @@
-"""The engine on a GPU: a model of 8B's shape with made-up weights, decoding, beside weights and KV over the bandwidth.
-
-In process, without a scheduler: steps are given as a scheduler with lookahead gives them, one or more before the last
-is answered.
-"""
+"""A model of Llama-8B's shape with made-up weights: the engine's steps, and continuous batching of transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine.cases import Case, Driver, run, work
-from bench.engine.settings import EngineSettings
+import torch
+
+from bench.engine.cases import Case, Driver, EngineSettings, run, work
 from bench.gpu.context import Context
-from bench.gpu.setup import known_peaks
+from bench.gpu.kernels import known_peaks
 from bench.kernels.shapes import LLAMA_8B, TINY, Model
 from services.worker.engine import Engine
 
@@ -26,6 +23,8 @@ STEPS = 100
 LOOKAHEADS = (0, 1)
 CASES = (Case("decode-64", 64, 1024), Case("decode-8", 8, 1024), Case("decode-1", 1, 1024))
 QUICK_CASES = (Case("decode-2", 2, 20),)
+SEQUENCES, PROMPT = 64, 1024  # of transformers
+TOKENS = (16, 80)  # that transformers generates in two runs: the difference holds no prefill
 
 
 def engine(context: Context) -> Iterator[tuple[str, Any]]:
@@ -108,3 +107,34 @@ def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -
     made = Engine(settings)
     made.warm_up()
     return made
+
+
+def continuous_batching(context: Context) -> Iterator[tuple[str, Any]]:
+    """step_us at 64 sequences of 1,024 tokens; `skipped` where transformers is not installed."""
+    try:
+        from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, __version__
+    except ImportError as error:
+        yield "skipped", f"transformers cannot be imported: {error}"
+        return
+    yield "transformers", __version__
+    if context.device != "cuda":
+        yield "skipped", "it needs a GPU"
+        return
+    model = TINY if context.quick else LLAMA_8B
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        made = LlamaForCausalLM(LlamaConfig(**config_of(model))).eval()
+    generator = torch.Generator().manual_seed(20261120)
+    prompts = torch.randint(2, model.vocab, (SEQUENCES, PROMPT), generator=generator).tolist()
+
+    def run_s(tokens: int) -> float:
+        wanted = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        begun = time.perf_counter()
+        made.generate_batch(inputs=prompts, generation_config=wanted)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    run_s(2)
+    times = [run_s(tokens) for tokens in TOKENS]
+    yield "runs_s", times
+    yield "step_us", (times[1] - times[0]) / (TOKENS[1] - TOKENS[0]) * 1e6

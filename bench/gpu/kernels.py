@@ -1,27 +1,68 @@
-"""The parts of `bench.gpu` that time kernels; each yields rows as they come."""
+"""Kernels on a GPU beside their floors and torch's: attention, sampler, rows, copies, depths of rings."""
 
 from __future__ import annotations
 
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.setup import Setup, known_peaks, setup
 from bench.kernels import attention as kernels_attention
-from bench.kernels import blocks as kernels_blocks
+from bench.kernels import kv as kernels_kv
 from bench.kernels import rows as kernels_rows
 from bench.kernels import sampling as kernels_sampling
-from bench.kernels.backends import pinned_copy
+from bench.kernels.backends import Peaks, device_peaks, opened, pinned_copy
 from bench.kernels.case import Bench, Maker, run
-from bench.kernels.shapes import Plan
+from bench.kernels.clock import DeviceClock
+from bench.kernels.shapes import GPU, QUICK, Plan
+from kernels.cuda import attention_calls, loader, planner
+from kernels.cuda.backend import CudaOps
 from kernels.cuda.cache import CudaCache
+from kernels.cuda.device import Device
+from kernels.cuda.gpu import CudaDevice
 from kernels.ops import Cache, CacheShape
+from shared.errors import ConfigurationError
 
 Rows = Iterator[tuple[str, Any]]
+REPEATS = 9
+SOURCE, HEADER = (loader.SOURCES / f"attention_decode.{kind}" for kind in ("cu", "cuh"))
+UNITS = (3, 4, 5, 6)  # depths of a ring that are tried
+ITEMS = (4, 6, 8, 12)  # work items for each processor
+SHAPES = ((64, 1024), (8, 4096), (8, 32768))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    clock: DeviceClock
+    device: Device
+    plan: Plan
+
+    def bench(self, peaks: Peaks, dtype: torch.dtype = torch.bfloat16) -> Bench:
+        return Bench(self.clock, peaks, self.plan, dtype)
+
+
+def setup(context: Context) -> Setup:
+    """Raises ConfigurationError where the device cannot be had."""
+    backend = opened(context.device, 2 if context.quick else REPEATS)
+    if backend.device is None or not isinstance(backend.clock, DeviceClock):
+        raise ConfigurationError(f"{context.device} is no device of the CUDA kernels")
+    return Setup(backend.clock, backend.device, QUICK if context.quick else GPU)
+
+
+def known_peaks(context: Context, made: Setup | None = None) -> Peaks:
+    """As the probes found them in this run, or found now. Raises ConfigurationError as `setup`."""
+    if found := context.found("probes").get("peaks"):
+        return Peaks(**found)
+    made = made or setup(context)
+    return device_peaks(made.clock, made.device)
 
 
 def decode(context: Context) -> Rows:
@@ -54,7 +95,7 @@ def rows(context: Context) -> Rows:
 
 
 def swap(context: Context) -> Rows:
-    return _timed(context, lambda made, plan: kernels_blocks.copies(plan, partial(pinned_copy, made.device)))
+    return _timed(context, lambda made, plan: kernels_kv.copies(plan, partial(pinned_copy, made.device)))
 
 
 def _timed(context: Context, makers: Callable[[Setup, Plan], Sequence[Maker]]) -> Rows:
@@ -63,3 +104,66 @@ def _timed(context: Context, makers: Callable[[Setup, Plan], Sequence[Maker]]) -
         bench = made.bench(known_peaks(context, made))
         for row in run(bench, makers(made, made.plan), lambda name: print(name, file=sys.stderr, flush=True)):
             yield "rows", [row.as_dict()]
+
+
+def rings(context: Context) -> Iterator[tuple[str, Any]]:
+    """`rows`: depths of the ring, then work items for each processor."""
+    if context.device != "cuda":
+        yield "skipped", "constants are chosen for a GPU"
+        return
+    made = setup(context)
+    bench = made.bench(known_peaks(context, made))
+    with torch.inference_mode():
+        for units in UNITS:
+            with _ring(made, units, bench.plan.model.head_dim):
+                yield from _rows(made, bench, f"attention, ring of {units}")
+        for items in ITEMS:
+            kept, planner.DECODE_ITEMS_PER_PROCESSOR = planner.DECODE_ITEMS_PER_PROCESSOR, items
+            try:
+                yield from _rows(made, bench, f"attention, {items} items a processor")
+            finally:
+                planner.DECODE_ITEMS_PER_PROCESSOR = kept
+
+
+def with_units(units: int, head_dim: int) -> str:
+    """The source, its header within, with rings of so many units and with the kernels of that head_dim alone.
+
+    Raises ValueError where the two are not written as expected.
+    """
+    header = HEADER.read_text().replace("#pragma once\n", "")
+    header, found = re.subn(
+        r"^constexpr int UNITS = [^;]*;", f"constexpr int UNITS = {units};", header, flags=re.MULTILINE
+    )
+    text = SOURCE.read_text().replace(f'#include "{HEADER.name}"\n', header)
+    lines = [line for line in text.splitlines() if not line.startswith("KERNEL(") or f"_d{head_dim}," in line]
+    if found != 1 or HEADER.name in text or not lines[-1].startswith("KERNEL("):
+        raise ValueError(f"{SOURCE.name}: {found} definitions of UNITS, {lines[-1]!r}")
+    return "\n".join([*lines, ""])
+
+
+@contextmanager
+def _ring(made: Setup, units: int, head_dim: int) -> Iterator[None]:
+    """Inside, decode attention has rings of so many units."""
+    if not isinstance(made.device, CudaDevice):
+        raise TypeError(f"{made.device.name} is no GPU")
+    programs, sizes = made.device.programs, attention_calls.DECODE_RINGS
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / SOURCE.name
+        source.write_text(with_units(units, head_dim))
+        other = loader.Program(source)
+    kept = {name: programs[name] for name in other.kernels}
+    size = sizes[head_dim]
+    try:
+        programs.update(dict.fromkeys(other.kernels, other))
+        sizes[head_dim] = (size[0], units)
+        yield
+    finally:
+        programs.update(kept)
+        sizes[head_dim] = size
+
+
+def _rows(made: Setup, bench: Bench, op: str) -> Iterator[tuple[str, Any]]:
+    clock = DeviceClock(CudaOps(made.device), made.device, made.clock.repeats)  # plans are kept by the backend
+    makers: list[Maker] = [(f"{op} {b} x {n}", partial(kernels_attention.decode_alone, b, n, op=op)) for b, n in SHAPES]
+    for row in run(replace(bench, clock=clock), makers, print):
+        yield "rows", [row.as_dict()]

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.setup import Setup, setup
-from bench.kernels.backends import pinned_copy
-from bench.kernels.peaks import device_peaks
+from bench.gpu.kernels import Setup, setup
+from bench.kernels.backends import device_peaks, pinned_copy
 from kernels.cuda import calls, loader
 from kernels.cuda.calls import BF16
 from kernels.emulator.program import compiled as emulated

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.kernels.case import Bench, Case, Maker, recorded
 from bench.kernels.clock import Recorded, Thunk, error_of
-from bench.kernels.paged import Paged
+from bench.kernels.kv import Paged
 from bench.kernels.shapes import Plan, Prompt
 from kernels.ops import Attention, Cache
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from bench.kernels.backends import Peaks, type_name
 from bench.kernels.clock import Clock, Recorded, Thunk
-from bench.kernels.peaks import Peaks, type_name
 from bench.kernels.shapes import Plan
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 8e-3}

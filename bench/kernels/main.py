@@ -9,22 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bench.kernels import attention as kernels_attention
-from bench.kernels import blocks as kernels_blocks
+from bench.kernels import kv as kernels_kv
 from bench.kernels import rows as kernels_rows
 from bench.kernels import sampling as kernels_sampling
-from bench.kernels import table as kernels_table
-from bench.kernels.backends import DEVICES, TYPES, Backend, opened
+from bench.kernels.backends import DEVICES, TYPES, Backend, Peaks, opened
 from bench.kernels.case import Bench, Maker, run
-from bench.kernels.peaks import Peaks
 from bench.kernels.shapes import CPU, GPU, QUICK, Plan
 from bench.result import provenance
 from shared.errors import OrcinusError
+
+HEAD = ("operation", "size", "type", "us", "GB/s", "TFLOP/s", "of floor", "error", "beside it, us")
+
 
 PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x")
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     found = _measure(options, backend, peaks) | facts | {"note": options.note}
-    print(json.dumps(found) if options.json else kernels_table.table(found))
+    print(json.dumps(found) if options.json else table(found))
     return 1 if any(row["us"] is None for row in found["rows"]) else 0
 
 
@@ -57,7 +58,7 @@ def makers(plan: Plan, backend: Backend) -> list[Maker]:
         *kernels_attention.prompts(plan),
         *kernels_rows.rows(plan),
         *kernels_sampling.samplers(plan),
-        *kernels_blocks.copies(plan, backend.plain_copy),
+        *kernels_kv.copies(plan, backend.plain_copy),
     ]
 
 
@@ -87,6 +88,53 @@ def _parser() -> argparse.ArgumentParser:
 
 def _say(text: str) -> None:
     print(f"{text} ...", file=sys.stderr)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return a line about the machine, then one for each row."""
+    peaks = found["peaks"]
+    rates = ", ".join(f"{rate:.3g} TFLOP/s {name}" for name, rate in peaks["tflop_s"].items())
+    lines = [
+        f"{peaks['device']}: memory is copied at {peaks['copy_gb_s']:,.0f} GB/s, read at {peaks['read_gb_s']:,.0f}; "
+        f"{rates}"
+    ]
+    return "\n".join([*lines, *columns([HEAD, *map(cells, found["rows"])])])
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return one row of the table."""
+    beside = [f"{name} {number(us)}" for name, us in row["peers_us"].items()]
+    return (
+        row["op"],
+        row["shape"],
+        row["dtype"],
+        number(row["us"]),
+        number(row["gb_s"]),
+        number(row["tflop_s"]),
+        "-" if row["of_floor"] is None else f"{row['of_floor']:.2f}",
+        "-" if row["error"] is None else f"{row['error']:.1e}",
+        "; ".join([*beside, *([row["said"]] if row["said"] else [])]),
+    )
+
+
+def number(value: float | None) -> str:
+    """Return a number with three digits that matter."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows in columns as wide as they need; all but names and the last to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell if i == last else cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.kernels.case import Bench, Case, Maker, recorded
 from bench.kernels.clock import Recorded, Thunk, error_of
-from bench.kernels.paged import some_rows
+from bench.kernels.kv import some_rows
 from bench.kernels.shapes import BLOCK_SIZE, Plan
 from kernels.ops import Attention, Cache, CacheShape, Norm
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from bench import render
-from bench.engine.settings import EngineSettings
+from bench.engine.cases import EngineSettings
 from bench.gpu import __main__ as gpu
-from bench.gpu import rings as gpu_rings
+from bench.gpu import kernels as gpu_kernels
 from bench.gpu.context import Context
 from shared.settings import WorkerSettings
 
@@ -153,7 +153,7 @@ def test_sanitizers_are_run_on_small_checks_and_what_they_find_is_kept(
 
 
 def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
-    text = gpu_rings.with_units(7, 128)
+    text = gpu_kernels.with_units(7, 128)
     assert "constexpr int UNITS = 7;" in text
     assert re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE) == [
         "attention_decode_bf16_d128",
@@ -165,7 +165,7 @@ def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
 def test_engine_and_kernels_run_where_few_packages_are(tmp_path: Path) -> None:
     program = f"""{FEW_PACKAGES}
 import bench.engine.cases, bench.kernels.main, services.worker.engine
-from bench import gpu
+from bench.gpu import __main__ as gpu
 from bench.gpu.context import Context
 engine = next(part for part in gpu.PARTS if part.name == "engine")
 gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bench.kernels import main as bench
-from bench.kernels import table as kernels_table
-from bench.kernels.peaks import Peaks
+from bench.kernels.backends import Peaks
 from kernels.cpu.backend import CpuOps
 from kernels.ops import Ops
 
@@ -61,7 +60,7 @@ def test_every_operation_is_checked_timed_and_compared_with_torch(found: dict[st
 
 @needs_compiler
 def test_the_table_for_people_has_every_row(found: dict[str, Any]) -> None:
-    lines = kernels_table.table(found).splitlines()
+    lines = bench.table(found).splitlines()
     assert len(lines) == 2 + len(found["rows"])
     assert lines[2].startswith("attention") and "SDPA" in lines[2]
 

@@ -14,8 +14,7 @@ from bench.fleet import main as command
 from bench.fleet.calibration import Case, compare
 from bench.fleet.replica import NEVER, Replica, Requests, Size, StepCost
 from bench.fleet.routing import ROUTERS
-from bench.fleet.run import Fleet, _Run, run
-from bench.fleet.scaler import Rule, Scaler
+from bench.fleet.run import Fleet, Rule, Scaler, _Run, run
 from bench.fleet.traffic import Spec, Traffic, build
 from services.simulator.roofline import Roofline
 from shared.settings import ROOT
