@@ -28,7 +28,7 @@ RESULTS = ROOT / "bench" / "results"
 def provenance(command: Sequence[str], *packages: str) -> dict[str, Any]:
     """Return command, date, commit, machine and versions. Call it before measuring: `machine` has the load.
 
-    packages: whose versions are kept; see `versions`.
+    packages: their versions are kept; see `versions`.
     """
     return {
         "command": shlex.join(command),

@@ -1,4 +1,4 @@
-"""One replica as a fluid: all who decode advance by the same number of steps; a step's time follows from who is there.
+"""Model one replica as a fluid: all decoding requests advance together; the running requests give a step its time.
 
 Between two events (a prompt is computed, a sequence ends) a step of n decodes and P prompt tokens takes
 a = fixed + max(weights, (n + P) * token) + context * kv + P * pairs, and the context grows by n a step, so k steps take
@@ -96,7 +96,7 @@ class Replica:
         self._now, self._steps = now, 0.0
         self._finish: list[tuple[float, int]] = []  # (steps at its end, request)
         self._decoding, self._context, self._reserved = 0, 0.0, 0
-        self.head = -1  # whose prompt is computed
+        self.head = -1  # the request that prefills
         self._remaining, self._chunk, self._hit = 0.0, 0.0, 0
         self.pending = 0  # tokens of prompts, of the head and the queue
         self.load = 0  # tokens of prompt and output outstanding

@@ -48,7 +48,7 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, index: int, group: int) -> int:
-        """A replica's number. Somebody is alive."""
+        """Return the number of a replica. At least one must be alive."""
 
     def remember(self, group: int, number: int) -> None:
         """The prefix of `group` goes to this replica."""

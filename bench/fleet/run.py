@@ -133,7 +133,7 @@ class _Run:
         self.router = ROUTERS[fleet.routing](self.replicas, fleet.seed)
         self.waiting: deque[int] = deque()  # in front of all replicas
         self.events: list[tuple[float, int, int]] = []  # time, replica, its version
-        self.others: list[tuple[float, int, str, Any]] = []  # time, order, what, whom
+        self.others: list[tuple[float, int, str, Any]] = []  # time, order, event, its argument
         self.order = 0
         self.left = len(traffic.prompt)
         self.random = random.Random(fleet.seed + 1)
@@ -177,11 +177,11 @@ class _Run:
                     heapq.heappush(events, (after, number, replica.version))
                 self.router.moved(number)
                 self.left -= len(ended)
-                while self.waiting and replica.has_room(self.waiting[0]):  # nobody else has got any
+                while self.waiting and replica.has_room(self.waiting[0]):  # no other replica has room
                     self._hand(replica, now)
             else:
-                now, _, what, whom = heapq.heappop(others)
-                getattr(self, f"_{what}")(now, whom)
+                now, _, event, argument = heapq.heappop(others)
+                getattr(self, f"_{event}")(now, argument)
             self.handled += 1
             if self.progress is not None and not self.handled & 0xFFFF:
                 self.progress(len(arrivals) - 1 - self.left)
@@ -190,7 +190,7 @@ class _Run:
     def _arrive(self, index: int, now: float) -> None:
         if self.router.late or not self.router.alive:
             self.waiting.append(index)
-            if len(self.waiting) == 1:  # where others wait, nobody has room
+            if len(self.waiting) == 1:  # while others wait, no replica has room
                 self._from_queue(now)
         else:
             self._give(index, now)
@@ -228,9 +228,9 @@ class _Run:
         if 0 <= after < NEVER:
             heapq.heappush(self.events, (after, replica.number, replica.version))
 
-    def _later(self, at: float, what: str, whom: Any) -> None:
+    def _later(self, at: float, event: str, argument: Any) -> None:
         self.order += 1
-        heapq.heappush(self.others, (at, self.order, what, whom))
+        heapq.heappush(self.others, (at, self.order, event, argument))
 
     def _add(self, now: float, up: bool) -> None:
         number = len(self.replicas)

@@ -28,7 +28,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`rows` new tokens of each of `sequences`, whose contexts then are `context` tokens long."""
+    """`rows` new tokens of each of `sequences`; each context then has `context` tokens."""
 
     sequences: int
     rows: int

@@ -37,7 +37,7 @@ class StartError(Exception):
 
 
 def free_port() -> int:
-    """A port that nobody uses, nor the one after it, where Orcinus has its metrics."""
+    """Return a port that is free, as is the one after it, where Orcinus has its metrics."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -156,7 +156,7 @@ class Running:
             pass
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so the group holds nobody else
+                os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so the group has no other process
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()

@@ -65,7 +65,7 @@ def median_and_range(values: Sequence[float]) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """Cell -> figure -> median, low, high and n over the rounds whose cell counts.
+    """Cell -> figure -> median, low, high and n over the rounds in which the cell counts.
 
     Those that other programs disturbed are left out where one was quiet.
     """

@@ -1,4 +1,4 @@
-"""One stage of a bench.studies.pipeline.__main__ run: the real worker's rank, whose stage takes a synthetic time.
+"""Run one stage of bench.studies.pipeline: the real worker's rank with a stage that takes a synthetic time.
 
     python -m bench.studies.pipeline.rank STAGE_MS
 
@@ -29,7 +29,7 @@ STAGE_S = float(sys.argv[1]) / 1000
 
 
 class SlowMesh(Mesh):
-    """A mesh whose rows leave a stage no sooner than STAGE_S after they came."""
+    """A mesh that passes rows on no sooner than STAGE_S after they came."""
 
     came = 0.0
     computed_s = 0.0

@@ -14,7 +14,7 @@ OURS = "orcinus"
 
 
 def claims(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry a claim: `claim`, `ours`, `other` (whose name is `who`), `ratio` = ours / other, `goal`, `holds`."""
+    """One entry a claim: `claim`, `ours`, `other` (the policy `who`), `ratio` = ours / other, `goal`, `holds`."""
     found = []
     for head in results["studies"]:
         if head["study"] != "main":
@@ -25,9 +25,9 @@ def claims(results: dict[str, Any]) -> list[dict[str, Any]]:
                 for row in results["rows"]
                 if (row["study"], row["trace"], row["load"]) == ("main", head["trace"], load)
             }
-            who = max((name for name in goodput if name != OURS), key=goodput.__getitem__)
+            best = max((name for name in goodput if name != OURS), key=goodput.__getitem__)
             claim = f"goodput, {head['trace']}, load {load:g}"
-            found.append(_entry(claim, goodput[OURS], who, goodput[who], NEAR))
+            found.append(_entry(claim, goodput[OURS], best, goodput[best], NEAR))
     return found + _static(results["static"])
 
 
@@ -39,13 +39,13 @@ def _static(static: dict[str, Any]) -> list[dict[str, Any]]:
         ("throughput at saturation", "saturation", GOALS["saturation"]),
     ):
         speed = {one["policy"]: one[key]["throughput_tok_s"] if one[key] else 0.0 for one in others}
-        who = max(speed, key=speed.__getitem__)
+        best = max(speed, key=speed.__getitem__)
         mine = ours[key]["throughput_tok_s"] if ours[key] else 0.0
-        found.append(_entry(claim, mine, who, speed[who], goal))
+        found.append(_entry(claim, mine, best, speed[best], goal))
     return found
 
 
-def _entry(claim: str, ours: float, who: str, other: float, goal: float) -> dict[str, Any]:
+def _entry(claim: str, ours: float, best: str, other: float, goal: float) -> dict[str, Any]:
     ratio = round(ours / other, 4) if other else None
     holds = ours >= goal * other
-    return {"claim": claim, "ours": ours, "who": who, "other": other, "ratio": ratio, "goal": goal, "holds": holds}
+    return {"claim": claim, "ours": ours, "who": best, "other": other, "ratio": ratio, "goal": goal, "holds": holds}

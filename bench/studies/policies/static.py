@@ -93,7 +93,7 @@ def _crossings(
     precision: float,
     measure: Callable[[list[tuple[str, float]]], list[Row]],
 ) -> list[Row | None]:
-    """Of each name the run at the highest rate whose median normalized latency is within `limit` ms.
+    """Return for each name the run at the highest rate with a median normalized latency within `limit` ms.
 
     Its curve, by rising rate, gives the rate that is within and the next one that is over; bisection of the logarithm
     until their ratio is `precision`. None where all of the curve is over; its end where all of it is within.

@@ -33,7 +33,7 @@ from services.scheduler.workers.registry import Registration
 from shared.settings import ROOT, SchedulerSettings
 
 COUNTS = (1, 2, 4, 8)
-PROMPT, OUTPUT = 64, 1000  # tokens; nobody ends while it is measured, and the KV of all fits
+PROMPT, OUTPUT = 64, 1000  # tokens; no request ends while it is measured, and the KV of all fits
 WARM_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""A sleep worker: a real gRPC worker server without a model, whose steps take a synthetic time and whose tokens mean
+"""A sleep worker: a real gRPC worker server without a model. Steps take a synthetic time and tokens mean
 nothing. It exists to measure the scheduler: `python -m bench.studies.replicas.worker COUNT STEP_MS` serves COUNT of
 them from one process and prints their addresses, one a line.
 """

@@ -4,7 +4,7 @@
 
 `orcinus up` with two workers, once `--replicas 2` and once `--prefill 1 --decode 1`, in turn in each round, so that
 whoever else slows the machine down slows down both. The model has random weights: its shape makes a prompt cost as much
-as dozens of decode steps. All on this machine's processor, whose cores the workers share.
+as dozens of decode steps. All workers share the cores of this machine.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ ENDS: Mapping[str, set[str]] = {
     "slow": {DONE, SLOW, "cancelled"},
     "background": {DONE},
 }
-"""How the last connection of each plan may end. Who was cut for slowness and comes again hears that it is cancelled."""
+"""How the last connection of each plan may end. One cut for slowness that returns sees `cancelled`."""
 
 LASTING = ("requests:", "queue", "epoch", "events", "dead")
 """Keys that may stay for ever (docs/redis.md), behind the prefix."""
@@ -222,7 +222,7 @@ def _slip(tokens: list[int], right: list[int], at: int) -> str:
 
 
 def _record(history: History, told: _Told) -> list[Violation]:
-    """The record in Redis ends as the client was told. Who cancels or is slow may get the whole answer all the same."""
+    """Check that the record in Redis ends as the client was told. A client that cancels or is slow may get it all."""
     record = history.record
     if record.get("state") != "finished":
         return [_say(history, "lost", f"its record is {record.get('state', 'gone')} after the end")]

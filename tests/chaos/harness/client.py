@@ -51,7 +51,7 @@ class Order:
 
 
 def session(narrow: bool = False) -> aiohttp.ClientSession:
-    """One connection a request, as gateways come and go. narrow: for slow clients, who hold no more than they read."""
+    """One connection a request, as gateways come and go. narrow: for slow clients; small buffers."""
 
     def narrow_socket(address: Any) -> socket.socket:
         made = socket.socket(*address[:3])

@@ -1,6 +1,6 @@
 """When the faults of a chaos run come: a random schedule by a seed, every kind once before any comes again.
 
-Several may be under way, but one a target. What they do is in chaos_kinds.py.
+Several may be under way, but one a target. What they do is in kinds.py.
 """
 
 from __future__ import annotations

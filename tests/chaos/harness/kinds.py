@@ -1,4 +1,4 @@
-"""What can be done to a chaos stack: each kind of fault, whom it may hit, and when it is over.
+"""Every kind of fault of a chaos stack: its targets, what it does, and when it is over.
 
 A function of a fault returns when the stack is whole again as far as can be asked, and notes when what was hurt
 answered again. Raises NotReadyError when the stack does not come back.
@@ -64,7 +64,7 @@ def leader(stack: ChaosStack) -> str:
 
 
 async def _led(stack: ChaosStack) -> None:
-    """Somebody leads the shard and has a worker, by stats that are younger than this call."""
+    """Return whether a scheduler leads the shard and has a worker, by stats younger than this call."""
     begun_ms = time.time() * 1000
 
     async def so() -> bool:

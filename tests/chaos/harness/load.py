@@ -150,7 +150,7 @@ class Load:
             await Client(session, self._urls, order).run()
             ended(order.history)
             if not order.history.accepted:
-                await asyncio.sleep(0.2)  # nobody took it: the next one need not hurry
+                await asyncio.sleep(0.2)  # it was refused: the next one need not hurry
 
     def _order(self) -> Order:
         template = self._rng.choice(self._templates)
@@ -158,7 +158,7 @@ class Load:
         whole: Plan = "background" if self._rng.random() < BACKGROUND else "stay"
         plan: Plan = self._rng.choices(plans, weights)[0] if template.stream else whole
         template = self._much[0] if plan == "slow" and self._much else template
-        # Who leaves for good has no key: with one its request would go on. Who comes back needs one.
+        # A client that leaves for good has no key: with one its request would go on. One that returns needs it.
         named = plan == "return" or not template.stream or (plan in ("stay", "cancel") and self._rng.random() < 0.5)
         number = len(self.histories)
         key = f"chaos {self._seed} {number}" if named else ""

@@ -58,7 +58,7 @@ class Refills:
 
 
 def read_refills(step_log: Path) -> Refills:
-    """Of a log on this machine. Its clock is the wall's; warm-ups are nobody's prompt."""
+    """Read a log of this machine. Its clock is the wall's; warm-ups are no prompts."""
     shift_s = time.monotonic() - time.time()
     with step_log.open() as lines:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -71,7 +71,7 @@ def read_refills(step_log: Path) -> Refills:
 
 
 def gaps(history: History, faults: Sequence[Injected]) -> list[Gap]:
-    """Of a stream whose client does not read slowly. A fault that is not over lasts."""
+    """Return the gaps of a stream, none for a slow client. A fault that is not over lasts."""
     if history.plan == "slow":
         return []
     found = []

@@ -88,7 +88,7 @@ def _doubled_token() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignored_epoch() -> Iterator[None]:
-    """A scheduler whose shard is another's goes on, and no script refuses what it writes. It gets no worker: two that
+    """A scheduler that lost its shard goes on, and no script refuses what it writes. It gets no worker: two that
     take one from each other would never come to an end."""
     real_keep = Lease.keep
 

@@ -21,7 +21,7 @@ class Proxy:
         self.port, self.target = port, target
         self.latency_s = 0.0
         self.byte_by_byte = False
-        self._flows = asyncio.Event()  # cleared: half-open, nothing is forwarded and nobody is told
+        self._flows = asyncio.Event()  # cleared: half-open, nothing is forwarded and no side is told
         self._flows.set()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()

@@ -18,7 +18,7 @@ SEQUENCES = ("running", "waiting", "swapped", "parked", "in_flight", "blocks_dra
 
 
 LAST_WORDS = ("; leaving", "the worker ends itself")
-"""Of a scheduler whose shard is another's, and of a worker that hangs: they end with status 1 as they should."""
+"""Logs of a scheduler that lost its shard and of a worker that hangs: they end with status 1 as they should."""
 
 
 async def observe(stack: ChaosStack) -> Rest:
@@ -91,6 +91,6 @@ async def epochs(stack: ChaosStack) -> dict[str, list[int]]:
     """Epochs by witness: of the steps that the worker ran, and of the stats that Redis took, in their order."""
     with stack.step_log.open() as lines:
         steps = [json.loads(line)["epoch"] for line in lines if line.endswith("\n")]
-    steps = [epoch for epoch in steps if epoch]  # the warm-up of a worker is nobody's
+    steps = [epoch for epoch in steps if epoch]  # without a worker's warm-up
     history: Any = await stack.redis.xrange(stack.keys.stats_history(SHARD))
     return {"steps of the worker": steps, "stats in Redis": [int(fields[b"epoch"]) for _, fields in history]}

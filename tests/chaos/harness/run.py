@@ -38,7 +38,7 @@ from tests.chaos.harness.rest import epochs, said, settled, unfinished
 from tests.chaos.harness.stack import GATEWAYS, ChaosStack, NotReadyError, until
 
 SEED = 20261120
-"""Of the long run whose result is committed; the test is its beginning."""
+"""Seed of the long run with the committed result; the test is its beginning."""
 RECORD_S = 40.0
 """After its client has everything, a request's record must say the same within this time."""
 LEAVE_S = 10.0
@@ -209,7 +209,7 @@ class _Run:
             history.forget_events()
 
     async def finish_records(self) -> None:
-        """Waits for the records. What belonged to a gateway that died, and nobody comes back for, is cancelled."""
+        """Wait for the records. Cancel what belonged to a dead gateway and no client comes back for."""
         await self._records([history for history in self._histories if self._comes_back(history)])
         wanted = {history.request for history in self._histories if self._comes_back(history)}
         left = await self._left(wanted)
@@ -235,7 +235,7 @@ class _Run:
             self._judge(self._histories[number])
 
     async def _left(self, wanted: set[str]) -> dict[str, str]:
-        """Requests that go on for nobody, with who delivers them: a gateway that lives cancels such within LEAVE_S."""
+        """Return requests without a client, and their gateways: a living gateway cancels such within LEAVE_S."""
         deadline = Deadline(LEAVE_S)
         while True:
             found = {request: gateway for request, gateway in await unfinished(self._stack) if request not in wanted}

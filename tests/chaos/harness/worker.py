@@ -1,4 +1,4 @@
-"""The worker of a chaos run: the real one, whose forward pass goes wrong once when a file says so.
+"""The worker of a chaos run: the real one with a forward pass that goes wrong once when a file says so.
 
     python -m tests.chaos.harness.worker FILE
 
