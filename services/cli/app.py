@@ -1,6 +1,6 @@
-"""The command `orcinus`. Services, torch and the web framework are imported only by the command that needs them.
+"""The command `orcinus`. A command imports services, torch and the web framework only if it needs them.
 
-Exit codes: 0 fine, 1 the thing checked is not so, 2 wrong use or wrong configuration. With --json a command prints
+Exit codes: 0 success, 1 a check failed, 2 wrong use or wrong configuration. With --json a command prints
 one object on stdout and nothing else.
 """
 
@@ -30,7 +30,7 @@ from shared.settings import (
 
 app = typer.Typer(
     name="orcinus",
-    help="Serves large language models. Every option is also an environment variable, named in its help.",
+    help="Serve large language models. Every option is also an environment variable, named in its help.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(
-    rich_markup_mode=None, help="Measures; the options are those of each bench (--help).", no_args_is_help=True
+    rich_markup_mode=None, help="Run a benchmark; each has its own options (--help).", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
@@ -78,7 +78,7 @@ def run_tool(name: str, arguments: list[str]) -> int:
 @settings_command(app, "up", *EVERYTHING)
 def up(
     values: Values,
-    stop_with_parent: Annotated[bool, typer.Option(help="also stop when the starting process dies")] = False,
+    stop_with_parent: Annotated[bool, typer.Option(help="also stop when the parent process dies")] = False,
 ) -> None:
     """Start Redis and every service on this machine, and keep them running until Ctrl-C."""
     from services.launcher.up import up as run_up
@@ -119,7 +119,7 @@ def worker(values: Values) -> None:
 
 @settings_command(app, "config", *EVERYTHING)
 def config(values: Values, json: Json = False) -> None:
-    """Print the effective settings of every service, and where each comes from. Secrets are hidden."""
+    """Print the effective settings of every service and the source of each. Secrets are hidden."""
     settings: dict[str, Any] = {name: build(kind, values) for name, kind in SERVICES.items()}
     settings["up"] = build(LauncherSettings, values)
     if json:
@@ -141,7 +141,7 @@ def config(values: Values, json: Json = False) -> None:
 
 @settings_command(app, "doctor", *EVERYTHING)
 def doctor(values: Values, json: Json = False) -> None:
-    """Check what a local stack needs on this machine, and say what to do about what is missing."""
+    """Check what a local stack needs on this machine, and name the remedy for what is missing."""
     from services.launcher.doctor import examine, show
 
     checks = examine(values)
@@ -157,10 +157,10 @@ def doctor(values: Values, json: Json = False) -> None:
 def policy(
     values: Values,
     name: Annotated[str, typer.Argument(help="a preset, or one with parts replaced: sarathi:order=fair,memory=peak")],
-    timeout_s: Annotated[float, typer.Option(help="how long to wait for what runs to end")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(help="how long to wait for running sequences to end")] = 60.0,
     json: Json = False,
 ) -> None:
-    """Let a running scheduler change its policy, and wait until it has: what runs goes to its end first."""
+    """Change the policy of a running scheduler, and wait for the change: running sequences end first."""
     settings = build(CommonSettings, values)
     from services.cli.policy import switch
 
@@ -176,13 +176,11 @@ def policy(
 @settings_command(app, "drain", CommonSettings, LauncherSettings)
 def drain(
     values: Values,
-    name: Annotated[
-        str, typer.Argument(help="gateway, scheduler or worker: all of them; or a worker, shard or gateway")
-    ],
-    timeout_s: Annotated[float, typer.Option("--timeout-s", "--timeout", help="how long to wait for it")] = 120.0,
+    name: Annotated[str, typer.Argument(help="gateway, scheduler or worker for all of them, or an id of one")],
+    timeout_s: Annotated[float, typer.Option("--timeout-s", "--timeout", help="how long to wait")] = 120.0,
     json: Json = False,
 ) -> None:
-    """Let a service finish or hand over what it has and leave, and wait until it has; no client sees an error."""
+    """Let a service finish or hand over its requests and stop, and wait until it has; no client sees an error."""
     settings = build(CommonSettings, values)
     from services.cli.drain import drain as run
 
@@ -200,13 +198,13 @@ def drain(
 @settings_command(app, "batch", BatchSettings)
 def batch(
     values: Values,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="requests: OpenAI's batch lines (JSONL)")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="requests as OpenAI batch lines (JSONL)")],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="answers, a line each; what is there is not asked again")
+        Path, typer.Argument(metavar="OUT", help="answers, one line each; requests with an answer are skipped")
     ],
     json: Json = False,
 ) -> None:
-    """Send the requests of a file to a running server; the same command goes on where a run was stopped."""
+    """Send the requests of a file to a running server; run the same command again to continue a stopped run."""
     settings = build(BatchSettings, values)
     from services.cli.batch import run
 
@@ -221,10 +219,10 @@ def batch(
 @settings_command(app, "top", CommonSettings, LauncherSettings)
 def top(
     values: Values,
-    once: Annotated[bool, typer.Option("--once", help="print one view and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print one view and exit")] = False,
     json: Json = False,
 ) -> None:
-    """Show a running stack in the terminal, from Redis: q ends it. With --json one view, for programs."""
+    """Show a running stack in the terminal, from Redis; q quits. With --json print one view for programs."""
     settings = build(CommonSettings, values)
     from services.cli.top import run
 
@@ -243,37 +241,37 @@ def version(json: Json = False) -> None:
 
 @bench.command("scheduler", context_settings=PASS_ON, add_help_option=False)
 def bench_scheduler(context: typer.Context) -> None:
-    """Time of plan and apply, 32 to 4096 sequences running."""
+    """Measure plan and apply with 32 to 4096 running sequences."""
     raise typer.Exit(run_tool("bench-scheduler", context.args))
 
 
 @bench.command("gateway", context_settings=PASS_ON, add_help_option=False)
 def bench_gateway(context: typer.Context) -> None:
-    """Tokens a second that one gateway process streams on one core, and what they wait."""
+    """Measure tokens per second and delay of one gateway process on one core."""
     raise typer.Exit(run_tool("bench-gateway", context.args))
 
 
 @bench.command("replicas", context_settings=PASS_ON, add_help_option=False)
 def bench_replicas(context: typer.Context) -> None:
-    """Measures one scheduler with 1, 2, 4 and 8 replicas: its CPU time a step, and routing by prefix."""
+    """Measure one scheduler with 1, 2, 4 and 8 replicas: CPU time per step, and routing by prefix."""
     raise typer.Exit(run_tool("bench-replicas", context.args))
 
 
 @bench.command("engine", context_settings=PASS_ON, add_help_option=False)
 def bench_engine(context: typer.Context) -> None:
-    """Time of the engine's iterations beside what the machine could do."""
+    """Measure the engine's steps beside the limits of the machine."""
     raise typer.Exit(run_tool("bench-engine", context.args))
 
 
 @bench.command("kernels", context_settings=PASS_ON, add_help_option=False)
 def bench_kernels(context: typer.Context) -> None:
-    """Every operation of the forward pass beside what the machine could do, and beside torch's."""
+    """Measure every operation of the forward pass beside the limits of the machine and beside torch."""
     raise typer.Exit(run_tool("bench-kernels", context.args))
 
 
 @bench.command("serve", context_settings=PASS_ON, add_help_option=False)
 def bench_serve(context: typer.Context) -> None:
-    """Load on a running server: latencies and throughput."""
+    """Load a running server and measure latencies and throughput."""
     raise typer.Exit(run_tool("bench-serve", context.args))
 
 
@@ -293,7 +291,7 @@ def fleet(context: typer.Context) -> None:
 
 @app.command("chaos", context_settings=PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
-    """Start a stack, load it, hurt it at random, and check every answer (chaos --help)."""
+    """Start a stack, load it, inject faults at random, and check every answer (chaos --help)."""
     raise typer.Exit(run_tool("chaos", context.args))
 
 

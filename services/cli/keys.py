@@ -1,7 +1,7 @@
-"""`orcinus keys add|list|revoke`: the API keys of a model, in Redis, where every gateway sees them within two seconds.
+"""`orcinus keys add|list|revoke`: API keys of a model in Redis, effective at every gateway within two seconds.
 
-A key is printed once, by `add`, alone on stdout; Redis holds its digest. Without a Redis address the stack that
-`orcinus up` runs on this machine is meant.
+`add` prints a key once, alone on stdout; Redis holds its digest. Without a Redis address the commands use the stack
+that `orcinus up` runs on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.settings import CommonSettings, LauncherSettings
 
-app = typer.Typer(rich_markup_mode=None, help="API keys: make, list, revoke.", no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 _TENANT = re.compile(r"[a-z0-9._-]{1,64}")
@@ -35,18 +35,20 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 @settings_command(app, "add", CommonSettings, LauncherSettings)
 def add(
     values: Values,
-    name: Annotated[str, typer.Argument(help="what the key is for; for people")],
-    tenant: Annotated[str, typer.Option(help="whose it is; keys of one tenant see each other's requests")] = "",
-    max_priority: Annotated[str, typer.Option(help=f"the most urgent class it may ask for: {', '.join(CLASSES)}")] = (
-        CLASSES[0]
-    ),
-    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: as the gateway's settings say")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(min=0, help="prompt and output; 0: as the settings say")] = 0,
-    concurrent_requests: Annotated[int, typer.Option(min=0, help="0: as the gateway's settings say")] = 0,
-    expires: Annotated[str, typer.Option(help="30m, 12h or 90d from now, or a day, 2027-01-31; empty: never")] = "",
+    name: Annotated[str, typer.Argument(help="purpose of the key, for people")],
+    tenant: Annotated[
+        str, typer.Option(help="keys of one tenant see each other's requests; empty: the key alone")
+    ] = "",
+    max_priority: Annotated[str, typer.Option(help=f"most urgent class allowed: {', '.join(CLASSES)}")] = (CLASSES[0]),
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="0 uses the gateway's setting")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="of prompt and output; 0 uses the gateway's")] = 0,
+    concurrent_requests: Annotated[int, typer.Option(min=0, help="0 uses the gateway's setting")] = 0,
+    expires: Annotated[
+        str, typer.Option(help="30m, 12h, 90d from now, or a date (2027-01-31); empty means never")
+    ] = "",
     json: Json = False,
 ) -> None:
-    """Make a key and print it, this once."""
+    """Make a key and print it; it is not shown again."""
     if max_priority not in CLASSES:
         raise ConfigurationError(f"--max-priority={max_priority} must be one of {', '.join(CLASSES)}")
     if tenant and not _TENANT.fullmatch(tenant):
@@ -72,7 +74,7 @@ def add(
 
 @settings_command(app, "list", CommonSettings, LauncherSettings)
 def list_keys(values: Values, json: Json = False) -> None:
-    """List the keys: whose, what they may, when they were last used."""
+    """List the keys with tenant, limits and last use."""
     with _redis(values) as (client, keys):
         now_s = int(client.time()[0])
         records = sorted(_records(client, keys), key=lambda record: (record.created_s, record.id))
@@ -100,11 +102,11 @@ def list_keys(values: Values, json: Json = False) -> None:
 @settings_command(app, "revoke", CommonSettings, LauncherSettings)
 def revoke(
     values: Values,
-    key: Annotated[str, typer.Argument(help="the key's id, or the key itself")],
-    forget: Annotated[bool, typer.Option("--forget", help="also take it off the list")] = False,
+    key: Annotated[str, typer.Argument(help="id of the key, or the key itself")],
+    forget: Annotated[bool, typer.Option("--forget", help="also remove it from the list")] = False,
     json: Json = False,
 ) -> None:
-    """Refuse a key from now on, within two seconds everywhere; what runs under it goes to its end."""
+    """Refuse a key, within two seconds everywhere; its running requests end normally."""
     with _redis(values) as (client, keys):
         key_id = api_keys.id_of(key) or key
         found = next((record for record in _records(client, keys) if record.id == key_id), None)
@@ -123,7 +125,7 @@ def revoke(
 
 @contextmanager
 def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
-    """Raises ConfigurationError when Redis does not answer."""
+    """Yield a client and the keys of the model. Raises ConfigurationError when Redis does not answer."""
     import redis
 
     from services.cli.policy import redis_address
@@ -159,7 +161,7 @@ def _forget(client: Any, keys: Keys, key_id: str) -> None:
 
 
 def _moment(text: str, now_s: int) -> int:
-    """Seconds of Redis's clock; 0: never. Raises ConfigurationError."""
+    """Return seconds of Redis's clock; 0 means never. Raises ConfigurationError."""
     if not text:
         return 0
     if found := _SPAN.fullmatch(text):
@@ -176,7 +178,7 @@ def _moment(text: str, now_s: int) -> int:
 
 
 def _shown(record: KeyRecord, now_s: int) -> dict[str, Any]:
-    """What may be printed of a record: all but the digest."""
+    """Return the fields of a record that may be printed: all but the digest."""
     return {name: value for name, value in asdict(record).items() if name != "digest"} | {"state": record.state(now_s)}
 
 

@@ -1,7 +1,7 @@
-"""`orcinus policy NAME`: asks a shard's scheduler for another policy and waits for the event that answers.
+"""`orcinus policy NAME`: request another policy from a shard's scheduler and wait for the event that answers.
 
-Talks to Redis alone: `control:{shard}` in, `events` out. Without a Redis address it looks for the stack that
-`orcinus up` runs on this machine.
+Uses Redis alone: `control:{shard}` in, `events` out. Without a Redis address it uses the stack that `orcinus up` runs
+on this machine.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ KINDS = {"policy_changed": True, "policy_refused": False}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of the command."""
+    """The result of the command."""
 
     changed: bool
     text: str
 
 
 def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float) -> Answer:
-    """Sends the command and waits.
+    """Send the command and wait for the answer.
 
-    Raises ConfigurationError for a wait that is no time, a policy that does not exist, and a silent Redis: before
-    anything is sent.
+    Raises ConfigurationError for an invalid timeout, an unknown policy and an unreachable Redis, before anything is
+    sent.
     """
     import redis
 
@@ -57,7 +57,7 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
 
 
 def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
-    """URL and options of the Redis that was named, else of that of the local stack, else of the default one."""
+    """Return URL and options of the Redis that was named, else of the local stack, else of the default one."""
     if "redis_url" not in settings.model_fields_set and RunDir(launcher.run_dir).owner():
         found = redis_server.local(launcher.run_dir)
         if found is not None:
@@ -88,5 +88,5 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) ->
     return Answer(
         False,
         f"{policy} is still in force after {timeout_s:g} s: {running} sequences run to their ends first. The change to "
-        f"{name} stays pending and nobody enters until then; `orcinus policy {policy}` undoes it",
+        f"{name} stays pending and no sequence starts until then; `orcinus policy {policy}` undoes it",
     )

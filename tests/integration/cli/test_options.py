@@ -93,7 +93,7 @@ def test_every_bad_value_is_named_at_once() -> None:
 def test_rule_between_settings_is_told_without_pydantics_words() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(WorkerSettings, {"served_model_name": "Demo Model"})
-    assert str(caught.value).startswith("served model name 'Demo Model' may hold only")
+    assert str(caught.value).startswith("served model name 'Demo Model': only")
 
 
 def test_option_wins_over_variable_and_variable_over_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_a_change_that_does_not_come_in_time_is_said_to_be_pending_with_the_way_
     assert not answer.changed
     for words in ("orca is still in force after 0.3 s", "3 sequences", "tgi:order=fair stays pending"):
         assert words in answer.text
-    assert "nobody enters until then; `orcinus policy orca` undoes it" in answer.text
+    assert "no sequence starts until then; `orcinus policy orca` undoes it" in answer.text
     rows = redis_server.client.xrange(scheduler.keys.control("shard-0"))
     assert [queue_pb2.Control.FromString(fields[b"c"]).policy.name for _, fields in rows] == ["tgi:order=fair"]
 

@@ -64,9 +64,9 @@ def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"prefill": 1}, "PREFILL=1 DECODE=0: it takes at least one of each"),
+        ({"prefill": 1}, "PREFILL=1 DECODE=0: at least one of each"),
         ({"decode": 2}, "PREFILL=0 DECODE=2"),
-        ({"prefill": 1, "decode": 1, "replicas": 2}, "REPLICAS=2 are copies that do both"),
+        ({"prefill": 1, "decode": 1, "replicas": 2}, "REPLICAS=2: excludes PREFILL and DECODE"),
     ],
 )
 def test_roles_that_make_no_stack_are_refused(given: dict[str, int], said: str) -> None:
