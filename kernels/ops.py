@@ -232,6 +232,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     overlaps: bool = False
     """Whether the forward pass and sample_later return before the device is done, so that the next iteration can be
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
+    weight_formats: frozenset[str] = frozenset()
+    """Formats of pack_linear beside the model's own type."""
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Bytes of one block as this backend's caches hold it."""
@@ -251,15 +253,21 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def pack_linear(
-        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
     ) -> Any:
-        """A matrix [outputs, inputs] -> whatever `linear` of this backend wants. Called at load only.
+        """Return a matrix [outputs, inputs] as `linear` of this backend takes it. Called at load only.
 
         parts: [any number of rows, inputs], contiguous, on the CPU, one under the other; they are read from the
         checkpoint as they are asked for, so one that is let go before the next keeps the peak of memory low.
-        bias: [outputs] float32. int8: weights are rounded to 8 bits with one scale per output row, max |w| / 127;
-        activations stay as they are. Raises ValueError where the backend has no such kernel.
+        bias: [outputs] float32. weight_format: how the numbers are held, empty: in the parts' type; int8: rounded to 8
+        bits with one scale per output row, max |w| / 127, activations as they are. Raises ValueError for a format that
+        the backend has no kernel for (`demand_format`).
         """
+
+    def demand_format(self, weight_format: str) -> None:
+        """Raise ValueError for a weight format that this backend cannot multiply."""
+        if weight_format and weight_format not in self.weight_formats:
+            raise ValueError(f"weight format {weight_format}: the {self.name} backend has no kernels for it")
 
     @abstractmethod
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Any:
@@ -288,10 +296,12 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """
 
     @abstractmethod
-    def embed(self, prepared: PreparedT, table: Any, scale: float = 1.0, places: Tensor | None = None) -> Tensor:
-        """[N, hidden]: each token's row of `table` times scale, plus its position's row of `places`.
+    def embed(
+        self, prepared: PreparedT, table: Any, scale: float = 1.0, position_embeddings: Tensor | None = None
+    ) -> Tensor:
+        """[N, hidden]: each token's row of `table` times scale, plus its position's row of `position_embeddings`.
 
-        places [positions, hidden] are learned positions, in the model's dtype.
+        position_embeddings [positions, hidden] are in the model's dtype.
         """
 
     @abstractmethod
@@ -313,7 +323,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         """call(x) after what was asked for before and before what is asked for next; it may read and overwrite x.
 
-        The ranks of a mesh meet in it. Like any operation it is called again with each batch, for a compiled pass too.
+        The ranks of a replica meet in it. Like any operation it is called again with each batch, also for a compiled
+        pass.
         """
         call(x)
 
@@ -339,7 +350,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """
 
     @abstractmethod
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """[N, 2 I] -> activation(first half) * second half, [N, I]. Activations: ACTIVATIONS."""
 
     @abstractmethod

@@ -23,5 +23,5 @@ class ProtocolError(OrcinusError):
     """The other side broke the contract of protos/."""
 
 
-class MeshError(OrcinusError):
+class RankError(OrcinusError):
     """Another rank of the replica is gone, hangs or is out of step: this process is of no use any more and ends."""

@@ -19,8 +19,9 @@ from bench.kernels.clock import Clock
 from protos import worker_pb2
 from services.worker.backend import layer_matrices
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.models.config import DecoderConfig
+from services.worker.quantization import METHODS
 from shared.columns import pack
 
 
@@ -178,26 +179,26 @@ def measure(
 def run(engine: Engine, driver: Driver, steps: int, lookahead: int) -> tuple[list[worker_pb2.Result], list[int]]:
     """Results of so many iterations, and nanoseconds from answer to answer; the first, and with lookahead 0 each, from
     when the step was given. lookahead: steps that are given before one is answered."""
-    flights: deque[Flight] = deque()
+    in_flight: deque[InFlightStep] = deque()
     results, walls = [], []
     begun = 0
 
     def answer() -> None:
         nonlocal begun
-        results.append(engine.finish(flights.popleft()))
+        results.append(engine.finish(in_flight.popleft()))
         now = time.perf_counter_ns()
         walls.append(now - begun)
         begun = now
 
     for _ in range(steps):
         step = driver.next()
-        if not flights:
+        if not in_flight:
             begun = time.perf_counter_ns()
-        flights.append(engine.submit(step))
+        in_flight.append(engine.submit(step))
         driver.executed()
-        if len(flights) > lookahead:
+        if len(in_flight) > lookahead:
             answer()
-    while flights:
+    while in_flight:
         answer()
     return results, walls
 
@@ -206,9 +207,8 @@ def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:
     """Bytes that an iteration must read (weights once, every sequence's KV once) and operations it must do."""
     c, info = engine.config, engine.info()
     matrices = sum(outputs * inputs for outputs, inputs in layer_matrices(c)) * c.layers
-    layers_bytes = matrices * engine.dtype.itemsize
-    if engine.settings.quantize == "int8":  # a byte each, and a float32 scale per output row
-        layers_bytes = matrices + 4 * c.layers * sum(outputs for outputs, _ in layer_matrices(c))
+    method = METHODS[engine.settings.quantize]
+    layers_bytes = c.layers * sum(method.weight_bytes(*shape, engine.dtype) for shape in layer_matrices(c))
     head = c.vocab_size * c.hidden_size
     rows, sampled = case.decodes + case.prefill * case.prompts, case.sequences
     per_token = info.block_bytes / info.block_size

@@ -24,6 +24,7 @@ from bench.kernels.backends import opened
 from bench.kernels.clock import Clock
 from bench.result import provenance
 from services.worker.engine import Engine
+from services.worker.quantization import METHODS
 from shared.errors import OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face model directory")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto")
-    parser.add_argument("--quantize", choices=("none", "int8"), default="none")
+    parser.add_argument("--quantize", choices=tuple(METHODS), default="none")
     parser.add_argument("--deterministic", action="store_true", help="our matrix kernels, whosever are faster")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
     parser.add_argument("--threads", type=int, default=0, help="0: every core")

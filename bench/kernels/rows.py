@@ -70,7 +70,7 @@ def add_norm(count: int, bench: Bench) -> Case:
 def gated(count: int, bench: Bench) -> Case:
     width = bench.plan.model.intermediate
     x = _random(bench, count, 2 * width)
-    work = _work(bench, x, 1.5 * x.nbytes, lambda x, _prepared, _i: bench.clock.ops.gated(x, "silu"))
+    work = _work(bench, x, 1.5 * x.nbytes, lambda x, _prepared, _i: bench.clock.ops.act_and_mul(x, "silu"))
 
     def exact(x: Tensor) -> Tensor:
         gate, up = x.double().chunk(2, dim=-1)

@@ -18,9 +18,9 @@ from torch import Tensor
 from kernels.cpu.cache import CpuCache
 from kernels.cpu.commands import (
     ACTIVATIONS,
-    INT8,
     ROWS_SAMPLES,
     ROWS_TOKENS,
+    WEIGHT_FORMATS,
     ActivateArgs,
     AddArgs,
     AttentionArgs,
@@ -86,6 +86,7 @@ class Compiled:
 
 class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
+    weight_formats = frozenset(WEIGHT_FORMATS)
 
     def __init__(self, library: Library, threads: int, path: str = "own") -> None:
         """`path`: whose matrix kernels, "own" or "torch" (kernels.cpu.choice finds the faster)."""
@@ -129,23 +130,26 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return CpuPrepared(kept, step)
 
     def pack_linear(
-        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
     ) -> Packed | TorchWeight:
-        if self.path == "torch" and not int8:
+        self.demand_format(weight_format)
+        if self.path == "torch" and not weight_format:
             return TorchWeight(parts, outputs, inputs, bias)
-        return self._pack(parts, outputs, inputs, bias, int8)
+        return self._pack(parts, outputs, inputs, bias, weight_format)
 
     def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Packed:
         """In our own order whatever the path: torch's cannot be looked up, and a second copy would stay for good."""
-        return self._pack(parts, tokens, hidden, bias, False)
+        return self._pack(parts, tokens, hidden, bias, "")
 
-    def _pack(self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool) -> Packed:
+    def _pack(
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str
+    ) -> Packed:
         packed: Packed | None = None
         first = 0
         for part in parts:
             source = dtype_code(part.dtype)
             if packed is None:
-                dtype = INT8 if int8 else source
+                dtype = WEIGHT_FORMATS.get(weight_format, source)
                 size = self.library.packed_bytes(dtype, outputs, inputs)
                 memory = large(size)
                 packed = Packed(memory, bias, outputs, inputs, dtype, part.dtype)
@@ -211,7 +215,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         prepared: CpuPrepared,
         table: Packed | Table,
         scale: float = 1.0,
-        places: Tensor | None = None,
+        position_embeddings: Tensor | None = None,
     ) -> Tensor:
         packed = isinstance(table, Packed)
         if isinstance(table, Packed):
@@ -224,7 +228,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         out = self._runner.out(rows, hidden, dtype)
         args = EmbedArgs(
             table=table.memory.data_ptr(),
-            places=_pointer(places),
+            places=_pointer(position_embeddings),
             out=out.data_ptr(),
             hidden=hidden,
             vocab=vocab,
@@ -233,7 +237,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             packed=packed,
             scale=scale,
         )
-        self._runner.emit(rows, args, prepared.step, (table, places))
+        self._runner.emit(rows, args, prepared.step, (table, position_embeddings))
         return out
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -315,7 +319,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         self._runner.emit(rows, args, prepared.step, (attention, cache))
         return out
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         rows, size = self._runner.rows(gate_up), gate_up.shape[1] // 2
         out = self._runner.out(rows, size, gate_up.dtype)
         args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), size, DTYPES[gate_up.dtype], ACTIVATIONS[activation])

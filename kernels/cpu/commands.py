@@ -6,6 +6,8 @@ from ctypes import POINTER, Structure, Union, c_float, c_int32, c_int64, c_void_
 
 ROWS_TOKENS, ROWS_SAMPLES = -1, -2
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+WEIGHT_FORMATS = {"int8": INT8}
+"""Weight format of Ops.pack_linear -> its number in ops.h."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 

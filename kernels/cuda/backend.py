@@ -100,10 +100,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return CudaPrepared(batch, staged, self._staging, work, graph)
 
     def pack_linear(
-        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
     ) -> Packed:
-        if int8:
-            raise ValueError("the cuda backend has no int8 weights")
+        self.demand_format(weight_format)
         weight = self._joined(parts, outputs, inputs)
         if bias is None:
             return Packed(weight, weight.t(), None, None)
@@ -160,7 +159,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
         return []
 
-    def embed(self, prepared: CudaPrepared, table: Packed, scale: float = 1.0, places: Tensor | None = None) -> Tensor:
+    def embed(
+        self, prepared: CudaPrepared, table: Packed, scale: float = 1.0, position_embeddings: Tensor | None = None
+    ) -> Tensor:
         weight, columns = table.weight, prepared.columns
         out = self._empty(prepared.rows, weight.shape[1], weight.dtype)
         call = calls.embed(
@@ -171,11 +172,11 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             out.data_ptr(),
             columns.address("tokens"),
             scale=scale,
-            places=pointer(places),
+            places=pointer(position_embeddings),
             positions=columns.address("positions"),
             last_tokens=self._last_tokens.data_ptr(),
         )
-        launch(self._main, call, weight, out, columns.tensor, places, self._last_tokens)
+        launch(self._main, call, weight, out, columns.tensor, position_embeddings, self._last_tokens)
         return out
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -265,7 +266,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     ) -> Tensor:
         return self._attention(q, attention, prepared, cache, layer)
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, width, gate_up.dtype)
         if rows:

@@ -57,10 +57,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         )
 
     def pack_linear(
-        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, int8: bool = False
+        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
     ) -> Packed:
-        if int8:
-            raise ValueError("the reference backend has no int8 weights")
+        self.demand_format(weight_format)
         weight = self._joined(parts, outputs, inputs)
         return Packed(weight, None if bias is None else bias.to(self.device, weight.dtype))
 
@@ -95,13 +94,13 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return [] if dtype == torch.float32 else sorted({min(batch_size(rows), most) for rows in range(1, most + 1)})
 
     def embed(
-        self, prepared: ReferencePrepared, table: Packed, scale: float = 1.0, places: Tensor | None = None
+        self, prepared: ReferencePrepared, table: Packed, scale: float = 1.0, position_embeddings: Tensor | None = None
     ) -> Tensor:
         found = table.weight.index_select(0, prepared.tokens)
         if scale != 1.0:
             found *= scale
-        if places is not None:
-            found += places.index_select(0, prepared.positions)
+        if position_embeddings is not None:
+            found += position_embeddings.index_select(0, prepared.positions)
         return found
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -158,7 +157,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
             out[part] = prefill(q[part], chunk, cache, layer, attention)
         return out
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activate(gate, activation).mul_(up)
 

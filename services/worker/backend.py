@@ -218,4 +218,4 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
     """[outputs, inputs] of one layer's matrices."""
     hidden, attention = config.hidden_size, config.heads * config.head_dim
     qkv = attention + 2 * config.kv_heads * config.head_dim
-    return [(qkv, hidden), (hidden, attention), (config.up_size, hidden), (hidden, config.intermediate_size)]
+    return [(qkv, hidden), (hidden, attention), (config.gate_up_size, hidden), (hidden, config.intermediate_size)]

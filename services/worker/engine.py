@@ -22,17 +22,17 @@ from kernels.ops import Batch, Cache, CacheShape, Int32
 from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
-from services.worker.in_flight import GRAMMAR, Flight, Flights, Marks
+from services.worker.in_flight import GRAMMAR, InFlightStep, InFlightSteps, Marks
 from services.worker.kv.cache import plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import Copies
 from services.worker.models.checkpoint import Progress, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.shard import shard_of
-from services.worker.models.weights import check_matrices
-from services.worker.parallel.broadcast import Draws
-from services.worker.parallel.state import Mesh
+from services.worker.models.weights import check_matrices, shard_of
+from services.worker.parallel.broadcast import TokenBroadcast
+from services.worker.parallel.state import ParallelState
+from services.worker.quantization import METHODS
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
@@ -47,50 +47,56 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("orcinus.worker")
 
-FLIGHTS = 2
+STEPS_IN_FLIGHT = 2
 """Steps that may be submitted and not finished: with more, a token could be wanted that two draws ago was the last."""
 
 
 class Engine:
     """A model, its KV pool and its slots."""
 
-    def __init__(self, settings: WorkerSettings, progress: Progress | None = None, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, settings: WorkerSettings, progress: Progress | None = None, parallel: ParallelState | None = None
+    ) -> None:
         """Loads the model and takes all memory. Raises ModelError or ConfigurationError.
 
-        With a mesh every rank makes an engine with the same settings, warms it up, resets it and is given the same
-        steps in the same order; only the leader's results are whole. Then MeshError is raised too, and what any call
+        With several ranks each makes an engine with the same settings, warms it up, resets it and is given the same
+        steps in the same order; only the leader's results are complete. Then RankError is raised too, and what any call
         raises but ProtocolError leaves the ranks out of step: the process has to end.
         """
         self.settings = settings
-        self.mesh = mesh or Mesh()
+        self.parallel = parallel or ParallelState()
         self.identity = identity()
-        self._tier = HostTier(settings, self.mesh)  # first: what is amiss with the folder shows before the weights come
-        set_threads(settings, self.mesh.ranks_here)
+        self._tier = HostTier(
+            settings, self.parallel
+        )  # first: what is amiss with the folder shows before the weights come
+        set_threads(settings, self.parallel.ranks_here)
         config = load_config(settings.model)
         self.lengths = wanted_lengths(settings, config)
         weights = open_weights(settings.model, settings.load_format, progress)
-        check_matrices(config, weights)
+        method = METHODS[settings.quantize]
+        check_matrices(config, weights, method)
         self.config = config
         self.model_hash = weights.fingerprint()
         with room_for("measuring the kernels", "use a smaller model"):
-            self._ops, self.dtype = choose(settings, shard_of(config, self.mesh).config(config), self.mesh.size == 1)
-        self.mesh.demand_same(
+            self._ops, self.dtype = choose(
+                settings, shard_of(config, self.parallel).config(config), self.parallel.size == 1
+            )
+        self.parallel.demand_same(
             f"{self.model_hash} {self._ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
         )
-        self.mesh.connect(self._ops.device, settings.deterministic)
+        self.parallel.connect(self._ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
-            int8 = settings.quantize == "int8"
-            self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, int8, self.mesh)
+            self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, method, self.parallel)
         self._grammars = SlotGrammars(Grammars(settings.model, config.vocab_size), config.vocab_size)
-        self._draws = Draws(self.mesh, self._decoder.shard)
-        self._lock = threading.Lock()  # around slots and flights, which both threads change
+        self._broadcast = TokenBroadcast(self.parallel)
+        self._lock = threading.Lock()  # around slots and steps in flight, which both threads change
         self.speed = Speed()
         self._step_log: StepLog | None = None
         self._plan_memory()
         with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
             self._compile()
-        if settings.step_log is not None and self.mesh.is_leader:
+        if settings.step_log is not None and self.parallel.is_leader:
             self._step_log = StepLog(settings.step_log)
 
     def _plan_memory(self) -> None:
@@ -103,7 +109,7 @@ class Engine:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
                 gpu_bytes = self._left_on(device, shape)
         block_bytes = self._ops.block_bytes(shape)
-        shape, self.lengths = plan_pool(settings, shape, block_bytes, self.lengths, gpu_bytes, self.mesh)
+        shape, self.lengths = plan_pool(settings, shape, block_bytes, self.lengths, gpu_bytes, self.parallel)
         with room_for("the KV pool", "lower --kv-blocks, --kv-memory-fraction or --host-blocks"):
             self._take_pool(shape)
 
@@ -148,13 +154,13 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be submitted before the one before it is finished: up to `flights`."""
-        return self.mesh.pp > 1 or (self._ops.overlaps and self.mesh.size == 1)
+        """Whether a step may be submitted before the one before it is finished: up to `max_in_flight`."""
+        return self.parallel.pp > 1 or (self._ops.overlaps and self.parallel.size == 1)
 
     @property
-    def flights(self) -> int:
+    def max_in_flight(self) -> int:
         """Steps that may be submitted and not finished."""
-        return FLIGHTS * self.mesh.pp
+        return STEPS_IN_FLIGHT * self.parallel.pp
 
     @property
     def matrices(self) -> str:
@@ -183,17 +189,17 @@ class Engine:
             max_output_tokens=self.lengths.output,
             max_step_tokens=self.settings.max_step_tokens,
             vocab_size=self.config.vocab_size,
-            stages=self.mesh.pp,
-            tensor_ranks=self.mesh.tp,
+            stages=self.parallel.pp,
+            tensor_ranks=self.parallel.tp,
             largest_step_ms=self.speed.largest_ms,
             **self._tier.describe(self._cache, self._ops.name, self.model_hash),
         )
 
     def reset(self) -> None:
         """A new Run: no slot is taken, no KV is known, nothing is copied any more. What stays in the blocks is never
-        read, and the results of flights that are out mean nothing."""
+        read, and the results of steps in flight mean nothing."""
         self._copies.drain()
-        if self.mesh.size > 1:  # what the ranks say to each other has an order
+        if self.parallel.size > 1:  # what the ranks say to each other has an order
             self._learn(np.arange(self._slots.max_seqs, dtype=np.int32))
         with self._lock:
             self._slots.clear()
@@ -205,9 +211,9 @@ class Engine:
 
     def _begin_run(self) -> None:
         self._copies = Copies(self._cache, self._tier.peers(self._cache, self._ops.block_bytes(self._cache.shape)))
-        self._flights = Flights(self._slots)
+        self._in_flight = InFlightSteps(self._slots)
         self._grammars.clear()
-        self._previous: Flight | None = None  # the last that was submitted
+        self._previous: InFlightStep | None = None  # the last that was submitted
         self._last_end: Any = None
 
     def warm_up(self) -> None:
@@ -223,12 +229,12 @@ class Engine:
             shape = self._cache.shape
             if most := min(self._slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
-        if self.mesh.samples:
+        if self.parallel.samples:
             self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
 
     def prove(self) -> None:
         """Runs steps of one token, as the warm-up did. What they raise is the engine's doing, whatever was asked of it
-        before. No flight may be out. Ends with reset()."""
+        before. No step may be in flight. Ends with reset()."""
         for step in self._warm_steps.sizes([1]):
             self._run_alone(step)
 
@@ -271,79 +277,79 @@ class Engine:
         """Submits a step and finishes it; see there for arguments and errors."""
         return self.finish(self.submit(step, received_ns))
 
-    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
+    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> InFlightStep:
         """Gives a step to the device. `received_ns` is time.monotonic_ns() at its receipt.
 
-        At most one flight may be out, and none unless the backend overlaps. Raises ProtocolError for a step that breaks
-        the contract, and whatever the backend raises; after either the state is not to be trusted until reset().
+        At most one step may be in flight, and none unless the backend overlaps. Raises ProtocolError for a step that
+        breaks the contract, and whatever the backend raises; after either the state is not to be trusted until reset().
         """
         queued_ns = time.monotonic_ns() - received_ns if received_ns else 0
         if step.HasField("hello"):
             raise ProtocolError("a step cannot carry hello: it begins a Run")
         with torch.inference_mode():
-            if self.mesh.size > 1:
+            if self.parallel.size > 1:
                 self._learn(self._slots.slots_of(step.chunk_slots))
             readable = self._copies.peers.tell(step.peers) if step.peers else []
             marks = Marks(self._last_end, self._ops.mark())
             with self._lock:
-                flight, batch = self._begin(step, marks, queued_ns)
-            flight.peers = readable
+                inflight, batch = self._begin(step, marks, queued_ns)
+            inflight.peers = readable
             prepared = None if batch is None else self._ops.prepare(batch, self._cache)
             if self._ops.overlaps:
                 marks.start = self._ops.mark()  # a device that has waited for the host until here was idle
-            flight.begun_ns = time.monotonic_ns()
+            inflight.begun_ns = time.monotonic_ns()
             logits = None if prepared is None else self._compiled(prepared)
-            if logits is not None and not self.mesh.first:
+            if logits is not None and not self.parallel.first:
                 marks.start = self._decoder.began
             marks.forwarded = self._ops.mark()
             if logits is not None:
-                self._sample(flight, logits)
+                self._sample(inflight, logits)
             marks.ended = self._last_end = self._ops.mark()
-        self._previous = flight
-        return flight
+        self._previous = inflight
+        return inflight
 
-    def finish(self, flight: Flight, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
-        """Waits for the device and answers. Flights are finished in the order in which they were submitted.
+    def finish(self, inflight: InFlightStep, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
+        """Waits for the device and answers. InFlightSteps are finished in the order in which they were submitted.
 
         `more` tells, when the tokens are there, whether another Result will follow without anybody asking: copies that
         are still on their way are then left to it. Raises whatever the backend raises, as `submit`. A sequence that
-        fails alone is in Result.errors, and again in the result of a flight that was submitted before it was known.
+        fails alone is in Result.errors, and again in the result of a step that was submitted before it was known.
         """
-        sampled = None if flight.sampled is None else flight.sampled.wait()
+        sampled = None if inflight.sampled is None else inflight.sampled.wait()
         with self._lock:
-            slots, tokens, records = self._flights.settle(flight, sampled)
-        copied = flight.copies.acknowledge(flight.id, wait=self.mesh.size > 1 or not more())
-        if flight.swaps and self.mesh.size > 1:
-            self._draws.copied(flight)
+            slots, tokens, records = self._in_flight.settle(inflight, sampled)
+        copied = inflight.copies.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
+        if inflight.swaps and self.parallel.size > 1:
+            self._broadcast.confirm_copies(inflight)
         result = worker_pb2.Result(
-            epoch=flight.epoch,
-            id=flight.id,
+            epoch=inflight.epoch,
+            id=inflight.id,
             slots=pack(slots),
             tokens=pack(tokens),
             logprobs=b"".join(records),
             logprob_sizes=pack([len(record) for record in records]),
-            timings=flight.timings(self._ops, copied.ns),
+            timings=inflight.timings(self._ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
-            peer_acks=pack(flight.peers),
-            errors=flight.all_errors(),
+            peer_acks=pack(inflight.peers),
+            errors=inflight.all_errors(),
         )
         if self._step_log is not None:
-            self._step_log.write(result, flight.chunks)
+            self._step_log.write(result, inflight.chunks)
         return result
 
-    def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[Flight, Batch | None]:
+    def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[InFlightStep, Batch | None]:
         """The step applied to the slots; its batch, None when it computes nothing."""
         table = self._slots
         chunks = table.apply(step, self._copies)
-        if self.mesh.samples:
+        if self.parallel.samples:
             self._grammars.enter(step.enters)
         tokens = int(chunks.lengths.sum())
         if tokens > self.settings.max_step_tokens:
             raise ProtocolError(
                 f"the step has {tokens} tokens, this worker takes at most {self.settings.max_step_tokens}"
             )
-        flight = Flight(
+        inflight = InFlightStep(
             epoch=step.epoch,
             id=step.id,
             chunks=chunks,
@@ -356,42 +362,42 @@ class Engine:
             errors=table.errors(step),
             swaps=bool(step.swap_out_gpu or step.swap_in_host),
         )
-        self._flights.begin(flight)
+        self._in_flight.begin(inflight)
         if not chunks.slots.size:
-            return flight, None
+            return inflight, None
         batch = table.batch(chunks)
         table.computed_through(chunks)
-        return flight, self._draws.rows_of(batch)
+        return inflight, self._decoder.local_tokens(batch)
 
     def _learn(self, slots: Int32) -> None:
-        """Waits for the tokens, drawn elsewhere, that these slots were to get in flights that are out."""
-        for flight in self._flights.unknown(slots):
-            if (sampled := flight.sampled and flight.sampled.wait()) is not None:
+        """Waits for the tokens, drawn elsewhere, that these slots get in steps that are in flight."""
+        for inflight in self._in_flight.unknown(slots):
+            if (sampled := inflight.sampled and inflight.sampled.wait()) is not None:
                 with self._lock:
-                    self._flights.learn(flight, sampled)
+                    self._in_flight.learn(inflight, sampled)
 
-    def _sample(self, flight: Flight, logits: Tensor) -> None:
+    def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
         """Begins to draw one token for each slot that samples, or to hear which were drawn."""
-        slots, table = flight.sampling, self._slots
-        flight.places = places = table.known[slots]
-        flight.logprobs = table.sampling.logprobs[slots]
-        flight.has_grammars = bool(table.sampling.has_grammar[slots].any())
-        if self.mesh.size > 1:
-            logits = self._draws.whole(logits, self._ops, self.config.vocab_size)
-        if not self.mesh.samples:
+        slots, table = inflight.sampling, self._slots
+        inflight.positions = positions = table.known[slots]
+        inflight.logprobs = table.sampling.logprobs[slots]
+        inflight.has_grammars = bool(table.sampling.has_grammar[slots].any())
+        if self.parallel.size > 1:
+            logits = self._decoder.gather_logits(logits)
+        if not self.parallel.samples:
             with self._lock:
-                table.expect(slots, places)
-            flight.sampled = self._draws.hear(flight)
+                table.expect(slots, positions)
+            inflight.sampled = self._broadcast.receive(inflight)
             return
         if slots.size:
-            masks, wrong = self._grammars.masks(flight, self._previous, table)
+            masks, wrong = self._grammars.masks(inflight, self._previous, table)
             with self._lock:
                 table.sampling.set_masks(masks)
                 for slot, why in wrong.items():
-                    self._flights.fail(flight, slot, GRAMMAR, why)
-                rows = table.sampling.rows(slots, places, table.prompt[slots], table.tokens)
-                table.expect(slots, places)
-            flight.sampled = self._ops.sample_later(logits, rows, slots)
-        if self.mesh.size > 1:
-            self._draws.tell(flight)
+                    self._in_flight.fail(inflight, slot, GRAMMAR, why)
+                rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens)
+                table.expect(slots, positions)
+            inflight.sampled = self._ops.sample_later(logits, rows, slots)
+        if self.parallel.size > 1:
+            self._broadcast.send(inflight)
             self._learn(slots)

@@ -2,7 +2,7 @@
 
 A matcher is made when its sequence enters, in a thread of its own, by replaying the outputs that came with it: a
 preemption or a failover needs nothing else. Just before a row is sampled its matcher is fed the tokens since; where the
-last of them is still the device's secret, that flight is waited for while the forward pass runs.
+last of them is still the device's secret, that inflight is waited for while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from kernels.ops import STATUS_FINE, Int32
 from protos import worker_pb2
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
@@ -76,17 +76,17 @@ class SlotGrammars:
                 self._bound[enter.slot] = _Bound(grammar, made, len(outputs))
 
     def masks(
-        self, flight: Flight, previous: Flight | None, table: SlotTable
+        self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable
     ) -> tuple[dict[int, bytes], dict[int, str]]:
         """By slot the ids that its next token may have, as SamplingTable.set_masks takes them; or what is wrong.
 
-        previous: the flight before this one, which may still be out. A slot whose draw failed there has neither: it
-        fails with that flight. Waits for that flight and for grammars that entered just now.
+        previous: the step before this one, which may still be out. A slot whose draw failed there has neither: it
+        fails with that inflight. Waits for that inflight and for grammars that entered just now.
         """
         found: dict[int, bytes] = {}
         wrong: dict[int, str] = {}
         until = time.monotonic() + COMPILE_S
-        for slot in flight.sampling.tolist() if self._bound else ():
+        for slot in inflight.sampling.tolist() if self._bound else ():
             if (bound := self._bound.get(slot)) is None:
                 continue
             outputs = _outputs(slot, previous, table)
@@ -135,7 +135,7 @@ def _advance(matcher: LLMatcher, tokens: Int32) -> bytes:
     return b"" if matcher.is_error() else mask
 
 
-def _outputs(slot: int, previous: Flight | None, table: SlotTable) -> Int32 | None:
+def _outputs(slot: int, previous: InFlightStep | None, table: SlotTable) -> Int32 | None:
     """All outputs of a slot's sequence; None when the last of them could not be drawn."""
     outputs: Int32 = table.tokens[slot, table.prompt[slot] : table.known[slot]]
     if not outputs.size or outputs[-1] >= 0:

@@ -1,6 +1,6 @@
 """Steps between the moment they are given to the device and their Results. Used by the engine alone, under its lock.
 
-A flight knows whose the slots were when it was submitted: meanwhile they may be freed and taken by others.
+A step in flight knows the generation of its slots at submission: meanwhile they may be freed and taken again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRAMMAR = "grammar"
 
 @dataclass(slots=True)
 class Marks:
-    """Points in the device's time (Ops.mark). before: the end of the flight before this one, None for a Run's first."""
+    """Points in the device's time (Ops.mark). before: the end of the step before this one, None for a Run's first."""
 
     before: Any
     start: Any
@@ -49,7 +49,7 @@ class Marks:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """What `Engine.submit` hands to `Engine.finish`."""
 
     epoch: int
@@ -63,7 +63,7 @@ class Flight:
     queued_ns: int
     errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
-    places: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
+    positions: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
     logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [R] as in the sequences' sampling
     has_grammars: bool = False  # whether a sequence that samples is bound by one
     swaps: bool = False
@@ -71,9 +71,9 @@ class Flight:
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
     learned: bool = False  # whether the slots know the tokens
-    # Of a mesh: when the tokens came from the rank that samples, and rows whose grammar it could not follow.
+    # With several ranks: when the tokens came from the rank that samples, and its grammar errors by row.
     arrived_ns: int = 0
-    why: dict[int, str] = field(default_factory=dict)
+    grammar_errors: dict[int, str] = field(default_factory=dict)
 
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
         """Those of the Result, once the device is done. All of this rank, but for the total of a step whose tokens come
@@ -98,73 +98,73 @@ class Flight:
         ]
 
 
-class Flights:
-    """The flights of one Run that are out, in order."""
+class InFlightSteps:
+    """The steps of one Run that are in flight, in order."""
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
-        self._out: list[Flight] = []
+        self._out: list[InFlightStep] = []
 
-    def begin(self, flight: Flight) -> None:
-        self._out.append(flight)
+    def begin(self, inflight: InFlightStep) -> None:
+        self._out.append(inflight)
 
-    def unknown(self, slots: Int32) -> list[Flight]:
+    def unknown(self, slots: Int32) -> list[InFlightStep]:
         """Those, in order, that sample for one of these slots a token that the host does not know yet."""
         return [
             one for one in list(self._out) if one.sampled and not one.learned and np.isin(one.sampling, slots).any()
         ]
 
-    def learn(self, flight: Flight, sampled: Sampled) -> Int32:
+    def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
         """The host knows the tokens, which are returned, from here on; what could not be drawn fails."""
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
-        if flight.learned:
+        if inflight.learned:
             return tokens
-        flight.learned = True
+        inflight.learned = True
         status = sampled.status.cpu().numpy()
         for row in (status != STATUS_FINE).nonzero()[0].tolist():
-            self.fail(flight, int(flight.sampling[row]), *WHY[int(status[row])])
-        for row, why in flight.why.items():
-            self.fail(flight, int(flight.sampling[row]), GRAMMAR, why)
-        self._record(flight, tokens)
+            self.fail(inflight, int(inflight.sampling[row]), *WHY[int(status[row])])
+        for row, why in inflight.grammar_errors.items():
+            self.fail(inflight, int(inflight.sampling[row]), GRAMMAR, why)
+        self._record(inflight, tokens)
         return tokens
 
-    def settle(self, flight: Flight, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
+    def settle(self, inflight: InFlightStep, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
         """Slots, tokens and records of log-probabilities of the Result.
 
         The records are one per slot, empty where the sequence did not ask; none at all where nobody did.
         """
-        if flight in self._out:  # else a new Run has begun
-            self._out.remove(flight)
-        slots = flight.sampling
+        if inflight in self._out:  # else a new Run has begun
+            self._out.remove(inflight)
+        slots = inflight.sampling
         if sampled is None:
             return slots, slots, []
-        tokens = self.learn(flight, sampled)
-        if not flight.failed:
-            return slots, tokens, _records(sampled, flight.logprobs)
-        fine = ~np.isin(slots, list(flight.failed))
-        records = _records(sampled, np.where(fine, flight.logprobs, 0))
+        tokens = self.learn(inflight, sampled)
+        if not inflight.failed:
+            return slots, tokens, _records(sampled, inflight.logprobs)
+        fine = ~np.isin(slots, list(inflight.failed))
+        records = _records(sampled, np.where(fine, inflight.logprobs, 0))
         return slots[fine], tokens[fine], [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
 
-    def fail(self, flight: Flight, slot: int, code: str, message: str) -> None:
-        """The sequence that the slot held in this flight gives no token, here and in the flights behind."""
-        if slot in flight.failed:
+    def fail(self, inflight: InFlightStep, slot: int, code: str, message: str) -> None:
+        """The sequence that the slot held in this step gives no token, here and in the steps behind."""
+        if slot in inflight.failed:
             return
-        flight.failed[slot] = (code, message)
-        generation = flight.generation(slot)
+        inflight.failed[slot] = (code, message)
+        generation = inflight.generation(slot)
         if self._slots.generation[slot] == generation:
             self._slots.fail(slot, code, message)
         for later in self._out:
-            if later.id > flight.id and later.generation(slot) == generation:
+            if later.id > inflight.id and later.generation(slot) == generation:
                 later.failed.setdefault(slot, (code, message))
 
-    def _record(self, flight: Flight, tokens: Int32) -> None:
-        """The tokens into the slots that still hold the sequences of this flight."""
-        table, slots, places = self._slots, flight.sampling, flight.places
-        if table.departures == flight.departures:
-            table.record(slots, places, tokens)
+    def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
+        """The tokens into the slots that still hold the sequences of this inflight."""
+        table, slots, positions = self._slots, inflight.sampling, inflight.positions
+        if table.departures == inflight.departures:
+            table.record(slots, positions, tokens)
             return
-        same = table.generation[slots] == flight.generations[flight.chunks.samples]
-        table.record(slots[same], places[same], tokens[same])
+        same = table.generation[slots] == inflight.generations[inflight.chunks.samples]
+        table.record(slots[same], positions[same], tokens[same])
 
 
 def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:

@@ -16,12 +16,12 @@ from services.worker.metrics import Metrics
 from services.worker.parallel.follower import RankServer
 from services.worker.parallel.launch import MEET_S, Place, joined
 from services.worker.parallel.leader import Ranks
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from services.worker.stopping import Stopping
 from shared.channels import channel_credentials, server_credentials
-from shared.errors import MeshError
+from shared.errors import RankError
 from shared.logs import setup
 from shared.metrics import serve as serve_metrics
 from shared.settings import WorkerSettings
@@ -46,7 +46,7 @@ def run(settings: WorkerSettings) -> int:
         logging.getLogger().handlers[0].addFilter(_of_rank(place.rank))
         try:
             return (follow if place.rank else lead)(settings, place, stopping)
-        except MeshError as error:
+        except RankError as error:
             log.critical("the replica ends itself: %s", error)
             return 1
 
@@ -61,8 +61,8 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: Stopping) -> i
         metrics = Metrics()
         metrics.answering(lambda: server.last_step_id)
         serve_metrics(metrics.registry, settings.metrics_host, settings.worker_metrics_port, "--worker-metrics-port")
-        mesh = None if place is None else meet(settings, place)
-        engine = load(settings, mesh)
+        parallel = None if place is None else meet(settings, place)
+        engine = load(settings, parallel)
         if place is not None:
             ranks = Ranks(place.addresses(), channel_credentials(settings), metrics.rank_busy)
             ranks.connect(engine.info(), MEET_S)
@@ -91,25 +91,25 @@ def follow(settings: WorkerSettings, place: Place, stopping: Stopping) -> int:
     stopping.grace_s = LEADER_S
     server = RankServer(settings.rank_listen, server_credentials(settings))
     place.announce(server.address)
-    mesh = meet(settings, place)
+    parallel = meet(settings, place)
     # A signal may go to the whole group: the leader drains, and then says so.
-    server.serve(load(settings, mesh), lambda: stopping.serving(lambda: None))
-    mesh.close()
+    server.serve(load(settings, parallel), lambda: stopping.serving(lambda: None))
+    parallel.close()
     log.info("stopping")
     return 0
 
 
-def meet(settings: WorkerSettings, place: Place) -> Mesh:
+def meet(settings: WorkerSettings, place: Place) -> ParallelState:
     """Returns when all ranks have come."""
     log.info("waiting for the other %d ranks", place.size - 1)
-    return Mesh.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
+    return ParallelState.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
 
 
-def load(settings: WorkerSettings, mesh: Mesh | None = None) -> Engine:
+def load(settings: WorkerSettings, parallel: ParallelState | None = None) -> Engine:
     """Reads the model, or this rank's part of it, takes the memory and runs the largest batch."""
     started = time.monotonic()
     process = psutil.Process()
-    engine = Engine(settings, _Progress(settings.served_model_name), mesh)
+    engine = Engine(settings, _Progress(settings.served_model_name), parallel)
     info = engine.info()
     loaded = process.memory_info().rss
     log.info(

@@ -1,8 +1,8 @@
 """The threads that hold the engine: one submits steps, in order; where the engine overlaps, another finishes them.
 
-So step k+1 is given to the device while step k runs. At most `Engine.flights` steps are out, more wait in a bounded
-queue. Steps of a Run that was replaced or cancelled are dropped wherever they are met, but for those that other ranks
-of the replica have.
+So step k+1 is given to the device while step k runs. At most `Engine.max_in_flight` steps are out, more wait in a
+bounded queue. Steps of a Run that was replaced or cancelled are dropped wherever they are met, but for those that other
+ranks of the replica have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kernels.cuda.loader import CudaError
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.parallel.leader import Ranks
 from services.worker.slots import Chunks
 from services.worker.watchdog import StepWatchdog, Watched, end_process, limit_s
@@ -88,12 +88,12 @@ class Item:
 
 @dataclass(frozen=True)
 class _Given:
-    """What is to be answered: a flight, an error, or neither where the Run ends."""
+    """What is to be answered: a inflight, an error, or neither where the Run ends."""
 
     run: RunState
     epoch: int = 0  # the step's
     id: int = 0
-    flight: Flight | None = None
+    inflight: InFlightStep | None = None
     error: Exception | None = None
     watched: Watched | None = None
 
@@ -121,7 +121,7 @@ class Pipeline:
         one leads; `together` is true on every rank of several."""
         self._observe = observe
         self._ranks, self._together = ranks, together
-        self._places.release(engine.flights)
+        self._places.release(engine.max_in_flight)
         self._watchdog.start()
         loops = {"engine": self._submit_all, "engine-results": self._finish_all}
         for name, loop in loops.items():
@@ -205,7 +205,7 @@ class Pipeline:
     def _prove(self, engine: Engine, run: RunState) -> None:
         """An engine that fails at every step would have one request after the other given up: the worker leaves. The
         Run just ends, so that nobody is blamed for that."""
-        for _ in range(engine.flights):  # those of the Run before are finished first
+        for _ in range(engine.max_in_flight):  # those of the Run before are finished first
             self._places.acquire()
         try:
             engine.prove()
@@ -215,7 +215,7 @@ class Pipeline:
             time.sleep(ENDED_S)
             end_process(f"after a step that failed the engine cannot run one token, so the worker ends itself: {error}")
         finally:
-            self._places.release(engine.flights)
+            self._places.release(engine.max_in_flight)
 
     def _submit(self, engine: Engine, item: Item) -> _Given:
         """After a failure the slots are not to be trusted until a hello."""
@@ -237,26 +237,26 @@ class Pipeline:
             watched = self._watchdog.begin(f"step {step.id} of epoch {step.epoch}", limit)
             if self._ranks is not None:
                 self._ranks.forward(step)
-            flight = engine.submit(step, item.received_ns)
+            inflight = engine.submit(step, item.received_ns)
         except Exception as error:  # whatever a step did
             self._look_at(error)
             run.fail(step.id, error)
             return _Given(run, step.epoch, step.id, None, error, watched)
         run.last_id = step.id
-        return _Given(run, step.epoch, step.id, flight, None, watched)
+        return _Given(run, step.epoch, step.id, inflight, None, watched)
 
     def _answer(self, engine: Engine, given: _Given) -> None:
         """A result for every step, whatever happens."""
         run, error = given.run, given.error
         try:
-            if given.flight is not None:
-                result = engine.finish(given.flight, run.more)
+            if given.inflight is not None:
+                result = engine.finish(given.inflight, run.more)
                 if given.id > run.broken_at:
                     raise ProtocolError(f"{run.broken}; begin a new Run")
                 run.results.put(result)
                 self.last_step_id = given.id
                 if self._observe is not None:
-                    self._observe(result, given.flight.chunks)
+                    self._observe(result, given.inflight.chunks)
         except Exception as raised:
             self._look_at(raised)
             run.fail(given.id, raised)
@@ -268,7 +268,7 @@ class Pipeline:
         if error is not None:
             said = f"{type(error).__name__}: {error}" if str(error) else repr(error)
             run.results.put(worker_pb2.Result(epoch=given.epoch, id=given.id, error=said))
-        elif given.flight is None:
+        elif given.inflight is None:
             run.end()
 
     def _look_at(self, error: Exception) -> None:

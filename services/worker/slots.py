@@ -104,14 +104,14 @@ class SlotTable:
         """For every later step, the KV of the chunks' tokens is in its blocks."""
         self.computed[chunks.slots] = chunks.starts + chunks.lengths
 
-    def expect(self, slots: Int32, places: Int32) -> None:
-        """Each slot's next token, the one at its place, counts as known although only the device knows it."""
-        self.tokens[slots, places] = ~slots
-        self.known[slots] = places + 1
+    def expect(self, slots: Int32, positions: Int32) -> None:
+        """Count each slot's next token, the one at its position, as known although only the device knows it."""
+        self.tokens[slots, positions] = ~slots
+        self.known[slots] = positions + 1
 
-    def record(self, slots: Int32, places: Int32, tokens: Int32) -> None:
-        """Tokens that were expected."""
-        self.tokens[slots, places] = tokens
+    def record(self, slots: Int32, positions: Int32, tokens: Int32) -> None:
+        """Write tokens that were expected."""
+        self.tokens[slots, positions] = tokens
 
     def fail(self, slot: int, code: str, message: str) -> None:
         """The sequence is not computed any more; its chunks answer with this error until the slot is freed."""

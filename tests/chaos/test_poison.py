@@ -14,7 +14,7 @@ import pytest
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.main import record
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
@@ -39,7 +39,7 @@ class PoisonedEngine(Engine):
             raise TimeoutError("nobody opened the worker")
         return super().info()
 
-    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
+    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> InFlightStep:
         for enter in step.enters:
             self.poisoned = getattr(self, "poisoned", set()) - {enter.slot}
             if unpack(enter.tokens)[0] == POISON:

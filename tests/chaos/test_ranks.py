@@ -130,7 +130,7 @@ def test_ranks_that_torchrun_would_start_meet_over_tls_and_end_when_their_leader
             for stream in streams.streams:
                 stream.leave.set()
         said = stack.log("rank-1")  # whichever it met first: the end of the stream, or of a sum under way
-        assert "rank 0 is lost" in said or "so the replica ends itself: MeshError" in said
+        assert "rank 0 is lost" in said or "so the replica ends itself: RankError" in said
     finally:
         stack.__exit__(None, None, None)
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from shared.columns import pack, unpack
 from shared.logprobs import TokenLogprobs, split_records, unpack_records
 from shared.settings import WorkerSettings
 
 
-def make_engine(model: Path, host_blocks: int = 0, mesh: Mesh | None = None, **settings: Any) -> Engine:
+def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | None = None, **settings: Any) -> Engine:
     """A small float32 engine unless settings say otherwise."""
     values: dict[str, Any] = {
         "dtype": "float32",
@@ -25,7 +25,7 @@ def make_engine(model: Path, host_blocks: int = 0, mesh: Mesh | None = None, **s
         "threads": 1,
     }
     wanted = WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings))
-    return Engine(wanted, mesh=mesh)
+    return Engine(wanted, parallel=parallel)
 
 
 class Driver:

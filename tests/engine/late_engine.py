@@ -93,7 +93,7 @@ class LateOps(ReferenceOps):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(torch.device("cpu"))
         self.seed = seed
-        self._draws: deque[Later[Any]] = deque()
+        self._broadcast: deque[Later[Any]] = deque()
         self._last = np.full(SLOTS, -1, np.int32)  # of each slot
 
     def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> ReferenceCache:
@@ -101,8 +101,8 @@ class LateOps(ReferenceOps):
 
     def prepare(self, batch: Batch, cache: ReferenceCache) -> ReferencePrepared:
         with _one_at_a_time:
-            if self._draws:
-                self._draws[-1].wait()
+            if self._broadcast:
+                self._broadcast[-1].wait()
         return super().prepare(dataclasses.replace(batch, tokens=self._resolved(batch.tokens)), cache)
 
     def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
@@ -114,7 +114,7 @@ class LateOps(ReferenceOps):
             self._last[slots] = np.where(sampled.status.numpy() == 0, sampled.tokens.numpy(), 0)
             return sampled
 
-        return Later(self._draws, draw)
+        return Later(self._broadcast, draw)
 
     def _resolved(self, ids: Any) -> Any:
         """Ids with the device's own tokens in place of ~slot."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from protos import worker_pb2
-from services.worker.in_flight import Flight
-from services.worker.parallel.state import Mesh
+from services.worker.in_flight import InFlightStep
+from services.worker.parallel.state import ParallelState
 from tests.engine.driver import make_engine
 
 TIMEOUT_S = 60.0
@@ -45,15 +45,15 @@ def serve(pipe: Connection) -> None:
 
 def _follow(pipe: Connection, size: tuple[int, int], rank: int, port: int, model: Path, settings: Any) -> None:
     store = dist.TCPStore(LOOPBACK, port, None, False, timedelta(seconds=TIMEOUT_S))
-    mesh = Mesh.join(*size, rank, store, TIMEOUT_S)
-    engine = make_engine(model, mesh=mesh, **settings)
-    flights: queue.Queue[Flight | None] = queue.Queue()
+    parallel = ParallelState.join(*size, rank, store, TIMEOUT_S)
+    engine = make_engine(model, parallel=parallel, **settings)
+    in_flight: queue.Queue[InFlightStep | None] = queue.Queue()
     failed: list[BaseException] = []
 
     def finish() -> None:
         try:
-            while (flight := flights.get()) is not None:
-                engine.finish(flight)
+            while (inflight := in_flight.get()) is not None:
+                engine.finish(inflight)
         except BaseException as error:
             failed.append(error)
 
@@ -64,11 +64,11 @@ def _follow(pipe: Connection, size: tuple[int, int], rank: int, port: int, model
             if callable(getattr(engine, str(said), None)):
                 getattr(engine, said)()
             else:
-                flights.put(engine.submit(worker_pb2.Step.FromString(said)))
+                in_flight.put(engine.submit(worker_pb2.Step.FromString(said)))
     finally:
-        flights.put(None)
+        in_flight.put(None)
         thread.join()
-        mesh.close()
+        parallel.close()
     if failed:
         raise failed[0]
 
@@ -83,7 +83,7 @@ class Replica:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def submit(self, step: worker_pb2.Step) -> Flight:
+    def submit(self, step: worker_pb2.Step) -> InFlightStep:
         self.tell(step.SerializeToString())
         return self.engine.submit(step)
 
@@ -120,14 +120,14 @@ class Processes:
         store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
         for rank, pipe in enumerate(pipes, 1):
             pipe.send(((tp, pp), rank, store.port, model, settings))
-        replica, mesh = Replica(pipes), Mesh.join(tp, pp, 0, store, TIMEOUT_S)
+        replica, parallel = Replica(pipes), ParallelState.join(tp, pp, 0, store, TIMEOUT_S)
         try:
-            replica.engine = make_engine(model, mesh=mesh, **settings)
+            replica.engine = make_engine(model, parallel=parallel, **settings)
             yield replica
         finally:
             replica.tell(None)
             said = _answers(pipes)
-            mesh.close()
+            parallel.close()
         assert not any(said), said
 
     def kill(self, at: int) -> None:

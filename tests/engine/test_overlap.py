@@ -11,7 +11,7 @@ import torch
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.slots import SlotTable
 from shared.columns import pack, unpack
 from shared.logprobs import unpack_records
@@ -59,7 +59,7 @@ class Ahead:
         self.id = 0
         self.outputs: dict[int, list[int]] = {}
 
-    def submit(self, chunks: dict[int, tuple[int, int]], **fields: Any) -> Flight:
+    def submit(self, chunks: dict[int, tuple[int, int]], **fields: Any) -> InFlightStep:
         """chunks: slot -> (start, length)."""
         self.id += 1
         columns = list(chunks.values())
@@ -74,8 +74,8 @@ class Ahead:
             )
         )
 
-    def finish(self, flight: Flight, more: bool = False) -> worker_pb2.Result:
-        result = self.engine.finish(flight, lambda: more)
+    def finish(self, inflight: InFlightStep, more: bool = False) -> worker_pb2.Result:
+        result = self.engine.finish(inflight, lambda: more)
         assert not result.error
         for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
             self.outputs.setdefault(slot, []).append(token)
@@ -150,24 +150,24 @@ def test_a_slot_that_is_freed_and_taken_again_before_its_last_token_came_keeps_t
     last = ahead.submit({0: (12, 1)})
     # Place 13 of the slot belonged to the token of `last`; it holds a token of the new prompt now.
     assert len(new) > 14
-    flights = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[enter(0, new)])]
+    in_flight = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[enter(0, new)])]
     told = ahead.finish(last)
     assert unpack(told.slots).tolist() == [0]
     assert engine._slots.tokens[0, : len(new)].tolist() == new
-    assert ahead.finish(flights[0]).slots == b""
+    assert ahead.finish(in_flight[0]).slots == b""
     ahead.outputs.clear()
-    flights = [ahead.submit({0: (4, len(new) - 4)})]
+    in_flight = [ahead.submit({0: (4, len(new) - 4)})]
     for place in range(len(new), len(new) + 10):
-        flights.append(ahead.submit({0: (place, 1)}))
-        ahead.finish(flights.pop(0))
-    ahead.finish(flights.pop())
+        in_flight.append(ahead.submit({0: (place, 1)}))
+        ahead.finish(in_flight.pop(0))
+    ahead.finish(in_flight.pop())
     assert ahead.outputs[0] == reference.outputs[1][:11]
 
 
 @pytest.fixture
 def poison(engine: Engine, reference: Reference) -> Iterator[int]:
     """A token after which the model gives NaN."""
-    embedding = engine._decoder.weights.tokens.weight
+    embedding = engine._decoder.embed_tokens.weight
     used = {token for tokens in reference.prompts + reference.outputs for token in tokens}
     token = next(t for t in range(VOCAB) if t not in used)
     kept = embedding[token].clone()
@@ -184,8 +184,8 @@ def test_a_sequence_that_fails_with_a_step_in_flight_fails_there_too_and_its_slo
     size = len(good)
     first = ahead.submit({0: (0, size), 1: (0, 3)}, enters=[enter(0, good), enter(1, [1, 2, poison])])
     second = ahead.submit({1: (3, 1), 0: (size, 1)})
-    for flight in (first, second):
-        result = ahead.finish(flight)
+    for inflight in (first, second):
+        result = ahead.finish(inflight)
         assert [(error.slot, error.code) for error in result.errors] == [(1, "nan_logits")]
         assert unpack(result.slots).tolist() == [0]
     third = ahead.submit({1: (4, 1), 0: (size + 1, 1)})  # on its way before the scheduler read of the error
@@ -201,8 +201,8 @@ def test_a_failure_of_one_draw_alone_is_told_again_by_the_step_in_flight(engine:
     ahead = Ahead(engine)
     first = ahead.submit({1: (0, len(prompt))}, enters=[enter(1, prompt, sampling=nothing)])
     second = ahead.submit({1: (len(prompt), 1)})  # the ban was for one token: this draw would be fine
-    for flight in (first, second):
-        result = ahead.finish(flight)
+    for inflight in (first, second):
+        result = ahead.finish(inflight)
         assert [(error.slot, error.code) for error in result.errors] == [(1, "nothing_allowed")]
         assert not result.slots
 
@@ -227,10 +227,10 @@ def test_a_grammar_that_is_none_fails_its_sequence_here_and_in_the_step_in_fligh
     prompt = reference.prompts[0]
     masked = enter(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
     ahead = Ahead(engine)
-    flights = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, enter(0, prompt)])]
-    flights.append(ahead.submit({0: (len(prompt), 1), 1: (len(prompt), 1)}))
-    for flight in flights:
-        result = ahead.finish(flight)
+    in_flight = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, enter(0, prompt)])]
+    in_flight.append(ahead.submit({0: (len(prompt), 1), 1: (len(prompt), 1)}))
+    for inflight in in_flight:
+        result = ahead.finish(inflight)
         assert [(error.slot, error.code) for error in result.errors] == [(1, "grammar")]
     assert ahead.outputs == {0: reference.outputs[0][:2]}
 
@@ -239,7 +239,7 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     old, new = reference.prompts[0][:12], reference.prompts[1]
     ahead = Ahead(engine)
     copies = {"swap_out_gpu": pack([90]), "swap_out_host": pack([3]), "swap_in_host": pack([3])}
-    flights = [
+    in_flight = [
         ahead.submit({0: (0, 12)}, enters=[enter(0, old)], **copies, swap_in_gpu=pack([1])),
         ahead.submit({0: (12, 1)}),
     ]
@@ -247,8 +247,8 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     begun = after.submit({0: (0, len(new))}, enters=[enter(0, new)])
     block = engine.read_block(1)
     assert block.any()
-    for flight in flights:  # as the server does: somebody waits for them, nobody reads them
-        ahead.finish(flight)
+    for inflight in in_flight:  # as the server does: somebody waits for them, nobody reads them
+        ahead.finish(inflight)
     assert engine._slots.tokens[0, : len(new)].tolist() == new
     assert after.finish(begun).swap_out_acks == b"", "these are of another Run"
     assert torch.equal(engine.read_block(1), block), "a copy of the Run before went on"
@@ -285,8 +285,8 @@ def test_copies_are_acknowledged_once_in_order_by_the_result_that_finds_them_com
 def test_a_step_that_only_copies_waits_for_its_copies_when_nothing_follows(engine: Engine) -> None:
     ahead = Ahead(engine)
     for host in range(6):  # whatever the patience of the copy
-        flight = ahead.submit({}, swap_out_gpu=pack([host]), swap_out_host=pack([host]))
-        assert unpack(ahead.finish(flight).swap_out_acks).tolist() == [host]
+        inflight = ahead.submit({}, swap_out_gpu=pack([host]), swap_out_host=pack([host]))
+        assert unpack(ahead.finish(inflight).swap_out_acks).tolist() == [host]
 
 
 def test_timings_are_the_devices_and_idle_is_between_flights(
@@ -306,10 +306,10 @@ def test_timings_are_the_devices_and_idle_is_between_flights(
     monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
     prompt = reference.prompts[0]
     ahead = Ahead(engine)
-    flights = [ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]
-    results = [ahead.finish(flights[0])]
-    flights.append(ahead.submit({0: (len(prompt) + 1, 1)}))
-    results += [ahead.finish(flight) for flight in flights[1:]]
+    in_flight = [ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]
+    results = [ahead.finish(in_flight[0])]
+    in_flight.append(ahead.submit({0: (len(prompt) + 1, 1)}))
+    results += [ahead.finish(inflight) for inflight in in_flight[1:]]
     names = ("idle_ns", "forward_ns", "sample_ns", "total_ns")
     found = [tuple(getattr(result.timings, name) for name in names) for result in results]
     assert found == [(0, 31, 10, 41)] + [(102, 31, 10, 41)] * 2, "what the host prepares is no step of the device's"

@@ -95,7 +95,7 @@ def test_int8_weights_are_rounded_row_by_row_or_refused(ops: AnyOps, dtype: torc
         random((40, 65), 2, dtype) * torch.linspace(0.01, 3, 40, dtype=dtype)[:, None],
     )
     try:
-        packed = ops.pack_linear(iter([weight[:9], weight[9:]]), 40, 65, None, int8=True)
+        packed = ops.pack_linear(iter([weight[:9], weight[9:]]), 40, 65, None, "int8")
     except ValueError:
         pytest.skip(f"{ops.name} has no int8 weights")
     scale = np.abs(f64(weight)).max(1, keepdims=True) / 127
@@ -117,7 +117,7 @@ def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dt
     ):
         assert torch.equal(ops.embed(prepared, table), weight[tokens])
         close(ops.embed(prepared, table, 5.5), f64(weight[tokens]) * 5.5, dtype)
-        close(ops.embed(prepared, table, places=places), f64(weight[tokens]) + f64(places[5:]), dtype)
+        close(ops.embed(prepared, table, position_embeddings=places), f64(weight[tokens]) + f64(places[5:]), dtype)
         close(ops.embed(prepared, table, 0.5, places), f64(weight[tokens]) * 0.5 + f64(places[5:]), dtype)
     x = random((5, hidden), 3, dtype)
     close(ops.logits(x, tied), f64(x) @ f64(weight).T, dtype)
@@ -138,7 +138,7 @@ def test_activations_are_their_formulas(ops: AnyOps, width: int, activation: str
     x = random((5, 2 * width), 1, dtype) * 4
     exact = FORMULAS[activation](f64(x))
     close(ops.activate(x.clone(), activation), exact, dtype)
-    close(ops.gated(x.clone(), activation), exact[:, :width] * f64(x)[:, width:], dtype)
+    close(ops.act_and_mul(x.clone(), activation), exact[:, :width] * f64(x)[:, width:], dtype)
 
 
 @in_its_types

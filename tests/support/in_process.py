@@ -17,7 +17,7 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.types import Finish, NewRequest, Outcome
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from shared.columns import pack, unpack
 
 MOST_STEPS = 200_000
@@ -102,7 +102,7 @@ def run(
     recorded = Recorded() if known is None else known
     later, policies, now, idle = deque(requests), deque(then), 1, 0
     waiting: deque[worker_pb2.Step] = deque()
-    flights: deque[tuple[worker_pb2.Step, Flight]] = deque()
+    in_flight: deque[tuple[worker_pb2.Step, InFlightStep]] = deque()
     for _ in range(len(requests) // 2):
         recorded.take(core.add(later.popleft(), now))
     for _ in range(MOST_STEPS):
@@ -118,7 +118,7 @@ def run(
                 break
             wire = step_to_wire(plan, epoch=1).SerializeToString()
             waiting.append(worker_pb2.Step.FromString(wire))
-        if not (waiting or flights):
+        if not (waiting or in_flight):
             if not core.unfinished and not later and not policies:
                 break
             idle += 1
@@ -127,10 +127,10 @@ def run(
             now += IDLE_NS  # a policy may wait for company
             continue
         idle = 0
-        while waiting and len(flights) < (engine.flights if engine.overlaps else 1):
-            flights.append((waiting[0], engine.submit(waiting.popleft())))
-        step, flight = flights.popleft()
-        result = engine.finish(flight, lambda: bool(waiting or flights))
+        while waiting and len(in_flight) < (engine.max_in_flight if engine.overlaps else 1):
+            in_flight.append((waiting[0], engine.submit(waiting.popleft())))
+        step, inflight = in_flight.popleft()
+        result = engine.finish(inflight, lambda: bool(waiting or in_flight))
         if result.error:
             raise AssertionError(f"step {result.id}: {result.error}")
         set_timings(step, result)

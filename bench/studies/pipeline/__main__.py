@@ -2,7 +2,7 @@
 
     python -m bench.studies.pipeline [--stages 2,4] [--stage-ms 25] [--seconds 10] [--out FILE]
 
-The ranks are real processes with the real engine, mesh and control stream; only the time of a stage is synthetic
+The ranks are real processes with the real engine, parallel and control stream; only the time of a stage is synthetic
 (bench/studies/pipeline/rank.py). Measured is steady decode: all sequences run, none ends. Busy time is the worker's own
 metric orcinus_worker_rank_busy_seconds_total, and utilisation what it grows by in a second of wall time.
 """

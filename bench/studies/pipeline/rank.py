@@ -21,15 +21,15 @@ from protos import worker_pb2
 from services.cli.options import build
 from services.worker import main
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight, Marks
-from services.worker.parallel.state import Mesh
+from services.worker.in_flight import InFlightStep, Marks
+from services.worker.parallel.state import ParallelState
 from shared.settings import WorkerSettings
 
 STAGE_S = float(sys.argv[1]) / 1000
 
 
-class SlowMesh(Mesh):
-    """A mesh that passes rows on no sooner than STAGE_S after they came."""
+class SlowParallelState(ParallelState):
+    """A replica that passes rows on no sooner than STAGE_S after they came."""
 
     came = 0.0
     computed_s = 0.0
@@ -50,22 +50,22 @@ class SlowMesh(Mesh):
 
 
 class SlowEngine(Engine):
-    """An engine on a SlowMesh, which has no send after the last stage."""
+    """An engine on a SlowParallelState, which has no send after the last stage."""
 
-    def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[Flight, Batch | None]:
-        if isinstance(self.mesh, SlowMesh):
-            self.mesh.came = time.monotonic()  # later stages say so again
+    def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[InFlightStep, Batch | None]:
+        if isinstance(self.parallel, SlowParallelState):
+            self.parallel.came = time.monotonic()  # later stages say so again
         return super()._begin(step, marks, queued_ns)
 
-    def _sample(self, flight: Flight, logits: Tensor) -> None:
-        if isinstance(self.mesh, SlowMesh) and self.mesh.last:
-            self.mesh.fill()
-        super()._sample(flight, logits)
+    def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
+        if isinstance(self.parallel, SlowParallelState) and self.parallel.last:
+            self.parallel.fill()
+        super()._sample(inflight, logits)
 
 
 def run() -> int:
     """As services.worker.main.run, which see."""
-    replaced: dict[str, Any] = {"Mesh": SlowMesh, "Engine": SlowEngine}
+    replaced: dict[str, Any] = {"ParallelState": SlowParallelState, "Engine": SlowEngine}
     with patch.multiple(main, **replaced):
         return main.run(build(WorkerSettings, {}))
 

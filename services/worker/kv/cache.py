@@ -20,7 +20,7 @@ from kernels.cpu.build import BuildError
 from kernels.cuda.loader import CudaError
 from kernels.ops import CacheShape
 from services.worker.models.config import DecoderConfig
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -120,21 +120,21 @@ def plan_pool(
     block_bytes: int,
     lengths: Lengths,
     gpu_bytes: int | None,
-    mesh: Mesh,
+    parallel: ParallelState,
 ) -> tuple[CacheShape, Lengths]:
-    """The pool's blocks and those of its host tier, and the lengths that fit: what every rank of the mesh can hold.
+    """The pool's blocks and those of its host tier, and the lengths that fit: what every rank of the replica can hold.
 
     block_bytes: of one block as the backend holds it; gpu_bytes: what a GPU has left for the pool, None where it lies
     in the host's memory, which the ranks of this host share.
     """
-    host_bytes = free_memory_bytes() // mesh.ranks_here
+    host_bytes = free_memory_bytes() // parallel.ranks_here
     on_gpu = gpu_bytes is not None
     blocks, lengths = plan_blocks(
         settings, block_bytes, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu
     )
     host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
     mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
-    blocks, host_blocks, *least = mesh.least(mine)
+    blocks, host_blocks, *least = parallel.least(mine)
     if settings.worker_role == "prefill" and not host_blocks:
         raise ConfigurationError(NO_HOST_TIER)
     return dataclasses.replace(shape, blocks=blocks, host_blocks=host_blocks), Lengths(*least)

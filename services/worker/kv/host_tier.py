@@ -13,7 +13,7 @@ from kernels.ops import Cache
 from services.worker.kv.cache import NO_HOST_TIER
 from services.worker.kv.peers import Peers
 from services.worker.kv.share_folder import NoRoomError, ShareFolder
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ log = logging.getLogger("orcinus.worker")
 class HostTier:
     """This rank's part of it. `name`: WorkerInfo.host_tier, the same on all ranks; empty where nobody else reads it."""
 
-    def __init__(self, settings: WorkerSettings, mesh: Mesh) -> None:
+    def __init__(self, settings: WorkerSettings, parallel: ParallelState) -> None:
         """Raises ConfigurationError for a folder that cannot be used, or that not all ranks see."""
-        self._settings, self._mesh, self._folder, own = settings, mesh, None, ""
+        self._settings, self._parallel, self._folder, own = settings, parallel, None, ""
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
             own = f"{self._folder.id}/{secrets.token_hex(16)}"
         # Also without a folder: a rank that asked nobody would be waited for.
         given = "any" if settings.host_blocks is None else "given"
-        said = mesh.texts(f"{settings.worker_role} {given} {own}")
+        said = parallel.texts(f"{settings.worker_role} {given} {own}")
         for rank, other in enumerate(said):
             if other.partition("/")[0] != said[0].partition("/")[0]:
                 raise ConfigurationError(
@@ -58,11 +58,11 @@ class HostTier:
         if self._settings.host_blocks is not None:
             return host_blocks, self._make(self._folder, host_blocks * block_bytes)
         blocks = host_blocks
-        while blocks := self._mesh.least([min(blocks, self._fitting(self._folder, block_bytes))])[0]:
+        while blocks := self._parallel.least([min(blocks, self._fitting(self._folder, block_bytes))])[0]:
             memory = None
             with suppress(NoRoomError):
                 memory = self._make(self._folder, blocks * block_bytes)
-            if self._mesh.least([int(memory is not None)])[0]:
+            if self._parallel.least([int(memory is not None)])[0]:
                 break
             del memory  # which another rank may be short of
             blocks //= 2
@@ -74,23 +74,24 @@ class HostTier:
         return blocks, memory if blocks else None
 
     def _fitting(self, folder: ShareFolder, block_bytes: int) -> int:
-        return int(folder.free_bytes() * FOLDER_SHARE) // self._mesh.ranks_here // block_bytes
+        return int(folder.free_bytes() * FOLDER_SHARE) // self._parallel.ranks_here // block_bytes
 
     def _make(self, folder: ShareFolder, size: int) -> Tensor:
-        return folder.make(f"{self.name.partition('/')[2]}-{self._mesh.rank}", size)
+        return folder.make(f"{self.name.partition('/')[2]}-{self._parallel.rank}", size)
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Of a Run that begins. block_bytes: of a block on this rank."""
-        return Peers(cache, block_bytes, self._folder, self._mesh)
+        return Peers(cache, block_bytes, self._folder, self._parallel)
 
     def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
         """Fields of WorkerInfo. kv_format: what decides which bytes a block has on each rank, and how they are
         computed, by whose kernels and from which weights."""
-        settings, mesh, shape = self._settings, self._mesh, cache.shape
+        settings, parallel, shape = self._settings, self._parallel, cache.shape
         size = "x".join(map(str, (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)))
+        ranks = f"tp {parallel.tp} pp {parallel.pp}"
         how = f"{settings.quantize}{' deterministic' if settings.deterministic else ''}"
         return {
             "role": "" if settings.worker_role == "both" else settings.worker_role,
             "host_tier": self.name,
-            "kv_format": f"{kernels} {cache.layout} {shape.dtype} {size} tp {mesh.tp} pp {mesh.pp} {how} {model_hash}",
+            "kv_format": f"{kernels} {cache.layout} {shape.dtype} {size} {ranks} {how} {model_hash}",
         }

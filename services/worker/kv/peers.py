@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.ops import Cache
 from protos import worker_pb2
 from services.worker.kv.share_folder import PeerError, ShareFolder
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from shared.errors import ProtocolError
 
 log = logging.getLogger("orcinus.worker")
@@ -38,9 +38,9 @@ class Tier:
 class Peers:
     """Those of one Run, by number."""
 
-    def __init__(self, cache: Cache, block_bytes: int, folder: ShareFolder | None, mesh: Mesh) -> None:
+    def __init__(self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState) -> None:
         """block_bytes: of a block on this rank; folder: None where this worker shares nothing."""
-        self._cache, self._block_bytes, self._folder, self._mesh = cache, block_bytes, folder, mesh
+        self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
 
     def tell(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
@@ -57,7 +57,7 @@ class Peers:
             if peer.host_tier:
                 new.append(peer.number)
                 self._map(peer)
-        mapped = self._mesh.least([int(number in self._tiers) for number in new])
+        mapped = self._parallel.least([int(number in self._tiers) for number in new])
         for number, everywhere in zip(new, mapped, strict=True):
             if not everywhere:
                 self._tiers.pop(number, None)
@@ -79,7 +79,7 @@ class Peers:
         try:
             if self._folder is None or folder != self._folder.id:
                 raise PeerError("it is not in this worker's --kv-share-dir")
-            memory = self._folder.map(f"{name}-{self._mesh.rank}", peer.host_blocks * self._block_bytes)
+            memory = self._folder.map(f"{name}-{self._parallel.rank}", peer.host_blocks * self._block_bytes)
         except PeerError as error:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return

@@ -1,26 +1,29 @@
-"""config.json of a Hugging Face directory -> one frozen DecoderConfig that describes the whole decoder.
+"""Read config.json of a Hugging Face directory into one frozen DecoderConfig that describes the whole decoder.
 
-What this worker cannot compute exactly as the checkpoint means it is refused here, before any weight is read. What the
-architecture's name decides is in families.py.
+A checkpoint that this worker cannot compute exactly as it is meant is refused here, before any weight is read. `Fields`
+gives each field a type and bounds, so that no value of the file reaches the arithmetic unchecked. The part that the
+architecture's name decides is in `registry`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from services.worker.models.fields import Fields
 from services.worker.models.registry import FAMILIES, Family
-from services.worker.models.rope import Rope, ropes_from
+from services.worker.models.rope import Rope
 from shared.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LARGEST = 1 << 24  # of any size; a vocabulary or a context beyond it is a mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class DecoderConfig:
     norm_eps: float
     context: int  # positions that the model was made for
     tied: bool  # the output matrix is the embedding
-    parallel: bool  # attention and MLP read the same rows and are added together
-    biases: frozenset[str]  # of qkv, out, mlp, head
+    parallel_residual: bool  # attention and MLP read the same rows and are added together
+    biases: frozenset[str]  # of qkv_proj, o_proj, mlp, lm_head
     activation: str  # of kernels.ops.ACTIVATIONS
     scale: float  # of attention scores
     windows: tuple[int, ...]  # positions that each layer sees, the row's own included; 0: all
@@ -49,9 +52,71 @@ class DecoderConfig:
     checkpoint_dtype: torch.dtype
 
     @property
-    def up_size(self) -> int:
-        """Outputs of the MLP's first matrix: gate and up together where it is gated."""
+    def gate_up_size(self) -> int:
+        """Outputs of gate_up_proj: gate and up together where the MLP is gated."""
         return self.intermediate_size * (2 if self.family.gated else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields under their usual names, defaults filled in; `field_names` gives the names that the file uses instead.
+
+    A field that is null is as one that is left out. All methods raise ModelError.
+    """
+
+    raw: Mapping[str, Any]
+    where: str  # the file, for errors
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            wanted = f"a positive integer up to {most}" if least == 1 else f"an integer from {least} to {most}"
+            raise self._refused(key, value, wanted)
+        return value
+
+    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
+        value = self._value(key, default)
+        # NaN is in no range.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise self._refused(key, value, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._refused(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._refused(key, value, "a string")
+        return value
+
+    def fields(self, key: str) -> dict[str, Any]:
+        """An object; empty when there is none."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self._refused(key, value, "an object")
+        return value
+
+    def name(self, key: str) -> str:
+        """The field's name for people, with the one that the file uses."""
+        own = self.field_names.get(key)
+        return f"{key} ({own})" if own else key
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.where}: {self.name(key)} is missing")
+        return value
+
+    def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
+        said = repr(value)
+        said = said if len(said) <= 60 else said[:57] + "..."
+        return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,8 +150,8 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"{where}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    raw = {**family.defaults, **{key: raw[own] for key, own in family.called.items() if own in raw}, **raw}
-    read = Fields(raw, where, family.called)
+    raw = {**family.defaults, **{key: raw[own] for key, own in family.field_names.items() if own in raw}, **raw}
+    read = Fields(raw, where, family.field_names)
     _refuse_unsupported(read, family)
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads")
@@ -96,9 +161,9 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     head_dim = read.integer("head_dim", hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    layers = read.integer("num_hidden_layers", most=MOST_LAYERS)
+    layers = read.integer("num_hidden_layers", most=MAX_LAYERS)
     context = read.integer("max_position_embeddings", 2048)
-    rope, local_rope = ropes_from(read, family, head_dim)
+    rope, local_rope = _ropes(read, family, head_dim)
     switched = {part for key, parts in family.bias_fields.items() if read.flag(key) for part in parts}
     return DecoderConfig(
         architecture=name,
@@ -113,7 +178,11 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         norm_eps=read.number("norm_eps", 0, 1),
         context=context,
         tied=read.flag("tie_word_embeddings"),
-        parallel=read.flag(family.parallel) if isinstance(family.parallel, str) else family.parallel,
+        parallel_residual=(
+            read.flag(family.parallel_residual)
+            if isinstance(family.parallel_residual, str)
+            else family.parallel_residual
+        ),
         biases=family.biases | switched,
         activation=_activation(read, family),
         scale=(read.integer(family.scale_field) if family.scale_field else head_dim) ** -0.5,
@@ -144,7 +213,7 @@ def _refuse_unsupported(read: Fields, family: Family) -> None:
 def _activation(read: Fields, family: Family) -> str:
     known, value = family.activations, read.text("hidden_act", family.defaults.get("hidden_act", "silu"))
     if value not in known:
-        called = family.called.get("hidden_act", "hidden_act")
+        called = family.field_names.get("hidden_act", "hidden_act")
         raise ModelError(f"{read.where}: {called} {value!r} is not supported; supported: {', '.join(known)}")
     return known[value]
 
@@ -190,3 +259,83 @@ def _dtype(read: Fields) -> torch.dtype:
     if name not in DTYPES:
         raise ModelError(f"{read.where}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Rope | None]:
+    """The rotary embedding, and that of layers with a window where it is another. Raises ModelError.
+
+    Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """
+    if family.positions != "rope":
+        return None, None
+    raw, scaling, settings = read.raw, read.fields("rope_scaling"), read.fields("rope_parameters")
+    beside = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    if not family.local_rope:
+        return _rope({**beside, **(scaling or settings)}, read, family, head_dim), None
+    # The bases of Gemma 3's layers where none is given (transformers, models/gemma3/configuration_gemma3.py).
+    kinds = Fields(settings, read.where)
+    whole = {"rope_theta": raw.get("rope_theta") or 1e6, **kinds.fields("full_attention"), **scaling}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **kinds.fields("sliding_attention")}
+    return _rope(whole, read, family, head_dim), _rope(local, read, family, head_dim)
+
+
+def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> Rope:
+    """Of `raw`, the settings; `whole` is all of config.json."""
+    where, fields = whole.where, Fields(raw, whole.where)
+    if any(isinstance(value, dict) for value in raw.values()):
+        kinds = ", ".join(key for key, value in raw.items() if isinstance(value, dict))
+        raise ModelError(f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture")
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind not in family.rope_types:
+        raise ModelError(
+            f"{where}: rope_type {kind!r} is not supported for this architecture; "
+            f"supported: {', '.join(family.rope_types)}"
+        )
+    partial = fields.number("partial_rotary_factor", 0, 1, 1.0)
+    if partial != 1 and not family.partial_rotary:
+        raise ModelError(
+            f"{where}: partial_rotary_factor {partial} is not supported for this architecture; only 1.0 is"
+        )
+    rotary = int(head_dim * partial)
+    if rotary % 2 or not 0 < rotary <= head_dim:
+        raise ModelError(f"{where}: of head_dim {head_dim}, {rotary} numbers would turn; it must be an even number")
+    rope = Rope(kind=kind, theta=fields.number("rope_theta", 2, 1e15, 10000.0), rotary=rotary)
+    if kind in ("default", "dynamic"):
+        return rope
+    context = whole.integer("max_position_embeddings", 2048)
+    original = whole.integer(
+        "original_max_position_embeddings", fields.integer("original_max_position_embeddings", context)
+    )
+    if raw.get("factor") is None and kind != "yarn":
+        raise ModelError(f"{where}: rope_type {kind!r} needs a factor")
+    factor = fields.number("factor", 1e-3, 1e6, context / original)
+    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= raw.keys():
+        raise ModelError(f"{where}: rope_type 'llama3' needs low_freq_factor and high_freq_factor")
+    low = fields.number("low_freq_factor", 1e-3, 1e6, 1.0)
+    high = fields.number("high_freq_factor", 1e-3, 1e6, 4.0)
+    if kind == "llama3" and high <= low:
+        raise ModelError(f"{where}: high_freq_factor {high} must be more than low_freq_factor {low}")
+    return replace(
+        rope,
+        factor=factor,
+        original_context=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=fields.number("beta_fast", 1e-3, 1e6, 32),
+        beta_slow=fields.number("beta_slow", 1e-3, 1e6, 1),
+        truncate=fields.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(fields, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
+    if fields.raw.get("attention_factor") is not None:
+        return fields.number("attention_factor", 1e-3, 1e3)
+    mscale, all_dim = (fields.number(key, 0, 1e3, 0.0) for key in ("mscale", "mscale_all_dim"))
+    if mscale and all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(scale: float, mscale: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

@@ -1,24 +1,30 @@
 """One decoder described by a DecoderConfig, or a rank's part of it; it knows tensors and kernels, no slot.
 
 `forward` takes the flattened tokens of an iteration (selective batching: linear layers see one matrix, attention sees
-per-sequence ranges) and returns the logits of the rows that sample. A backend may record it (`Ops.compile`): it calls
-the same operations whatever the batch holds, nothing but operations, and lets go of what it no longer needs. Where
-ranks meet it says so by an operation too (`Ops.exchange`).
+per-sequence ranges) and returns the logits of the rows that sample. A backend may record it (see `layers`); where ranks
+meet it says so by an operation too (`Ops.exchange`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AnyOps, Cache, Prepared
+from kernels.ops import AnyOps, Batch, Cache, Prepared
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
-from services.worker.models.shard import shard_of
-from services.worker.models.weights import load_weights
-from services.worker.parallel.state import Mesh
+from services.worker.models.layers import DecoderLayer, PositionTables, Residual
+from services.worker.models.weights import WeightLoader, shard_of
+from services.worker.parallel.state import ParallelState
+from services.worker.quantization import METHODS
+from services.worker.quantization.base import LinearMethod
+
+log = logging.getLogger("orcinus.worker")
 
 
 class Decoder:
@@ -31,85 +37,85 @@ class Decoder:
         ops: AnyOps,
         dtype: torch.dtype,
         positions: int,
-        int8: bool = False,
-        mesh: Mesh | None = None,
+        method: LinearMethod = METHODS["none"],
+        parallel: ParallelState | None = None,
     ) -> None:
-        """Loads the weights; `positions` is the largest context served. int8: of the layers' matrices.
+        """Load the weights. positions: the largest context served. method: of the layers' matrices.
 
-        config: of the whole model, of which this rank of the mesh computes a part. Raises ModelError, and
-        ConfigurationError where the mesh cannot cut the model.
+        config: of the whole model, of which this rank computes a part. Raise ModelError, and ConfigurationError where
+        the ranks cannot split the model.
         """
-        self.mesh = mesh or Mesh()
-        self.shard = shard_of(config, self.mesh)
+        self.parallel = parallel or ParallelState()
+        self.shard = shard_of(config, self.parallel)
         self.config = self.shard.config(config)
-        self.ops = ops
-        self.dtype = dtype
-        self.weights = load_weights(config, self.shard, source, ops, dtype, positions, int8)
+        self.ops, self.dtype = ops, dtype
         self.began: Any = None  # Ops.mark() when the stage before this one had sent its rows
+        self._vocab_size = config.vocab_size
+        loader = WeightLoader(config, self.shard, source, ops, dtype, positions, method)
+        names, first, last = loader.names, self.shard.first, self.shard.last
+        self.embed_tokens, self.lm_head = loader.embedding_and_head()
+        self.embed_scale = 1.0
+        if config.family.embedding_scale:  # rounded to the model's type, as the model was trained
+            self.embed_scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))
+        self.embed_norm = loader.optional_norm(names.prefix, names.embed_norm) if first else None
+        self.position_embeddings = loader.position_embeddings()
+        tables = PositionTables(loader)
+        self.layers = [DecoderLayer(loader, self.parallel, index, tables) for index in self.shard.layers]
+        self.norm = loader.norm(f"{names.prefix}{names.norm}") if last else None
+        if first and last and (unused := loader.unused()):  # of several stages, the others read the rest
+            log.warning(
+                "%s: %d tensors are of no use to %s: %s, ...", source.model, len(unused), config.architecture, unused[0]
+            )
 
     def forward(self, prepared: Prepared, cache: Cache) -> Tensor:
-        """[R, vocab] float32 logits of the rows that sample, or this rank's vocab_rows of them; writes the K and V of
-        every row. A stage that is not the last sends its rows on; what it returns means nothing."""
-        ops, weights, mesh = self.ops, self.weights, self.mesh
-        residual = self._enter(prepared)
-        act = ops.gated if self.config.family.gated else ops.activate
-        hidden: Tensor | None = None  # what is still to be added to the residual
-        for index, layer in enumerate(weights.layers):
-            if hidden is None:
-                normed = ops.norm(residual, layer.input_norm)
-            else:
-                normed = ops.add_norm(hidden, residual, layer.input_norm)
-            hidden = None
-            query = ops.rope_and_write(ops.linear(normed, layer.qkv), layer.attention, prepared, cache, index)
-            del normed
-            attended = ops.attention(query, layer.attention, prepared, cache, index)
-            del query
-            if mesh.last and index == len(weights.layers) - 1:
-                # From here on no row is read by another: only those that sample go on.
-                attended, residual = ops.select(attended, prepared), ops.select(residual, prepared)
-            out = ops.linear(attended, layer.out)
-            self._sum(out)
-            del attended
-            if layer.attention_norm is not None:
-                out = ops.norm(out, layer.attention_norm)
-            if self.config.parallel:
-                normed = ops.norm(residual, layer.mlp_norm)
-                ops.add(out, residual)
-            else:
-                normed = ops.add_norm(out, residual, layer.mlp_norm)
-            del out
-            inner = ops.linear(normed, layer.up)
-            del normed
-            inner = act(inner, self.config.activation)
-            hidden = ops.linear(inner, layer.down)
-            self._sum(hidden)
-            del inner
-            if layer.down_norm is not None:
-                hidden = ops.norm(hidden, layer.down_norm)
-        if hidden is None:
-            raise ValueError("a decoder needs at least one layer")
-        if weights.norm is None:
-            ops.add(hidden, residual)
-            ops.exchange(residual, mesh.send_rows)
-            return residual
-        return ops.logits(ops.add_norm(hidden, residual, weights.norm), weights.head)
+        """Return [R, vocab] float32 logits of the rows that sample, or this rank's vocab_rows of them.
 
-    def _enter(self, prepared: Prepared) -> Tensor:
-        """[N, hidden]: the tokens' embeddings, or what the stage before this one has made of them."""
-        ops, weights = self.ops, self.weights
-        if not self.mesh.first:
-            residual = ops.blank(prepared, self.config.hidden_size, self.dtype)
-            ops.exchange(residual, self._receive)
-            return residual
-        residual = ops.embed(prepared, weights.tokens, weights.tokens_scale, weights.places)
-        self._sum(residual)
-        return residual if weights.tokens_norm is None else ops.norm(residual, weights.tokens_norm)
+        Write the K and V of every row. A stage that is not the last sends its rows on; what it returns means nothing.
+        """
+        ops, last = self.ops, len(self.layers) - 1
+        residual = Residual(self._embed(prepared))
+        for index, layer in enumerate(self.layers):
+            layer.forward(residual, prepared, cache, select=self.parallel.last and index == last)
+        if residual.pending is None:
+            raise ValueError("a decoder needs at least one layer")
+        if self.norm is None:
+            ops.add(residual.pending, residual.rows)
+            ops.exchange(residual.rows, self.parallel.send_rows)
+            return residual.rows
+        return ops.logits(residual.norm(ops, self.norm), self.lm_head)
+
+    def local_tokens(self, batch: Batch) -> Batch:
+        """Return the batch with tokens as rows of this rank's embedding, those of other ranks as the row of zeros."""
+        vocab, rows = self.shard.vocab, self.shard.vocab_rows
+        if self.parallel.tp == 1:
+            return batch
+        inside = (batch.tokens >= vocab.start) & (batch.tokens < vocab.stop)
+        local = np.where(inside, batch.tokens - vocab.start, rows - 1).astype(np.int32)
+        return dataclasses.replace(batch, tokens=local)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Return [R, vocab] of all ranks' parts at the rank that samples; what it returns elsewhere means nothing."""
+        if not self.parallel.last or self.parallel.tp == 1:
+            return logits
+        parts: list[Tensor] = []
+        self.ops.exchange(logits, lambda mine: parts.extend(self.parallel.gather(mine) or []))
+        if not parts:
+            return logits
+        ids = self.shard.vocab_rows - 1
+        return torch.cat([part[:, :ids] for part in parts], dim=1)[:, : self._vocab_size].contiguous()
+
+    def _embed(self, prepared: Prepared) -> Tensor:
+        """Return [N, hidden]: the tokens' embeddings, or the rows that the stage before this one sends."""
+        ops = self.ops
+        if not self.parallel.first:
+            rows = ops.blank(prepared, self.config.hidden_size, self.dtype)
+            ops.exchange(rows, self._receive)
+            return rows
+        rows = ops.embed(prepared, self.embed_tokens, self.embed_scale, self.position_embeddings)
+        if self.parallel.tp > 1:
+            ops.exchange(rows, self.parallel.all_reduce)
+        return rows if self.embed_norm is None else ops.norm(rows, self.embed_norm)
 
     def _receive(self, rows: Tensor) -> None:
-        self.mesh.receive_rows(rows)
+        self.parallel.receive_rows(rows)
         self.began = self.ops.mark()
-
-    def _sum(self, x: Tensor) -> None:
-        """x, of which every rank of the stage has a part, becomes the whole."""
-        if self.mesh.tp > 1:
-            self.ops.exchange(x, self.mesh.all_reduce)

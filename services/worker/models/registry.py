@@ -1,7 +1,8 @@
-"""The model families: what an architecture's name says beyond the fields of its config.json.
+"""The model families: how an architecture differs from Llama beyond the fields of its config.json.
 
-A table, read by config.py (which fields, what is refused) and weights.py (what tensors are called and how they lie).
-A new architecture is a line of FAMILIES. Source: the configuration and modeling files of transformers 5.23.
+A table: `config` reads the fields of a family from it, `weights` the names and the order of its tensors, `layers` the
+parts of a layer. A new architecture is a row of FAMILIES. Source: the configuration and modeling files of transformers
+5.23.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a checkpoint calls its tensors, without `.weight` and `.bias`; None: there is no such tensor."""
+    """The checkpoint's names of tensors, without `.weight` and `.bias`; None means that there is no such tensor."""
 
-    base: str = "model."  # before all but the head; some checkpoints leave it out
-    tokens: str = "embed_tokens"
-    tokens_norm: str | None = None
-    places: str | None = None
+    prefix: str = "model."  # of every name but lm_head; some checkpoints leave it out
+    embed_tokens: str = "embed_tokens"
+    embed_norm: str | None = None
+    position_embeddings: str | None = None
     layers: str = "layers"
     input_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one: all in one matrix
+    qkv_proj: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one name: one matrix
     q_norm: str | None = None
     k_norm: str | None = None
-    out: str = "self_attn.o_proj"
+    o_proj: str = "self_attn.o_proj"
     attention_norm: str | None = None  # of the attention's output, before it is added
     mlp_norm: str = "post_attention_layernorm"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one: all in one matrix
-    down: str = "mlp.down_proj"
+    gate_up_proj: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one name: one matrix
+    down_proj: str = "mlp.down_proj"
     down_norm: str | None = None  # of the MLP's output, before it is added
     norm: str = "norm"
-    head: str = "lm_head"
+    lm_head: str = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +54,32 @@ class Family:
     """How the decoders of one architecture differ from Llama's."""
 
     names: Names = field(default_factory=Names)
-    called: Mapping[str, str] = field(default_factory=dict)  # field -> what config.json calls it here
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what a field that is left out means
+    field_names: Mapping[str, str] = field(default_factory=dict)  # field -> its name in this family's config.json
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # value of a field that is left out
     only: Mapping[str, Any] = field(default_factory=dict)  # fields with the one value that can be computed
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     positions: Literal["rope", "learned", "alibi"] = "rope"
-    first_place: int = 0  # row of the learned positions that position 0 has
+    position_offset: int = 0  # row of the learned positions that position 0 has
     rope_types: tuple[str, ...] = ROPE_TYPES
     partial_rotary: bool = False  # partial_rotary_factor is heeded
     windows: Literal["none", "all", "upper", "pattern"] = "none"  # which layers a sliding_window is for
     local_rope: bool = False  # layers with a window have a rotary embedding of their own
     scale_field: str | None = None  # scores are divided by its root; None: head_dim's
     layer_norm: bool = False
-    norm_plus: float = 0.0  # the norms multiply by their weight + this
+    norm_offset: float = 0.0  # the norms multiply by their weight + this
     embedding_scale: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     gated: bool = True
     mlp_ratio: int = 0  # intermediate_size, where none is given, in hidden sizes
-    parallel: str | bool = False  # attention and MLP side by side; a string names the field that says so
-    biases: frozenset[str] = frozenset()  # of qkv, out, mlp, head
-    bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> whose biases it switches on
+    parallel_residual: str | bool = False  # attention and MLP read the same rows; a string names the field that says so
+    biases: frozenset[str] = frozenset()  # of qkv_proj, o_proj, mlp, lm_head
+    bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the biases that it switches on
     transposed: bool = False  # matrices of the layers lie [inputs, outputs]
-    interleaved: bool = False  # the one qkv matrix holds q, k, v of head 0, then of head 1, ...
+    interleaved: bool = False  # the one qkv_proj matrix holds q, k, v of head 0, then of head 1, ...
 
 
 _RMS = {"norm_eps": "rms_norm_eps"}
-_ATTENTION_BIAS = {"attention_bias": ("qkv", "out")}
-_LLAMA = Family(called=_RMS, defaults={"norm_eps": 1e-6})
+_ATTENTION_BIAS = {"attention_bias": ("qkv_proj", "o_proj")}
+_LLAMA = Family(field_names=_RMS, defaults={"norm_eps": 1e-6})
 _QWEN = replace(
     _LLAMA,
     defaults={
@@ -104,17 +105,17 @@ _GEMMA = replace(
     # Older configs write gelu and mean the tanh form (transformers, models/gemma/configuration_gemma.py).
     activations={**ACTIVATIONS, "gelu": "gelu_tanh"},
     only={"use_bidirectional_attention": False},
-    norm_plus=1.0,
+    norm_offset=1.0,
     embedding_scale=True,
     bias_fields=_ATTENTION_BIAS,
 )
 _FUSED_NAMES = Names(
-    base="transformer.",
+    prefix="transformer.",
     layers="h",
-    qkv=("self_attention.query_key_value",),
-    out="self_attention.dense",
-    up=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
+    qkv_proj=("self_attention.query_key_value",),
+    o_proj="self_attention.dense",
+    gate_up_proj=("mlp.dense_h_to_4h",),
+    down_proj="mlp.dense_4h_to_h",
     norm="ln_f",
 )
 
@@ -130,7 +131,7 @@ FAMILIES = {
         },
         windows="all",
     ),
-    "Qwen2ForCausalLM": replace(_QWEN, biases=frozenset({"qkv"})),
+    "Qwen2ForCausalLM": replace(_QWEN, biases=frozenset({"qkv_proj"})),
     "Qwen3ForCausalLM": replace(
         _QWEN,
         names=Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
@@ -147,7 +148,7 @@ FAMILIES = {
             mlp_norm="pre_feedforward_layernorm",
             down_norm="post_feedforward_layernorm",
         ),
-        called={**_RMS, "hidden_act": "hidden_activation"},
+        field_names={**_RMS, "hidden_act": "hidden_activation"},
         defaults={
             **_GEMMA.defaults,
             "num_key_value_heads": 4,
@@ -165,16 +166,16 @@ FAMILIES = {
     "GPT2LMHeadModel": Family(
         names=replace(
             _FUSED_NAMES,
-            tokens="wte",
-            places="wpe",
+            embed_tokens="wte",
+            position_embeddings="wpe",
             input_norm="ln_1",
-            qkv=("attn.c_attn",),
-            out="attn.c_proj",
+            qkv_proj=("attn.c_attn",),
+            o_proj="attn.c_proj",
             mlp_norm="ln_2",
-            up=("mlp.c_fc",),
-            down="mlp.c_proj",
+            gate_up_proj=("mlp.c_fc",),
+            down_proj="mlp.c_proj",
         ),
-        called={
+        field_names={
             "hidden_size": "n_embd",
             "intermediate_size": "n_inner",
             "num_hidden_layers": "n_layer",
@@ -194,12 +195,12 @@ FAMILIES = {
         layer_norm=True,
         gated=False,
         mlp_ratio=4,
-        biases=frozenset({"qkv", "out", "mlp"}),
+        biases=frozenset({"qkv_proj", "o_proj", "mlp"}),
         transposed=True,
     ),
     "BloomForCausalLM": Family(
-        names=replace(_FUSED_NAMES, tokens="word_embeddings", tokens_norm="word_embeddings_layernorm"),
-        called={
+        names=replace(_FUSED_NAMES, embed_tokens="word_embeddings", embed_norm="word_embeddings_layernorm"),
+        field_names={
             "num_hidden_layers": "n_layer",
             "num_attention_heads": "n_head",
             "hidden_size": "n_embed",
@@ -212,46 +213,50 @@ FAMILIES = {
         layer_norm=True,
         gated=False,
         mlp_ratio=4,
-        biases=frozenset({"qkv", "out", "mlp"}),
+        biases=frozenset({"qkv_proj", "o_proj", "mlp"}),
         interleaved=True,
     ),
     "OPTForCausalLM": Family(
         names=Names(
-            tokens="decoder.embed_tokens",
-            places="decoder.embed_positions",
+            embed_tokens="decoder.embed_tokens",
+            position_embeddings="decoder.embed_positions",
             layers="decoder.layers",
             input_norm="self_attn_layer_norm",
-            out="self_attn.out_proj",
+            o_proj="self_attn.out_proj",
             mlp_norm="final_layer_norm",
-            up=("fc1",),
-            down="fc2",
+            gate_up_proj=("fc1",),
+            down_proj="fc2",
             norm="decoder.final_layer_norm",
         ),
-        called={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        field_names={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
         defaults={"norm_eps": 1e-5, "hidden_act": "relu", "enable_bias": True, "tie_word_embeddings": True},
         only={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
         positions="learned",
-        first_place=2,
+        position_offset=2,
         layer_norm=True,
         gated=False,
-        bias_fields={"enable_bias": ("qkv", "out", "mlp")},
+        bias_fields={"enable_bias": ("qkv_proj", "o_proj", "mlp")},
     ),
     "PhiForCausalLM": Family(
         names=Names(
-            out="self_attn.dense", mlp_norm="input_layernorm", up=("mlp.fc1",), down="mlp.fc2", norm="final_layernorm"
+            o_proj="self_attn.dense",
+            mlp_norm="input_layernorm",
+            gate_up_proj=("mlp.fc1",),
+            down_proj="mlp.fc2",
+            norm="final_layernorm",
         ),
-        called={"norm_eps": "layer_norm_eps"},
+        field_names={"norm_eps": "layer_norm_eps"},
         defaults={"norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         only={"qk_layernorm": False},
         partial_rotary=True,
         layer_norm=True,
         gated=False,
-        parallel=True,
-        biases=frozenset({"qkv", "out", "mlp", "head"}),
+        parallel_residual=True,
+        biases=frozenset({"qkv_proj", "o_proj", "mlp", "lm_head"}),
     ),
     "Phi3ForCausalLM": replace(
         _LLAMA,
-        names=Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        names=Names(qkv_proj=("self_attn.qkv_proj",), gate_up_proj=("mlp.gate_up_proj",)),
         defaults={"norm_eps": 1e-5, "max_position_embeddings": 4096},
         rope_types=("default",),
         partial_rotary=True,
@@ -260,15 +265,15 @@ FAMILIES = {
     "GPTNeoXForCausalLM": Family(
         names=replace(
             _FUSED_NAMES,
-            base="gpt_neox.",
-            tokens="embed_in",
+            prefix="gpt_neox.",
+            embed_tokens="embed_in",
             layers="layers",
-            qkv=("attention.query_key_value",),
-            out="attention.dense",
+            qkv_proj=("attention.query_key_value",),
+            o_proj="attention.dense",
             norm="final_layer_norm",
-            head="embed_out",
+            lm_head="embed_out",
         ),
-        called={
+        field_names={
             "norm_eps": "layer_norm_eps",
             "rope_theta": "rotary_emb_base",
             "partial_rotary_factor": "rotary_pct",
@@ -283,7 +288,7 @@ FAMILIES = {
         partial_rotary=True,
         layer_norm=True,
         gated=False,
-        parallel="use_parallel_residual",
+        parallel_residual="use_parallel_residual",
         biases=frozenset({"mlp"}),
         bias_fields=_ATTENTION_BIAS,
         interleaved=True,

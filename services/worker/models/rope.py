@@ -8,15 +8,10 @@ this worker's context ends, so here it is the unscaled form.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from services.worker.models.fields import Fields
-from services.worker.models.registry import Family
-from shared.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,83 +70,3 @@ class Rope:
         """The dimension that turns `rotations` times over the original context."""
         turns = self.original_context / (rotations * 2 * math.pi)
         return self.rotary * math.log(turns) / (2 * math.log(self.theta))
-
-
-def ropes_from(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Rope | None]:
-    """The rotary embedding, and that of layers with a window where it is another. Raises ModelError.
-
-    Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
-    """
-    if family.positions != "rope":
-        return None, None
-    raw, scaling, settings = read.raw, read.fields("rope_scaling"), read.fields("rope_parameters")
-    beside = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    if not family.local_rope:
-        return _rope({**beside, **(scaling or settings)}, read, family, head_dim), None
-    # The bases of Gemma 3's layers where none is given (transformers, models/gemma3/configuration_gemma3.py).
-    kinds = Fields(settings, read.where)
-    whole = {"rope_theta": raw.get("rope_theta") or 1e6, **kinds.fields("full_attention"), **scaling}
-    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **kinds.fields("sliding_attention")}
-    return _rope(whole, read, family, head_dim), _rope(local, read, family, head_dim)
-
-
-def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> Rope:
-    """Of `raw`, the settings; `whole` is all of config.json."""
-    where, fields = whole.where, Fields(raw, whole.where)
-    if any(isinstance(value, dict) for value in raw.values()):
-        kinds = ", ".join(key for key, value in raw.items() if isinstance(value, dict))
-        raise ModelError(f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture")
-    kind = fields.text("rope_type", fields.text("type", "default"))
-    if kind not in family.rope_types:
-        raise ModelError(
-            f"{where}: rope_type {kind!r} is not supported for this architecture; "
-            f"supported: {', '.join(family.rope_types)}"
-        )
-    partial = fields.number("partial_rotary_factor", 0, 1, 1.0)
-    if partial != 1 and not family.partial_rotary:
-        raise ModelError(
-            f"{where}: partial_rotary_factor {partial} is not supported for this architecture; only 1.0 is"
-        )
-    rotary = int(head_dim * partial)
-    if rotary % 2 or not 0 < rotary <= head_dim:
-        raise ModelError(f"{where}: of head_dim {head_dim}, {rotary} numbers would turn; it must be an even number")
-    rope = Rope(kind=kind, theta=fields.number("rope_theta", 2, 1e15, 10000.0), rotary=rotary)
-    if kind in ("default", "dynamic"):
-        return rope
-    context = whole.integer("max_position_embeddings", 2048)
-    original = whole.integer(
-        "original_max_position_embeddings", fields.integer("original_max_position_embeddings", context)
-    )
-    if raw.get("factor") is None and kind != "yarn":
-        raise ModelError(f"{where}: rope_type {kind!r} needs a factor")
-    factor = fields.number("factor", 1e-3, 1e6, context / original)
-    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= raw.keys():
-        raise ModelError(f"{where}: rope_type 'llama3' needs low_freq_factor and high_freq_factor")
-    low = fields.number("low_freq_factor", 1e-3, 1e6, 1.0)
-    high = fields.number("high_freq_factor", 1e-3, 1e6, 4.0)
-    if kind == "llama3" and high <= low:
-        raise ModelError(f"{where}: high_freq_factor {high} must be more than low_freq_factor {low}")
-    return replace(
-        rope,
-        factor=factor,
-        original_context=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        beta_fast=fields.number("beta_fast", 1e-3, 1e6, 32),
-        beta_slow=fields.number("beta_slow", 1e-3, 1e6, 1),
-        truncate=fields.flag("truncate", True),
-        attention_factor=_yarn_attention_factor(fields, factor) if kind == "yarn" else 1.0,
-    )
-
-
-def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    if fields.raw.get("attention_factor") is not None:
-        return fields.number("attention_factor", 1e-3, 1e3)
-    mscale, all_dim = (fields.number(key, 0, 1e3, 0.0) for key in ("mscale", "mscale_all_dim"))
-    if mscale and all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(scale: float, mscale: float) -> float:
-    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

@@ -1,12 +1,14 @@
-"""A checkpoint's tensors -> what a rank's decoder computes with: packed matrices, norms, each layer's attention.
+"""Load a rank's part of a checkpoint: packed matrices, norms, tables. Called once, by `layers` and `decoder`.
 
-Called once, when the model is loaded. Large matrices come first, while little else is held, and are handed to the
-backend a few rows at a time: the peak of memory is the weights as they are held and one piece.
+`Shard` says which part a rank holds (Megatron-LM, arXiv 1909.08053, section 3; pipeline stages of whole layers): the
+first matrix of attention and MLP is split by outputs, the second by inputs, so that each of the two needs one sum over
+the ranks of a stage; embedding and head are split by token ids. Matrices go to the backend a few rows at a time: the
+peak of memory is the weights as they are held and one piece.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,105 +16,138 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import AnyOps, Attention, Norm
-from services.worker.models.checkpoint import Source, as_piece
+from kernels.ops import AnyOps, Norm
+from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
-from services.worker.models.shard import Shard
+from services.worker.parallel.state import ParallelState
+from services.worker.quantization.base import LinearMethod, Matrix
+from shared.errors import ConfigurationError
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Ends of names that older checkpoints carry and that are computed, not learned."""
 
-log = logging.getLogger("orcinus.worker")
-
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one layer; linear ones are packed by the backend. See families.Names."""
+class Shard:
+    """The part of a decoder that one rank holds, as ranges of the whole model's numbers."""
 
-    input_norm: Norm
-    qkv: Any
-    attention: Attention
-    out: Any
-    attention_norm: Norm | None
-    mlp_norm: Norm
-    up: Any
-    down: Any
-    down_norm: Norm | None
+    layers: range
+    heads: range
+    kv_heads: range  # held by several ranks where there are fewer than ranks
+    intermediate: range  # of intermediate_size
+    vocab: range  # token ids
+    vocab_rows: int  # rows that embedding and head have here; those behind `vocab` are zeros. The same on all ranks
+    first: bool  # whether the stage embeds
+    last: bool  # and whether it computes logits
+    adds: bool  # whether it adds what a stage adds once: biases of matrices split by inputs, learned positions
 
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A decoder, or a rank's part of it: where a stage has no embedding or no head, theirs are None."""
-
-    tokens: Any  # the head, where it is tied and both are here
-    tokens_scale: float
-    tokens_norm: Norm | None
-    places: Tensor | None
-    layers: list[Layer]
-    norm: Norm | None
-    head: Any
-
-
-def load_weights(
-    config: DecoderConfig, shard: Shard, source: Source, ops: AnyOps, dtype: torch.dtype, positions: int, int8: bool
-) -> Weights:
-    """Loads the shard's weights; config: the whole model's; `positions` is the largest context served.
-
-    Raises ModelError naming the tensor.
-    """
-    loader = _Loader(config, shard, source, ops, dtype, positions, int8)
-    weights = loader.weights()
-    if not (shard.first and shard.last):
-        return weights  # the other stages read the rest
-    names = config.family.names
-    left = [name for name in source.unread() if not name.endswith(BUFFERS) and not name.startswith(names.head + ".")]
-    if left:
-        log.warning(
-            "%s: %d tensors are of no use to %s: %s, ...", source.model, len(left), config.architecture, left[0]
+    def config(self, model: DecoderConfig) -> DecoderConfig:
+        """Return the configuration of the decoder that this rank computes."""
+        return dataclasses.replace(
+            model,
+            layers=len(self.layers),
+            heads=len(self.heads),
+            kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.intermediate),
+            windows=model.windows[self.layers.start : self.layers.stop],
         )
-    return weights
 
 
-def check_matrices(config: DecoderConfig, source: Source) -> None:
-    """Raises ModelError naming the first matrix of the checkpoint that is missing or not as config.json says.
+def shard_of(config: DecoderConfig, parallel: ParallelState) -> Shard:
+    """Return the rank's part. Raise ConfigurationError for a model that cannot be split so."""
+    _check_split(config, parallel.tp, parallel.pp)
+    group = config.heads // config.kv_heads
+    heads = _part(config.heads, parallel.tp_rank, parallel.tp)
+    vocab = range(config.vocab_size)
+    rows = config.vocab_size
+    if parallel.tp > 1:
+        each = -(-config.vocab_size // parallel.tp)
+        vocab = vocab[each * parallel.tp_rank : each * (parallel.tp_rank + 1)]
+        rows = each + 1  # the last stands for the tokens of other ranks: their sum counts them once
+    return Shard(
+        layers=_part(config.layers, parallel.stage, parallel.pp),
+        heads=heads,
+        kv_heads=range(heads.start // group, (heads.stop - 1) // group + 1),
+        intermediate=_part(config.intermediate_size, parallel.tp_rank, parallel.tp),
+        vocab=vocab,
+        vocab_rows=rows,
+        first=parallel.first,
+        last=parallel.last,
+        adds=parallel.tp_rank == 0,
+    )
 
-    Reads headers and takes no memory: a size that nobody can hold is a misshapen tensor first.
-    """
-    c, family, names = config, config.family, config.family.names
-    embedding = (c.vocab_size, c.hidden_size)
-    source.check(find(config, source, f"{names.base}{names.tokens}.weight"), embedding)
-    if not c.tied:
-        source.check(find(config, source, f"{names.head}.weight"), embedding)
-    if names.places is not None:
-        shape = (c.context + family.first_place, c.hidden_size)
-        source.check(find(config, source, f"{names.base}{names.places}.weight"), shape)
-    query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    each = (query, kv, kv) if len(names.qkv) == 3 else (query + 2 * kv,)
-    parts = [(part, size, c.hidden_size) for part, size in zip(names.qkv, each, strict=True)]
-    parts += [(part, c.up_size // len(names.up), c.hidden_size) for part in names.up]
-    parts += [(names.out, c.hidden_size, query), (names.down, c.hidden_size, c.intermediate_size)]
-    for index in range(c.layers):
-        for part, outputs, inputs in parts:
-            name = find(config, source, f"{names.base}{names.layers}.{index}.{part}.weight")
-            source.check(name, (inputs, outputs) if family.transposed else (outputs, inputs))
+
+def _part(count: int, at: int, parts: int) -> range:
+    """Return part `at` of `parts`, which differ by one at most."""
+    return range(count * at // parts, count * (at + 1) // parts)
 
 
-def find(config: DecoderConfig, source: Source, name: str) -> str:
-    """The name, without what stands before all of the decoder's where the checkpoint leaves that out."""
-    bare = name.removeprefix(config.family.names.base)
+def _check_split(config: DecoderConfig, tp: int, pp: int) -> None:
+    for name, value in (("num_attention_heads", config.heads), ("intermediate_size", config.intermediate_size)):
+        if value % tp:
+            raise ConfigurationError(f"--tp {tp} does not divide the model's {name} {value}; {_remedy(value, tp)}")
+    if config.kv_heads % tp and tp % config.kv_heads:
+        raise ConfigurationError(
+            f"--tp {tp} neither divides the model's num_key_value_heads {config.kv_heads} nor is a multiple of it; "
+            f"{_remedy(config.kv_heads, tp)}"
+        )
+    if pp > config.layers:
+        raise ConfigurationError(f"--pp {pp} is more stages than the model's {config.layers} layers; lower it")
+
+
+def _remedy(value: int, tp: int) -> str:
+    below = max(number for number in range(1, tp) if value % number == 0)
+    return f"--tp {below} does"
+
+
+def find_tensor(config: DecoderConfig, source: Source, name: str) -> str:
+    """Return the name as the checkpoint has it: with the family's prefix or, where that is left out, without."""
+    bare = name.removeprefix(config.family.names.prefix)
     return bare if name not in source and bare in source else name
 
 
+def check_matrices(config: DecoderConfig, source: Source, method: LinearMethod) -> None:
+    """Raise ModelError for the first matrix of the checkpoint that is missing or not as config.json says.
+
+    Read headers and take no memory: a size that no machine can hold is a misshapen tensor first.
+    """
+    c, family, names = config, config.family, config.family.names
+    embedding = (c.vocab_size, c.hidden_size)
+    source.check(find_tensor(config, source, f"{names.prefix}{names.embed_tokens}.weight"), embedding)
+    if not c.tied:
+        source.check(find_tensor(config, source, f"{names.lm_head}.weight"), embedding)
+    if names.position_embeddings is not None:
+        shape = (c.context + family.position_offset, c.hidden_size)
+        source.check(find_tensor(config, source, f"{names.prefix}{names.position_embeddings}.weight"), shape)
+    query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    each = (query, kv, kv) if len(names.qkv_proj) == 3 else (query + 2 * kv,)
+    parts = [(part, size, c.hidden_size) for part, size in zip(names.qkv_proj, each, strict=True)]
+    parts += [(part, c.gate_up_size // len(names.gate_up_proj), c.hidden_size) for part in names.gate_up_proj]
+    parts += [(names.o_proj, c.hidden_size, query), (names.down_proj, c.hidden_size, c.intermediate_size)]
+    for index in range(c.layers):
+        for part, outputs, inputs in parts:
+            name = find_tensor(config, source, f"{names.prefix}{names.layers}.{index}.{part}.weight")
+            matrix = Matrix(
+                name.removesuffix(".weight"), outputs, inputs, range(outputs), range(inputs), family.transposed
+            )
+            method.check(source, matrix)
+
+
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of a tensor of the checkpoint that has `total`."""
+class Rows:
+    """Some of the `total` rows (outputs) of a matrix of the checkpoint."""
 
     name: str  # without .weight and .bias
     total: int
     rows: range
 
 
-class _Loader:
+class WeightLoader:
+    """Reads the tensors of one rank. Names are those of the checkpoint; all methods raise ModelError naming the tensor.
+
+    config: of the whole model. positions: the largest context served. Bias kinds: see Family.biases.
+    """
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -121,186 +156,116 @@ class _Loader:
         ops: AnyOps,
         dtype: torch.dtype,
         positions: int,
-        int8: bool,
+        method: LinearMethod,
     ) -> None:
         self.config, self.shard, self.names = config, shard, config.family.names
-        self.source, self.ops, self.dtype, self.int8 = source, ops, dtype, int8
+        self.source, self.ops, self.dtype, self.method = source, ops, dtype, method
         self.positions = positions
-        self.rope, self.local_rope = (
-            None if rope is None else rope.table(positions).to(ops.device) for rope in (config.rope, config.local_rope)
-        )
-        heads = shard.heads
-        slopes = alibi_slopes(config.heads)[heads.start : heads.stop] if config.family.positions == "alibi" else None
-        self.slopes = None if slopes is None else slopes.to(ops.device)
 
-    def weights(self) -> Weights:
+    def layer_prefix(self, index: int) -> str:
+        """Return the beginning of the names of layer `index`."""
+        return f"{self.names.prefix}{self.names.layers}.{index}."
+
+    def embedding_and_head(self) -> tuple[Any, Any]:
+        """Return embed_tokens and lm_head as the backend packs them: one object where they are tied and both are here.
+
+        None for the one that this rank's stage does not have.
+        """
         c, names, shard = self.config, self.names, self.shard
-        tokens = f"{names.base}{names.tokens}"
+        tokens = f"{names.prefix}{names.embed_tokens}"
         size = (shard.vocab_rows, c.hidden_size)
         tied = c.tied and shard.first and shard.last
-        embedded: Any = None
-        packed: Any = None
+        embed_tokens: Any = None
+        lm_head: Any = None
         if shard.first and not tied:
-            embedded = self.ops.pack_embedding(self._table(tokens), *size)
+            embed_tokens = self.ops.pack_embedding(self._vocab_rows(tokens), *size)
         if shard.last:
-            bias = self._head_bias() if "head" in c.biases else None
+            bias = self._head_bias() if "lm_head" in c.biases else None
             pack = self.ops.pack_tied if tied else self.ops.pack_linear
-            packed = pack(self._table(tokens if c.tied else names.head), *size, bias)
-        scale = 1.0
-        if c.family.embedding_scale:  # rounded to the model's type, as the model was trained
-            scale = float(torch.tensor(c.hidden_size**0.5).to(self.dtype))
-        return Weights(
-            tokens=packed if tied else embedded,
-            tokens_scale=scale,
-            tokens_norm=self._norm(names.base, names.tokens_norm) if shard.first else None,
-            places=self._places() if shard.first and shard.adds else None,
-            layers=[self._layer(index) for index in shard.layers],
-            norm=self._needed_norm(names.base, names.norm) if shard.last else None,
-            head=packed,
-        )
+            lm_head = pack(self._vocab_rows(tokens if c.tied else names.lm_head), *size, bias)
+        return (lm_head if tied else embed_tokens), lm_head
 
-    def _table(self, name: str) -> Iterator[Tensor]:
-        """The shard's rows of the embedding or the head, and zeros."""
-        c, vocab, more = self.config, self.shard.vocab, self.shard.vocab_rows - len(self.shard.vocab)
-        whole = (c.vocab_size, c.hidden_size)
-        yield from self.source.pieces(self._find(f"{name}.weight"), whole, self.dtype, vocab, range(c.hidden_size))
-        if more:
-            yield torch.zeros(more, c.hidden_size, dtype=self.dtype)
-
-    def _head_bias(self) -> Tensor:
-        vocab = self.shard.vocab
-        bias = self._vector(f"{self.names.head}.bias", self.config.vocab_size)[vocab.start : vocab.stop]
-        return torch.nn.functional.pad(bias, (0, self.shard.vocab_rows - len(vocab)))
-
-    def _places(self) -> Tensor | None:
-        c, first = self.config, self.config.family.first_place
-        if self.names.places is None:
+    def position_embeddings(self) -> Tensor | None:
+        """Return the learned positions [positions, hidden] in the model's dtype, for the rank that adds them."""
+        c, first = self.config, self.config.family.position_offset
+        if self.names.position_embeddings is None or not (self.shard.first and self.shard.adds):
             return None
-        name = self._find(f"{self.names.base}{self.names.places}.weight")
+        name = self._find(f"{self.names.prefix}{self.names.position_embeddings}.weight")
         table = self.source.take(name, (c.context + first, c.hidden_size), self.dtype)
         return table[first : first + self.positions].clone().to(self.ops.device)
 
-    def _layer(self, index: int) -> Layer:
-        c, names, shard = self.config, self.names, self.shard
-        at = f"{names.base}{names.layers}.{index}."
-        return Layer(
-            input_norm=self._needed_norm(at, names.input_norm),
-            qkv=self._outputs(self._qkv(at), "qkv"),
-            attention=self._attention(at, index),
-            out=self._inputs(f"{at}{names.out}", c.heads * c.head_dim, _numbers(shard.heads, c.head_dim), "out"),
-            attention_norm=self._norm(at, names.attention_norm),
-            mlp_norm=self._needed_norm(at, names.mlp_norm),
-            up=self._outputs(self._stacked(at, names.up, [(c.intermediate_size, shard.inner)] * self._ups), "mlp"),
-            down=self._inputs(f"{at}{names.down}", c.intermediate_size, shard.inner, "mlp"),
-            down_norm=self._norm(at, names.down_norm),
-        )
-
-    @property
-    def _ups(self) -> int:
-        return 2 if self.config.family.gated else 1
-
-    def _attention(self, at: str, index: int) -> Attention:
-        c, window = self.config, self.config.windows[index]
-        return Attention(
-            heads=len(self.shard.heads),
-            scale=c.scale,
-            rope=self.local_rope if window and self.local_rope is not None else self.rope,
-            q_norm=self._norm(at, self.names.q_norm, c.head_dim),
-            k_norm=self._norm(at, self.names.k_norm, c.head_dim),
-            window=window if window < self.positions else 0,
-            slopes=self.slopes,
-        )
-
-    def _qkv(self, at: str) -> list[_Rows]:
-        """Queries, keys and values of the shard's heads."""
-        c, names, size = self.config, self.names, self.config.head_dim
-        if c.family.interleaved:  # which has as many KV heads as heads
-            total = 3 * c.heads * size
-            starts = [3 * size * head + part * size for part in range(3) for head in self.shard.heads]
-            return [_Rows(f"{at}{names.qkv[0]}", total, range(start, start + size)) for start in starts]
-        query, kv = (
-            (size * count, _numbers(held, size))
-            for count, held in ((c.heads, self.shard.heads), (c.kv_heads, self.shard.kv_heads))
-        )
-        return self._stacked(at, names.qkv, [query, kv, kv])
-
-    def _stacked(self, at: str, parts: tuple[str, ...], sizes: list[tuple[int, range]]) -> list[_Rows]:
-        """The rows, each of (size, rows), that lie one under the other in one tensor, or each in its own."""
+    def stacked(self, prefix: str, parts: tuple[str, ...], sizes: list[tuple[int, range]]) -> list[Rows]:
+        """Return the rows, each of (size, rows), that lie one under the other in one tensor, or each in its own."""
         if len(parts) == len(sizes):
-            return [_Rows(f"{at}{part}", size, rows) for part, (size, rows) in zip(parts, sizes, strict=True)]
-        found: list[_Rows] = []
+            return [Rows(f"{prefix}{part}", size, rows) for part, (size, rows) in zip(parts, sizes, strict=True)]
+        found: list[Rows] = []
         total, above = sum(size for size, _ in sizes), 0
         for size, rows in sizes:
             start, stop = above + rows.start, above + rows.stop
             if found and found[-1].rows.stop == start:
                 start = found.pop().rows.start  # one piece with those above
-            found.append(_Rows(f"{at}{parts[0]}", total, range(start, stop)))
+            found.append(Rows(f"{prefix}{parts[0]}", total, range(start, stop)))
             above += size
         return found
 
-    def _outputs(self, parts: list[_Rows], kind: str) -> Any:
-        """One packed matrix of these rows, one under the other, and their biases."""
+    def column_parallel(self, parts: list[Rows], bias_kind: str) -> Any:
+        """Return one packed matrix [outputs of all parts, hidden] of these rows, one under the other, with biases."""
         bias = None
-        if kind in self.config.biases:
-            wholes = {name: self._vector(f"{name}.bias", total) for name, total in {(p.name, p.total) for p in parts}}
-            bias = torch.cat([wholes[part.name][part.rows.start : part.rows.stop] for part in parts])
+        if bias_kind in self.config.biases:
+            totals = {part.name: part.total for part in parts}
+            biases = {name: self._vector(f"{name}.bias", total) for name, total in totals.items()}
+            bias = torch.cat([biases[part.name][part.rows.start : part.rows.stop] for part in parts])
         hidden = self.config.hidden_size
-        pieces = (piece for part in parts for piece in self._pieces(part, hidden, range(hidden)))
-        return self.ops.pack_linear(pieces, sum(len(part.rows) for part in parts), hidden, bias, self.int8)
+        pieces = (piece for part in parts for piece in self._read(part, hidden, range(hidden)))
+        return self.method.pack(self.ops, pieces, sum(len(part.rows) for part in parts), hidden, bias)
 
-    def _inputs(self, name: str, inputs: int, columns: range, kind: str) -> Any:
-        """A packed matrix of all rows and these columns. Its bias is added once: the ranks' products are summed."""
+    def row_parallel(self, name: str, inputs: int, columns: range, bias_kind: str) -> Any:
+        """Return a packed matrix [hidden, these columns]. The ranks' products are summed: one rank adds the bias."""
         hidden = self.config.hidden_size
-        bias = self._vector(f"{name}.bias", hidden) if kind in self.config.biases and self.shard.adds else None
-        pieces = self._pieces(_Rows(name, hidden, range(hidden)), inputs, columns)
-        return self.ops.pack_linear(pieces, hidden, len(columns), bias, self.int8)
+        bias = self._vector(f"{name}.bias", hidden) if bias_kind in self.config.biases and self.shard.adds else None
+        pieces = self._read(Rows(name, hidden, range(hidden)), inputs, columns)
+        return self.method.pack(self.ops, pieces, hidden, len(columns), bias)
 
-    def _pieces(self, part: _Rows, inputs: int, columns: range) -> Iterator[Tensor]:
-        """[some of the rows, columns], from the first row to the last."""
-        source, name, rows = self.source, self._find(f"{part.name}.weight"), part.rows
-        if not self.config.family.transposed:
-            yield from source.pieces(name, (part.total, inputs), self.dtype, rows, columns)
-            return
-        source.check(name, (inputs, part.total))
-        whole = as_piece(source.read(name, (inputs, part.total), columns.start, len(columns)), self.dtype)
-        step = -(-len(rows) // 8)
-        for first in range(rows.start, rows.stop, step):
-            yield as_piece(whole[:, first : min(first + step, rows.stop)].t(), self.dtype)
-
-    def _needed_norm(self, at: str, name: str) -> Norm:
-        return self._norm_of(f"{at}{name}", self.config.hidden_size)
-
-    def _norm(self, at: str, name: str | None, size: int = 0) -> Norm | None:
-        return None if name is None else self._norm_of(f"{at}{name}", size or self.config.hidden_size)
-
-    def _norm_of(self, name: str, size: int) -> Norm:
-        family = self.config.family
+    def norm(self, name: str, size: int = 0) -> Norm:
+        """Return the norm of `size` numbers, by default hidden_size."""
+        family, size = self.config.family, size or self.config.hidden_size
         weight = self._vector(f"{name}.weight", size)
         return Norm(
-            weight=weight + family.norm_plus if family.norm_plus else weight,
+            weight=weight + family.norm_offset if family.norm_offset else weight,
             bias=self._vector(f"{name}.bias", size) if family.layer_norm else None,
             eps=self.config.norm_eps,
             layer_norm=family.layer_norm,
         )
 
+    def optional_norm(self, prefix: str, name: str | None, size: int = 0) -> Norm | None:
+        """Return the norm, or None where the family has none of that name."""
+        return None if name is None else self.norm(f"{prefix}{name}", size)
+
+    def unused(self) -> list[str]:
+        """Return the tensors that no layer has read, but for those that a decoder may ignore."""
+        head = f"{self.names.lm_head}."
+        return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(head)]
+
+    def _read(self, part: Rows, inputs: int, columns: range) -> Iterator[Tensor]:
+        name = self._find(f"{part.name}.weight").removesuffix(".weight")
+        matrix = Matrix(name, part.total, inputs, part.rows, columns, self.config.family.transposed)
+        return self.method.read(self.source, matrix, self.dtype)
+
+    def _vocab_rows(self, name: str) -> Iterator[Tensor]:
+        """Yield the shard's rows of the embedding or the head, and zeros behind them."""
+        c, vocab, more = self.config, self.shard.vocab, self.shard.vocab_rows - len(self.shard.vocab)
+        shape = (c.vocab_size, c.hidden_size)
+        yield from self.source.pieces(self._find(f"{name}.weight"), shape, self.dtype, vocab, range(c.hidden_size))
+        if more:
+            yield torch.zeros(more, c.hidden_size, dtype=self.dtype)
+
+    def _head_bias(self) -> Tensor:
+        vocab = self.shard.vocab
+        bias = self._vector(f"{self.names.lm_head}.bias", self.config.vocab_size)[vocab.start : vocab.stop]
+        return torch.nn.functional.pad(bias, (0, self.shard.vocab_rows - len(vocab)))
+
     def _vector(self, name: str, size: int) -> Tensor:
         return self.source.take(self._find(name), (size,), torch.float32).to(self.ops.device)
 
     def _find(self, name: str) -> str:
-        return find(self.config, self.source, name)
-
-
-def _numbers(heads: range, size: int) -> range:
-    """The numbers of heads that have `size` each."""
-    return range(heads.start * size, heads.stop * size)
-
-
-def alibi_slopes(heads: int) -> Tensor:
-    """[heads] float32: the geometric sequence of ALiBi (arXiv 2108.12409, section 3).
-
-    Where the number of heads is no power of two: those of the largest power below, then every other one of the next.
-    """
-    power = 1 << (heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
-    return torch.tensor(slopes, dtype=torch.float32)
+        return find_tensor(self.config, self.source, name)

@@ -1,145 +1,124 @@
-"""What one rank draws and every rank has to know: the tokens of each step, in one message of the rank that samples.
+"""Send the sampled tokens of each step from the rank that samples to every other rank, in one message a step.
 
-Every rank knows how long the message of a step is: from which slots sample and what their sequences asked for. So the
-others begin to receive it when they submit the step, and wait for it when a token of it is needed.
+Every rank knows how long the message of a step is: from the slots that sample and the sampling of their sequences. So
+the other ranks begin to receive it when they submit the step, and wait for it when a token of it is needed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kernels.ops import STATUS_FINE, AnyOps, Batch, Likely, Sampled
+from kernels.ops import STATUS_FINE, Likely, Sampled
 from kernels.pending import Pending
-from services.worker.in_flight import Flight
-from services.worker.models.shard import Shard
-from services.worker.parallel.state import COPIES, DRAWS, Mesh
-from shared.errors import MeshError
+from services.worker.in_flight import InFlightStep
+from services.worker.parallel.state import COPIES, TOKENS, ParallelState
+from shared.errors import RankError
 
-WHY_BYTES = 256
-"""Of what is said about a grammar that could not be followed."""
+REASON_BYTES = 256
+"""Of the message why a grammar cannot be followed."""
 
 
-class Heard(Pending[Sampled]):
-    """A step's message, on its way to a rank that does not sample."""
+class ReceivedTokens(Pending[Sampled]):
+    """A step's message on its way to a rank that does not sample."""
 
-    def __init__(self, mesh: Mesh, flight: Flight, serial: int) -> None:
-        """Begins to receive. The flight gets what is more than Sampled holds."""
-        self._mesh, self._flight, self._serial = mesh, flight, serial
+    def __init__(self, parallel: ParallelState, inflight: InFlightStep, serial: int) -> None:
+        """Begin to receive. `inflight` gets the grammar errors, which Sampled does not hold."""
+        self._parallel, self._inflight, self._serial = parallel, inflight, serial
         self._lock = threading.Lock()
-        self._layout = _layout(flight)
+        self._layout = _layout(inflight)
         self._message = torch.empty(self._layout.itemsize, dtype=torch.uint8)
-        self._work = mesh.receive(self._message, mesh.sampler, DRAWS)
+        self._work = parallel.receive(self._message, parallel.sampler, TOKENS)
         self._sampled: Sampled | None = None
 
     def ready(self) -> bool:
         return self._sampled is not None
 
     def wait(self) -> Sampled:
-        """The tokens. Raises MeshError."""
+        """Return the tokens. Raise RankError."""
         with self._lock:
             if self._sampled is None:
-                self._mesh.arrived(self._work)
-                self._flight.arrived_ns = time.monotonic_ns()
+                self._parallel.arrived(self._work)
+                self._inflight.arrived_ns = time.monotonic_ns()
                 self._sampled = self._read()
             return self._sampled
 
     def _read(self) -> Sampled:
-        found = self._message.numpy().view(self._layout)[0]
-        if found["serial"] != self._serial:
-            raise MeshError(f"the draw of step {found['serial']} has come where that of {self._serial} was expected")
+        message = self._message.numpy().view(self._layout)[0]
+        if message["serial"] != self._serial:
+            raise RankError(f"tokens of step {message['serial']} arrived where those of {self._serial} were expected")
         names = self._layout.names or ()
-        if "why" in names:
-            texts = enumerate(found["why"].tolist())
-            self._flight.why = {row: text.decode(errors="replace") for row, text in texts if text}
+        if "grammar_errors" in names:
+            texts = enumerate(message["grammar_errors"].tolist())
+            self._inflight.grammar_errors = {row: text.decode(errors="replace") for row, text in texts if text}
         likely = None
         if "likely_ids" in names:
-            likely = Likely(torch.from_numpy(found["likely_ids"]), torch.from_numpy(found["likely_logprobs"]))
+            likely = Likely(torch.from_numpy(message["likely_ids"]), torch.from_numpy(message["likely_logprobs"]))
         return Sampled(
-            tokens=torch.from_numpy(found["tokens"].astype(np.int64)),
-            status=torch.from_numpy(found["status"]),
-            logprobs=torch.from_numpy(found["logprobs"]) if "logprobs" in names else None,
+            tokens=torch.from_numpy(message["tokens"].astype(np.int64)),
+            status=torch.from_numpy(message["status"]),
+            logprobs=torch.from_numpy(message["logprobs"]) if "logprobs" in names else None,
             likely=likely,
         )
 
 
-class Draws:
-    """One rank's side of it, by the thread that submits; `copied` by the one that finishes."""
+class TokenBroadcast:
+    """One rank's side. The thread that submits calls `receive` and `send`; the one that finishes `confirm_copies`."""
 
-    def __init__(self, mesh: Mesh, shard: Shard) -> None:
-        self._mesh, self._shard = mesh, shard
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
         self._serial = 0  # steps that computed something
 
-    def rows_of(self, batch: Batch) -> Batch:
-        """The batch with tokens as rows of this rank's embedding; those of other ranks become the row of zeros."""
-        vocab, rows = self._shard.vocab, self._shard.vocab_rows
-        if self._mesh.tp == 1:
-            return batch
-        inside = (batch.tokens >= vocab.start) & (batch.tokens < vocab.stop)
-        local = np.where(inside, batch.tokens - vocab.start, rows - 1).astype(np.int32)
-        return dataclasses.replace(batch, tokens=local)
-
-    def whole(self, logits: Tensor, ops: AnyOps, vocab: int) -> Tensor:
-        """[R, vocab] at the rank that samples, of all the ranks' part of it; means nothing at the others."""
-        if not self._mesh.last or self._mesh.tp == 1:
-            return logits
-        parts: list[Tensor] = []
-        ops.exchange(logits, lambda mine: parts.extend(self._mesh.gather(mine) or []))
-        if not parts:
-            return logits
-        return torch.cat([part[:, : self._shard.vocab_rows - 1] for part in parts], dim=1)[:, :vocab].contiguous()
-
-    def hear(self, flight: Flight) -> Heard:
-        """Begins to receive what is drawn for this flight, which is the next that computes something."""
+    def receive(self, inflight: InFlightStep) -> ReceivedTokens:
+        """Begin to receive the tokens of this step, the next one that computes something."""
         self._serial += 1
-        return Heard(self._mesh, flight, self._serial)
+        return ReceivedTokens(self._parallel, inflight, self._serial)
 
-    def tell(self, flight: Flight) -> None:
-        """Sends what was drawn for this flight to the other ranks."""
+    def send(self, inflight: InFlightStep) -> None:
+        """Send the sampled tokens of this step to the other ranks."""
         self._serial += 1
-        layout = _layout(flight)
+        layout = _layout(inflight)
         message = np.zeros(1, layout)
-        made, names = message[0], layout.names or ()
-        made["serial"] = self._serial
-        if flight.sampled is not None:
-            sampled = flight.sampled.wait()
-            made["tokens"], made["status"] = sampled.tokens.cpu().numpy(), sampled.status.cpu().numpy()
+        record, names = message[0], layout.names or ()
+        record["serial"] = self._serial
+        if inflight.sampled is not None:
+            sampled = inflight.sampled.wait()
+            record["tokens"], record["status"] = sampled.tokens.cpu().numpy(), sampled.status.cpu().numpy()
             if "logprobs" in names and sampled.logprobs is not None:
-                made["logprobs"] = sampled.logprobs.cpu().numpy()
+                record["logprobs"] = sampled.logprobs.cpu().numpy()
             if "likely_ids" in names and sampled.likely is not None:
-                made["likely_ids"] = sampled.likely.ids.cpu().numpy()
-                made["likely_logprobs"] = sampled.likely.logprobs.cpu().numpy()
-            if "why" in names:
-                for row in np.flatnonzero(np.isin(flight.sampling, list(flight.failed))).tolist():
-                    made["why"][row] = flight.failed[int(flight.sampling[row])][1].encode()[:WHY_BYTES]
-                    made["status"][row] = STATUS_FINE
+                record["likely_ids"] = sampled.likely.ids.cpu().numpy()
+                record["likely_logprobs"] = sampled.likely.logprobs.cpu().numpy()
+            if "grammar_errors" in names:
+                for row in np.flatnonzero(np.isin(inflight.sampling, list(inflight.failed))).tolist():
+                    error = inflight.failed[int(inflight.sampling[row])][1]
+                    record["grammar_errors"][row] = error.encode()[:REASON_BYTES]
+                    record["status"][row] = STATUS_FINE
         sent = torch.from_numpy(message.view(np.uint8))
-        for rank in range(self._mesh.size):
-            if rank != self._mesh.rank:
-                self._mesh.send(sent, rank, DRAWS)
+        for rank in range(self._parallel.size):
+            if rank != self._parallel.rank:
+                self._parallel.send(sent, rank, TOKENS)
 
-    def copied(self, flight: Flight) -> None:
-        """This rank's copies of a flight are complete; at the leader returns when those of all ranks are."""
-        mesh = self._mesh
-        said = torch.tensor([flight.id], dtype=torch.int64)
-        if not mesh.is_leader:
-            mesh.send(said, 0, COPIES)
+    def confirm_copies(self, inflight: InFlightStep) -> None:
+        """Say that this rank's transfers of a step are complete; at the leader, return when those of all ranks are."""
+        parallel = self._parallel
+        confirmed = torch.tensor([inflight.id], dtype=torch.int64)
+        if not parallel.is_leader:
+            parallel.send(confirmed, 0, COPIES)
             return
-        for rank in range(1, mesh.size):
-            heard = torch.empty_like(said)
-            mesh.arrived(mesh.receive(heard, rank, COPIES))
-            if int(heard[0]) != flight.id:
-                raise MeshError(f"rank {rank} has copied for step {int(heard[0])}, not for {flight.id}")
+        for rank in range(1, parallel.size):
+            received = torch.empty_like(confirmed)
+            parallel.arrived(parallel.receive(received, rank, COPIES))
+            if int(received[0]) != inflight.id:
+                raise RankError(f"rank {rank} has copied for step {int(received[0])}, not for {inflight.id}")
 
 
-def _layout(flight: Flight) -> np.dtype[np.void]:
-    """Of the message, which is the same at every rank."""
-    rows, wanted = len(flight.sampling), flight.logprobs
+def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
+    """Return the layout of a step's message, the same at every rank."""
+    rows, wanted = len(inflight.sampling), inflight.logprobs
     fields: list[tuple[str, str, tuple[int, ...]]] = [
         ("serial", "<i8", ()),
         ("tokens", "<i4", (rows,)),
@@ -147,9 +126,9 @@ def _layout(flight: Flight) -> np.dtype[np.void]:
     ]
     if wanted.any():
         fields.append(("logprobs", "<f4", (rows,)))
-        if (most := int(wanted.max()) - 1) > 0:
-            fields.append(("likely_ids", "<i4", (rows, most)))
-            fields.append(("likely_logprobs", "<f4", (rows, most)))
-    if flight.has_grammars:
-        fields.append(("why", f"S{WHY_BYTES}", (rows,)))
+        if (likely := int(wanted.max()) - 1) > 0:
+            fields.append(("likely_ids", "<i4", (rows, likely)))
+            fields.append(("likely_logprobs", "<f4", (rows, likely)))
+    if inflight.has_grammars:
+        fields.append(("grammar_errors", f"S{REASON_BYTES}", (rows,)))
     return np.dtype(fields)

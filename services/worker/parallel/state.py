@@ -2,7 +2,7 @@
 
 Rank = stage * tp + tp_rank. Rank 0 is the leader: it answers the scheduler. The first rank of the last stage samples.
 Steps come to every rank in the same order (never through here), so all ranks make the same calls in the same order;
-the order of sends and receives between two ranks is the order of the steps. Whatever a call raises is a MeshError.
+the order of sends and receives between two ranks is the order of the steps. Whatever a call raises is a RankError.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.errors import ConfigurationError, MeshError
+from shared.errors import ConfigurationError, RankError
 
-ROWS, DRAWS, COPIES = 1, 2, 3
-"""Tags of what goes between two ranks: rows of a stage, what was drawn, copies that are complete. A stream each."""
+ROWS, TOKENS, COPIES = 1, 2, 3
+"""Tags of what goes between two ranks: rows of a stage, sampled tokens, copies that are complete. A stream each."""
 
 SENT = 256
 """Messages whose receiver has not come yet; one more waits for the oldest. More than those of all steps that are out.
@@ -31,8 +31,8 @@ SENT = 256
 TEXT_BYTES = 256
 
 
-class Mesh:
-    """One rank's place among tp * pp, and its connections. A Mesh() is alone: every call does nothing or is refused."""
+class ParallelState:
+    """One rank's place among tp * pp, and its connections. A ParallelState() is alone: calls do nothing or fail."""
 
     def __init__(self, tp: int = 1, pp: int = 1, rank: int = 0) -> None:
         """Use `join` for more than one rank. Raises ConfigurationError."""
@@ -50,21 +50,23 @@ class Mesh:
         self._rows: Any = None  # between the devices of two stages
 
     @classmethod
-    def join(cls, tp: int, pp: int, rank: int, store: dist.Store, timeout_s: float, host: str = "127.0.0.1") -> Mesh:
+    def join(
+        cls, tp: int, pp: int, rank: int, store: dist.Store, timeout_s: float, host: str = "127.0.0.1"
+    ) -> ParallelState:
         """Meets the other ranks through `store`; returns when all are there.
 
         timeout_s: what the others may take for any one call before this rank gives up, and for coming here.
-        host: the address of this machine at which the other ranks reach this one. Raises MeshError.
+        host: the address of this machine at which the other ranks reach this one. Raises RankError.
         """
-        mesh = cls(tp, pp, rank)
-        if mesh.size == 1:
-            return mesh
-        mesh._store, mesh._timeout, mesh._host = store, timedelta(seconds=timeout_s), host
+        parallel = cls(tp, pp, rank)
+        if parallel.size == 1:
+            return parallel
+        parallel._store, parallel._timeout, parallel._host = store, timedelta(seconds=timeout_s), host
         with _together("meeting the other ranks"):
-            mesh._everyone = mesh._gloo("everyone", rank, mesh.size)
-            hosts = mesh.texts(socket.gethostname())
-        mesh.ranks_here = hosts.count(hosts[rank])
-        return mesh
+            parallel._everyone = parallel._gloo("everyone", rank, parallel.size)
+            hosts = parallel.texts(socket.gethostname())
+        parallel.ranks_here = hosts.count(hosts[rank])
+        return parallel
 
     def connect(self, device: torch.device, exact: bool = False) -> None:
         """Joins the devices of all ranks: before the first call below that takes a tensor of the model.
@@ -213,8 +215,8 @@ class Mesh:
 
 @contextmanager
 def _together(what: str) -> Iterator[None]:
-    """What torch raises when another rank is gone or late becomes a MeshError."""
+    """What torch raises when another rank is gone or late becomes a RankError."""
     try:
         yield
     except RuntimeError as error:
-        raise MeshError(f"{what}: {error}") from error
+        raise RankError(f"{what}: {error}") from error

@@ -13,8 +13,8 @@ from protos import worker_pb2
 from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.shard import shard_of
-from services.worker.parallel.state import Mesh
+from services.worker.models.weights import shard_of
+from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from tests.engine.driver import Driver
 from tests.engine.ranks import Processes
@@ -69,8 +69,11 @@ def test_fewer_kv_heads_than_ranks_are_held_by_several(
 
 def parts(decoder: Decoder) -> int:
     """Bytes of the matrices."""
-    weights = decoder.weights
-    packed = [weights.tokens, weights.head, *(x for at in weights.layers for x in (at.qkv, at.out, at.up, at.down))]
+    packed = [decoder.embed_tokens, decoder.lm_head]
+    for layer in decoder.layers:
+        attention, mlp = layer.attention, layer.mlp
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        packed += [linear.weight for linear in linears]
     distinct = {id(one): one.weight.nbytes for one in packed if one is not None}
     return sum(distinct.values())
 
@@ -82,7 +85,9 @@ def test_a_rank_holds_its_share_and_no_more(tmp_path: Path, kind: str) -> None:
     ops, config = kernel_ops.create("reference", torch.device("cpu")), load_config(path)
 
     def held(tp: int, pp: int, rank: int) -> int:
-        return parts(Decoder(config, open_weights(path, "auto"), ops, torch.float32, 64, mesh=Mesh(tp, pp, rank)))
+        return parts(
+            Decoder(config, open_weights(path, "auto"), ops, torch.float32, 64, parallel=ParallelState(tp, pp, rank))
+        )
 
     whole, zeros = held(1, 1, 0), 4 * config.hidden_size  # one more row of the embedding, and of the head
     for tp in (2, 4):
@@ -105,12 +110,12 @@ def test_a_rank_holds_its_share_and_no_more(tmp_path: Path, kind: str) -> None:
 def test_a_model_that_cannot_be_cut_so_is_refused_with_a_way_out(tmp_path: Path, tp: int, pp: int, words: str) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, intermediate_size=90).path
     with pytest.raises(ConfigurationError, match=words):
-        shard_of(load_config(path), Mesh(tp, pp, 0))
+        shard_of(load_config(path), ParallelState(tp, pp, 0))
 
 
 def test_the_stages_share_the_layers_as_evenly_as_can_be(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, num_hidden_layers=7).path
-    layers = [shard_of(load_config(path), Mesh(1, 3, rank)).layers for rank in range(3)]
+    layers = [shard_of(load_config(path), ParallelState(1, 3, rank)).layers for rank in range(3)]
     assert [index for stage in layers for index in stage] == list(range(7))
     assert sorted(len(stage) for stage in layers) == [2, 2, 3]
 

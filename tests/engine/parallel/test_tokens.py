@@ -1,4 +1,4 @@
-"""Replicas of several ranks give the tokens of one process: whatever the mesh, the policy and what is in flight.
+"""Replicas of several ranks give the tokens of one process: whatever the ranks, the policy and what is in flight.
 
 The oracle is transformers, whose two best logits are never close in these prompts (tests.support.models).
 """
@@ -16,7 +16,7 @@ from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
-from shared.errors import MeshError
+from shared.errors import RankError
 from shared.logprobs import unpack_records
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes, Replica
@@ -202,7 +202,7 @@ def test_the_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> 
             ahead = Ahead(replica)
             ahead.finish(ahead.submit([0], enters=[ahead.enter(0, reference.prompts[0])]))
             own.kill(0)
-            with pytest.raises(MeshError):
+            with pytest.raises(RankError):
                 for _ in range(4):
                     ahead.finish(ahead.submit([0]))
     finally:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from tests.engine.driver import make_engine
 from tests.support.models import Reference, make_llama
 
@@ -39,7 +39,7 @@ def test_who_computes_a_block_is_part_of_the_format(reference: Reference) -> Non
     engine = make_engine(reference.path, kernels="reference")
     cache, tier = engine._cache, engine._tier
     formats = [engine.info().kv_format, tier.describe(cache, "cuda", engine.model_hash)["kv_format"]]
-    for mesh in (Mesh(), Mesh(tp=2), Mesh(pp=2)):
-        tier._mesh = mesh
+    for parallel in (ParallelState(), ParallelState(tp=2), ParallelState(pp=2)):
+        tier._parallel = parallel
         formats.append(tier.describe(cache, "reference", engine.model_hash)["kv_format"])
     assert formats[0] == formats[2] and len(set(formats)) == 4

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from services.worker import engine as engine_module
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.share_folder import ID
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.engine.driver import make_engine
@@ -73,7 +73,7 @@ def test_a_file_system_without_limit_bounds_no_tier(folder: Path, monkeypatch: p
     """A tmpfs of size 0 says that no block of none is free."""
     unlimited = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "fstatvfs", lambda file: unlimited)
-    tier = HostTier(settings(folder), Mesh())
+    tier = HostTier(settings(folder), ParallelState())
     blocks, memory = tier.take(10, BLOCK_BYTES)
     assert blocks == 10 and memory is not None and memory.numel() == 10 * BLOCK_BYTES
 
@@ -88,7 +88,7 @@ def on_two_ranks(given: list[WorkerSettings]) -> list[tuple[HostTier, tuple[int,
 
     def start(rank: int) -> tuple[HostTier, tuple[int, Any]]:
         store = dist.TCPStore("127.0.0.1", leader.port, None, False, timedelta(seconds=TIMEOUT_S))
-        tier = HostTier(given[rank], Mesh.join(2, 1, rank, store, TIMEOUT_S))
+        tier = HostTier(given[rank], ParallelState.join(2, 1, rank, store, TIMEOUT_S))
         return tier, tier.take(100, BLOCK_BYTES)
 
     with ThreadPoolExecutor(2) as pool:

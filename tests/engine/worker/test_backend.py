@@ -165,10 +165,10 @@ def test_a_model_by_torchs_matrices_gives_transformers_tokens_and_holds_a_tied_m
     monkeypatch.setattr(backend, "clearly_faster", lambda *_, **__: True)
     reference = make_llama(tmp_path / "tiny", seed=7, requests=1, output_tokens=16, tie_word_embeddings=tied)
     engine = make_engine(reference.path, block_size=16)
-    weights = engine._decoder.weights
-    assert isinstance(weights.layers[0].qkv, TorchWeight)
-    assert isinstance(weights.head, Packed if tied else TorchWeight)
-    assert (weights.head is weights.tokens) == tied
+    decoder = engine._decoder
+    assert isinstance(decoder.layers[0].attention.qkv_proj.weight, TorchWeight)
+    assert isinstance(decoder.lm_head, Packed if tied else TorchWeight)
+    assert (decoder.lm_head is decoder.embed_tokens) == tied
     driver = Driver(engine)
     driver.enter(0, reference.prompts[0])
     assert driver.run(0, 16, chunk=5) == reference.outputs[0]

@@ -24,6 +24,7 @@ from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.weights import check_matrices
+from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
@@ -36,7 +37,7 @@ import sys, torch
 from pathlib import Path
 import kernels.cpu, kernels.reference
 from kernels import ops
-from services.worker.parallel.state import Mesh
+from services.worker.parallel.state import ParallelState
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.checkpoint import Checkpoint
@@ -49,8 +50,8 @@ backend = ops.create(sys.argv[3], torch.device("cpu"))
 torch.ones(8, 8) @ torch.ones(8, 8)
 open("/proc/self/clear_refs", "w").write("5")  # proc(5): the peak starts anew
 before = kilobytes("VmRSS")
-mesh = Mesh(*map(int, sys.argv[4:]))
-decoder = Decoder(load_config(path), Checkpoint(path), backend, dtype, 64, mesh=mesh)
+parallel = ParallelState(*map(int, sys.argv[4:]))
+decoder = Decoder(load_config(path), Checkpoint(path), backend, dtype, 64, parallel=parallel)
 print(kilobytes("VmHWM") - before)
 """
 LARGE: dict[str, tuple[Any, str, str]] = {
@@ -75,7 +76,7 @@ LARGE: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels", "mesh"),
+    ("name", "kernels", "parallel"),
     [
         *((name, "reference", (1, 1, 0)) for name in LARGE),
         ("llama", "cpu", (1, 1, 0)),
@@ -84,9 +85,9 @@ LARGE: dict[str, tuple[Any, str, str]] = {
     ],
 )
 def test_the_peak_of_memory_while_loading_is_little_more_than_the_weights(
-    name: str, kernels: str, mesh: tuple[int, int, int], tmp_path: Path
+    name: str, kernels: str, parallel: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    """Everything counts: what is allocated and the pages of files that are in memory. mesh: tp, pp and the rank."""
+    """Everything counts: what is allocated and the pages of files that are in memory. parallel: tp, pp and the rank."""
     if kernels == "cpu" and shutil.which("g++") is None:
         pytest.skip("no g++")
     config, on_disk, held = LARGE[name]
@@ -100,9 +101,9 @@ def test_the_peak_of_memory_while_loading_is_little_more_than_the_weights(
         tmp_path / "model.safetensors",
     )
     bytes_held = sum(value.numel() for value in parameters.values()) * getattr(torch, held).itemsize
-    bytes_held //= mesh[0] * mesh[1]
+    bytes_held //= parallel[0] * parallel[1]
     assert bytes_held > 50 << 20
-    arguments = [str(tmp_path), held, kernels, *map(str, mesh)]
+    arguments = [str(tmp_path), held, kernels, *map(str, parallel)]
     ran = subprocess.run([sys.executable, "-c", LOADS_A_MODEL, *arguments], capture_output=True, text=True, check=True)
     peak = int(ran.stdout) * 1024
     print(f"{name}, {kernels}: {peak / bytes_held:.3f} of {bytes_held >> 20} MiB")
@@ -139,13 +140,13 @@ def test_dummy_weights_differ_from_tensor_to_tensor_and_piece_to_piece() -> None
 def test_the_matrices_of_every_family_are_checked_before_anything_is_held(name: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
     config, source = load_config(path), Checkpoint(path)
-    check_matrices(config, source)
+    check_matrices(config, source, METHODS["none"])
     tensors = load_file(path / "model.safetensors")
     checked = {key for key, value in tensors.items() if value.ndim == 2}
     for key in checked:
         save_file({**tensors, key: torch.zeros(3, 5)}, path / "model.safetensors")
         with pytest.raises(ModelError, match=rf"{key} has shape \[3, 5\]"):
-            check_matrices(config, Checkpoint(path))
+            check_matrices(config, Checkpoint(path), METHODS["none"])
 
 
 def test_an_absurd_size_is_a_misshapen_tensor_before_any_memory_is_asked_for(

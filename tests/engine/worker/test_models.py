@@ -177,7 +177,7 @@ def test_what_a_family_has_that_cannot_be_computed_is_refused_by_name(
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle(switch: bool | None) -> None:
     raw = {**RAW, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": switch}
     config = parse_config(raw, "config.json")
-    assert config.biases == {"qkv"} and config.windows == (0, 0)
+    assert config.biases == {"qkv_proj"} and config.windows == (0, 0)
 
 
 def test_the_page_of_models_names_every_architecture_and_every_field_that_is_refused() -> None:
@@ -201,7 +201,7 @@ def test_a_field_that_is_left_out_means_what_transformers_takes_it_for(architect
         if key == "partial_rotary_factor":
             assert made.rope_parameters[key] == value
         else:
-            assert getattr(made, FAMILIES[architecture].called.get(key, key)) == value, key
+            assert getattr(made, FAMILIES[architecture].field_names.get(key, key)) == value, key
 
 
 def config_class(architecture: str) -> Any:
@@ -243,7 +243,7 @@ def test_fields_as_older_checkpoints_spell_them_mean_what_transformers_makes_of_
     config, heads = parse_config(raw, ""), made.num_attention_heads
     assert (config.hidden_size, config.heads, config.layers) == (made.hidden_size, heads, made.num_hidden_layers)
     assert config.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // heads)
-    inner = getattr(made, FAMILIES[architecture].called.get("intermediate_size", "intermediate_size"), None)
+    inner = getattr(made, FAMILIES[architecture].field_names.get("intermediate_size", "intermediate_size"), None)
     assert config.intermediate_size == (inner or 4 * made.hidden_size)
     assert config.context == getattr(made, "max_position_embeddings", 2048)
     assert config.scale == getattr(made, "query_pre_attn_scalar", config.head_dim) ** -0.5
@@ -305,7 +305,7 @@ def test_whatever_a_field_holds_the_file_is_read_or_refused_by_name(architecture
     family = FAMILIES[architecture]
     others = ["architectures", "quantization_config", "rope_scaling", "rope_parameters", "layer_types", "torch_dtype"]
     others += ["dtype", "head_dim", "word_embed_proj_dim", "use_sliding_window", "sliding_window", "hidden_act"]
-    for key in {*RAW, *family.called.values(), *family.defaults, *family.only, *family.bias_fields, *others}:
+    for key in {*RAW, *family.field_names.values(), *family.defaults, *family.only, *family.bias_fields, *others}:
         for junk in JUNK:
             raw = {**RAW, "architectures": [architecture], "head_dim": 16, key: junk}
             (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -1,4 +1,4 @@
-"""The worker's pipeline over gRPC while steps overlap: order, at most two flights, errors, acks, a lost device."""
+"""The worker's pipeline over gRPC while steps overlap: order, at most two in flight, errors, acks, a lost device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from protos import worker_pb2
 from services.worker import pipeline
-from services.worker.engine import FLIGHTS, Engine
-from services.worker.in_flight import Flight, Flights
+from services.worker.engine import STEPS_IN_FLIGHT, Engine
+from services.worker.in_flight import InFlightStep, InFlightSteps
 from services.worker.pipeline import Item, RunState
 from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
@@ -57,7 +57,7 @@ class Held:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
         self.failing = failing
         self.submitted: deque[int] = deque()
-        self.flights: list[Flight] = []
+        self.in_flight: list[InFlightStep] = []
         self.finished: deque[int] = deque()
         self.most = 0
         self.go = threading.Event()
@@ -65,21 +65,21 @@ class Held:
         monkeypatch.setattr(engine, "submit", self.submit)
         monkeypatch.setattr(engine, "finish", self.finish)
 
-    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> Flight:
-        flight = self._submit(step, received_ns)
-        self.flights.append(flight)
+    def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> InFlightStep:
+        inflight = self._submit(step, received_ns)
+        self.in_flight.append(inflight)
         self.submitted.append(step.id)
         self.most = max(self.most, len(self.submitted) - len(self.finished))
-        return flight
+        return inflight
 
-    def finish(self, flight: Flight, more: Callable[[], bool]) -> worker_pb2.Result:
+    def finish(self, inflight: InFlightStep, more: Callable[[], bool]) -> worker_pb2.Result:
         if not self.go.wait(DEADLINE_S):
             raise TimeoutError("the test never let the step end")
-        if flight.id == self.failing:
-            until("the next is out", lambda: flight.id + 1 in self.submitted)
+        if inflight.id == self.failing:
+            until("the next is out", lambda: inflight.id + 1 in self.submitted)
             raise MemoryError("no memory left for the tokens")
-        result = self._finish(flight, more)
-        self.finished.append(flight.id)
+        result = self._finish(inflight, more)
+        self.finished.append(inflight.id)
         return result
 
 
@@ -97,7 +97,7 @@ def test_a_step_is_submitted_while_the_one_before_runs_and_never_a_third(
     run.send(1, **first_step(prompt, 24))
     decodes(run, prompt, 23)
     run.close()
-    until("two are out", lambda: len(held.submitted) == FLIGHTS == 2)
+    until("two are out", lambda: len(held.submitted) == STEPS_IN_FLIGHT == 2)
     held.go.set()
     results = list(run.call)
     assert [result.id for result in results] == list(held.finished) == list(range(1, 25))
@@ -182,8 +182,8 @@ def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
     older.end()
     run = Client(channel, epoch=1)
     run.send(1, swap_out_gpu=pack([3]), swap_out_host=pack([0]))
-    until("it is out", lambda: held.flights)
-    held.flights[0].copies._begun[0].pending[0]._patience = 5  # type: ignore[attr-defined]
+    until("it is out", lambda: held.in_flight)
+    held.in_flight[0].copies._begun[0].pending[0]._patience = 5  # type: ignore[attr-defined]
     for id in range(1, 5):
         server._pipeline.put(Item(older, worker_pb2.Step(id=id), 0))
     held.go.set()
@@ -213,7 +213,7 @@ def test_a_lost_device_ends_the_process(
 
     run = Client(channel, epoch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(Flights, "settle", lost)
+        patch.setattr(InFlightSteps, "settle", lost)
         run.send(1, **first_step(reference.prompts[0], 24))
         assert "illegal memory access" in next(run.call).error
     assert len(said) == 1 and "the worker ends itself" in said[0]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.parallel.follower import RankServer
 from services.worker.parallel.launch import joined, own_gpu
 from services.worker.parallel.leader import Ranks
@@ -91,10 +91,10 @@ class Held:
         self.reached, self.go_on = threading.Event(), threading.Event()
         finish = engine.finish
 
-        def held(flight: Flight, *rest: Any) -> worker_pb2.Result:
+        def held(inflight: InFlightStep, *rest: Any) -> worker_pb2.Result:
             self.reached.set()
             assert self.go_on.wait(CONNECT_S)
-            return finish(flight, *rest)
+            return finish(inflight, *rest)
 
         monkeypatch.setattr(engine, "finish", held)
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker import pipeline
 from services.worker.engine import Engine
-from services.worker.in_flight import Flight
+from services.worker.in_flight import InFlightStep
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
@@ -228,7 +228,7 @@ def test_steps_of_a_replaced_run_that_were_queued_are_dropped(
     executed: list[tuple[int, int]] = []
     submit = engine.submit
 
-    def slow(step: worker_pb2.Step, received_ns: int = 0) -> Flight:
+    def slow(step: worker_pb2.Step, received_ns: int = 0) -> InFlightStep:
         executed.append((step.epoch, step.id))
         entered.set()
         if not go.wait(DEADLINE_S):
@@ -314,7 +314,7 @@ def test_the_hello_of_a_run_that_was_replaced_takes_nothing_from_the_newer_one()
     resets: list[int] = []
 
     class Counted:
-        overlaps, flights, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
+        overlaps, max_in_flight, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
 
         def reset(self) -> None:
             resets.append(1)

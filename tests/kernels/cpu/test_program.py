@@ -53,7 +53,7 @@ class Model:
             q = ops.rope_and_write(ops.linear(normed, qkv), self.attention, prepared, cache, index)
             attended = ops.attention(q, self.attention, prepared, cache, index)
             ops.add(ops.linear(attended, out), residual)
-            hidden = ops.linear(ops.gated(ops.linear(ops.norm(residual, self.norm), up), "silu"), down)
+            hidden = ops.linear(ops.act_and_mul(ops.linear(ops.norm(residual, self.norm), up), "silu"), down)
             ops.activate(hidden, "gelu")
         assert hidden is not None
         ops.add(hidden, residual)
@@ -116,7 +116,7 @@ def test_exchanges_are_made_with_the_rows_of_each_step_between_its_operations(va
         exchange(residual, halve)
         ops.add(ops.embed(prepared, model.tokens), residual)
         for _, _, up, down in model.layers:
-            hidden = ops.linear(ops.gated(ops.linear(ops.norm(residual, model.norm), up), "silu"), down)
+            hidden = ops.linear(ops.act_and_mul(ops.linear(ops.norm(residual, model.norm), up), "silu"), down)
             exchange(hidden, halve)
             ops.add(hidden, residual)
         chosen = ops.select(residual, prepared)

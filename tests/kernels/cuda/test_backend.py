@@ -136,7 +136,7 @@ def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
     """Who uses the operations directly may ask for more than the compiled forward pass does."""
     with torch.inference_mode():
         world = World(paths("mistral-window"), EmulatedDevice(), True)
-        attention = world.decoder.weights.layers[0].attention
+        attention = world.decoder.layers[0].attention.spec
         batch = batch_of([[1]], [79], np.arange(5, dtype=np.int32)[None])
         q = torch.randn(1, attention.heads * 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
         planned, free = world.ops.prepare(batch, world.cache), world.ops.new_cache(world.cache.shape)
@@ -197,7 +197,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"float32.*reference"):
             call()
     with pytest.raises(ValueError, match="int8"):
-        ops.pack_linear(iter([wide.bfloat16()]), 8, 8, None, int8=True)
+        ops.pack_linear(iter([wide.bfloat16()]), 8, 8, None, "int8")
 
 
 def test_a_step_that_samples_nothing_writes_its_keys_and_has_no_logits(paths: Any) -> None:

@@ -1,0 +1,202 @@
+"""The layers of a decoder: Attention and Mlp, joined by DecoderLayer. Each loads its weights and has one `forward`.
+
+`forward` calls operations of the backend and nothing else, the same ones whatever the batch holds, so that a backend
+may record it (`Ops.compile`). It drops a tensor as soon as no operation reads it any more: a recording reuses its
+memory. N is the number of rows of an iteration; after `select` it is the number of rows that sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import ops as kernel_ops
+from kernels.ops import AnyOps, Cache, Norm, Prepared
+from services.worker.models.weights import Rows, WeightLoader
+from services.worker.parallel.state import ParallelState
+from services.worker.quantization.base import LinearMethod
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix product; where ranks split it, each computes some of the outputs."""
+
+    ops: AnyOps
+    method: LinearMethod
+    weight: Any  # as `method` packs it
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, inputs] -> [N, outputs of this rank]."""
+        return self.method.multiply(self.ops, x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelLinear(Linear):
+    """A matrix product of which each rank of a stage has some of the inputs: the products are summed."""
+
+    parallel: ParallelState
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, inputs of this rank] -> [N, outputs]."""
+        out = self.method.multiply(self.ops, x, self.weight)
+        if self.parallel.tp > 1:
+            self.ops.exchange(out, self.parallel.all_reduce)
+        return out
+
+
+@dataclass(slots=True)
+class Residual:
+    """The residual stream [N, hidden] of an iteration, and the output that is still to be added to it."""
+
+    rows: Tensor
+    pending: Tensor | None = None
+
+    def norm(self, ops: AnyOps, norm: Norm) -> Tensor:
+        """Add what is pending; return the rows normalised, [N, hidden]."""
+        if self.pending is None:
+            return ops.norm(self.rows, norm)
+        pending, self.pending = self.pending, None
+        return ops.add_norm(pending, self.rows, norm)
+
+    def norm_then_add(self, ops: AnyOps, norm: Norm) -> Tensor:
+        """Return the rows normalised without what is pending, [N, hidden], which is added afterwards."""
+        normed = ops.norm(self.rows, norm)
+        if self.pending is not None:
+            ops.add(self.pending, self.rows)
+            self.pending = None
+        return normed
+
+
+class PositionTables:
+    """Rotary angles and ALiBi slopes of this rank's heads: computed once, shared by all layers."""
+
+    def __init__(self, loader: WeightLoader) -> None:
+        config, heads, device = loader.config, loader.shard.heads, loader.ops.device
+        self.rope, self.local_rope = (
+            None if rope is None else rope.table(loader.positions).to(device)
+            for rope in (config.rope, config.local_rope)
+        )
+        self.slopes: Tensor | None = None
+        if config.family.positions == "alibi":
+            self.slopes = alibi_slopes(config.heads)[heads.start : heads.stop].to(device)
+
+
+class Attention:
+    """Grouped-query attention over the paged KV cache: qkv_proj, rotation, attention, o_proj."""
+
+    def __init__(self, loader: WeightLoader, parallel: ParallelState, index: int, tables: PositionTables) -> None:
+        """Load layer `index` of the whole model. Raise ModelError."""
+        c, names, shard, ops = loader.config, loader.names, loader.shard, loader.ops
+        prefix, window = loader.layer_prefix(index), c.windows[index]
+        self.ops = ops
+        self.cache_layer = index - shard.layers.start
+        self.qkv_proj = Linear(ops, loader.method, loader.column_parallel(_qkv_rows(loader, prefix), "qkv_proj"))
+        self.spec = kernel_ops.Attention(
+            heads=len(shard.heads),
+            scale=c.scale,
+            rope=tables.local_rope if window and tables.local_rope is not None else tables.rope,
+            q_norm=loader.optional_norm(prefix, names.q_norm, c.head_dim),
+            k_norm=loader.optional_norm(prefix, names.k_norm, c.head_dim),
+            window=window if window < loader.positions else 0,
+            slopes=tables.slopes,
+        )
+        columns = _head_numbers(shard.heads, c.head_dim)
+        o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")
+        self.o_proj = RowParallelLinear(ops, loader.method, o_proj, parallel)
+
+    def forward(self, x: Tensor, prepared: Prepared, cache: Cache, select: bool) -> Tensor:
+        """x [N, hidden] -> [N, hidden]; write the K and V of every row. select: return the rows that sample alone."""
+        ops, spec, layer = self.ops, self.spec, self.cache_layer
+        query = ops.rope_and_write(self.qkv_proj.forward(x), spec, prepared, cache, layer)
+        del x
+        attended = ops.attention(query, spec, prepared, cache, layer)
+        del query
+        if select:
+            attended = ops.select(attended, prepared)
+        return self.o_proj.forward(attended)
+
+
+class Mlp:
+    """gate_up_proj, activation, down_proj; without a gate, gate_up_proj is the up matrix alone."""
+
+    def __init__(self, loader: WeightLoader, parallel: ParallelState, index: int) -> None:
+        """Load layer `index` of the whole model. Raise ModelError."""
+        c, names, part = loader.config, loader.names, loader.shard.intermediate
+        prefix, ops = loader.layer_prefix(index), loader.ops
+        self.ops, self.activation = ops, c.activation
+        sizes = [(c.intermediate_size, part)] * (2 if c.family.gated else 1)
+        gate_up = loader.column_parallel(loader.stacked(prefix, names.gate_up_proj, sizes), "mlp")
+        down = loader.row_parallel(f"{prefix}{names.down_proj}", c.intermediate_size, part, "mlp")
+        self.gate_up_proj = Linear(ops, loader.method, gate_up)
+        self.down_proj = RowParallelLinear(ops, loader.method, down, parallel)
+        self._activate = ops.act_and_mul if c.family.gated else ops.activate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, hidden] -> [N, hidden]."""
+        inner = self.gate_up_proj.forward(x)
+        del x
+        inner = self._activate(inner, self.activation)
+        return self.down_proj.forward(inner)
+
+
+class DecoderLayer:
+    """Attention and MLP on a residual stream, one after the other or side by side (GPT-NeoX's parallel residual)."""
+
+    def __init__(self, loader: WeightLoader, parallel: ParallelState, index: int, tables: PositionTables) -> None:
+        """Load layer `index` of the whole model, large matrices first. Raise ModelError."""
+        names, prefix = loader.names, loader.layer_prefix(index)
+        self.ops, self.parallel_residual = loader.ops, loader.config.parallel_residual
+        self.attention = Attention(loader, parallel, index, tables)
+        self.mlp = Mlp(loader, parallel, index)
+        self.input_norm = loader.norm(f"{prefix}{names.input_norm}")
+        self.attention_norm = loader.optional_norm(prefix, names.attention_norm)
+        self.mlp_norm = loader.norm(f"{prefix}{names.mlp_norm}")
+        self.down_norm = loader.optional_norm(prefix, names.down_norm)
+
+    def forward(self, residual: Residual, prepared: Prepared, cache: Cache, select: bool = False) -> None:
+        """Advance `residual` by this layer, its output pending. select: in the last layer, keep the rows that sample.
+
+        No row is read by another one after the last attention: only the rows that sample go on.
+        """
+        ops = self.ops
+        out = self.attention.forward(residual.norm(ops, self.input_norm), prepared, cache, select)
+        if select:
+            residual.rows = ops.select(residual.rows, prepared)
+        if self.attention_norm is not None:
+            out = ops.norm(out, self.attention_norm)
+        residual.pending = out
+        del out
+        norm = residual.norm_then_add if self.parallel_residual else residual.norm
+        out = self.mlp.forward(norm(ops, self.mlp_norm))
+        residual.pending = out if self.down_norm is None else ops.norm(out, self.down_norm)
+
+
+def _qkv_rows(loader: WeightLoader, prefix: str) -> list[Rows]:
+    """Return the rows of the queries, keys and values of the shard's heads."""
+    c, names, shard, size = loader.config, loader.names, loader.shard, loader.config.head_dim
+    if c.family.interleaved:  # which has as many KV heads as heads
+        total = 3 * c.heads * size
+        starts = [3 * size * head + part * size for part in range(3) for head in shard.heads]
+        return [Rows(f"{prefix}{names.qkv_proj[0]}", total, range(start, start + size)) for start in starts]
+    query = (size * c.heads, _head_numbers(shard.heads, size))
+    kv = (size * c.kv_heads, _head_numbers(shard.kv_heads, size))
+    return loader.stacked(prefix, names.qkv_proj, [query, kv, kv])
+
+
+def _head_numbers(heads: range, size: int) -> range:
+    """Return the numbers of heads that have `size` each."""
+    return range(heads.start * size, heads.stop * size)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Return [heads] float32: the geometric sequence of ALiBi (arXiv 2108.12409, section 3).
+
+    Where the number of heads is no power of two: those of the largest power below, then every other one of the next.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32)
