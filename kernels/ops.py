@@ -18,8 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.pending import Done, Pending
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -31,6 +29,34 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """gelu is the exact one (erf); gelu_tanh is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), also called gelu_new."""
 
 STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED = 0, 1, 2
+
+
+ResultT = TypeVar("ResultT")
+
+
+class Pending(ABC, Generic[ResultT]):
+    """A result that a device may still be computing."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Return whether `wait` returns at once."""
+
+    @abstractmethod
+    def wait(self) -> ResultT:
+        """Return the result, once it is there. May be called again, and by several threads."""
+
+
+class Done(Pending[ResultT]):
+    """A result that was complete from the start."""
+
+    def __init__(self, result: ResultT) -> None:
+        self._result = result
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> ResultT:
+        return self._result
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from bench.kernels.backends import Peaks, device_peaks, opened, pinned_copy
 from bench.kernels.case import Bench, Maker, run
 from bench.kernels.clock import DeviceClock
 from bench.kernels.shapes import GPU, QUICK, Plan
-from kernels.cuda import attention_calls, loader, planner
+from kernels.cuda import calls, loader, planner
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device
@@ -146,7 +146,7 @@ def _ring(made: Setup, units: int, head_dim: int) -> Iterator[None]:
     """Inside, decode attention has rings of so many units."""
     if not isinstance(made.device, CudaDevice):
         raise TypeError(f"{made.device.name} is no GPU")
-    programs, sizes = made.device.programs, attention_calls.DECODE_RINGS
+    programs, sizes = made.device.programs, calls.DECODE_RINGS
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / SOURCE.name
         source.write_text(with_units(units, head_dim))

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from kernels.cpu.backend import Compiled, CpuOps
 from kernels.cuda.device import Device
-from kernels.ops import AnyOps, Batch, Cache
-from kernels.pending import Pending
+from kernels.ops import AnyOps, Batch, Cache, Pending
 
 BUSY_BYTES, BUSY_COPIES = 1 << 30, 16
 """What a device is given to do while the host hands it what is timed."""

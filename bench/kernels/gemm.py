@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 from bench.engine.floor import Floor, machine_floor
 from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
+from kernels.cpu.matrices import torch_multiplies
 
 CHUNK_US = 500
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
@@ -43,7 +45,7 @@ class Row:
     gbs: float
     of_floor: float
     over_linear: float
-    over_prepacked: float
+    over_prepacked: float | None  # None: torch has no packed form of the type on this CPU
 
 
 def measure(
@@ -66,7 +68,8 @@ def measure(
         packed.append((memory, at))
     # Different memory each, as different layers are.
     plain = [weights[i % len(weights)].clone() for i in range(plain_copies)]
-    reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain]
+    packs = torch_multiplies(dtype)
+    reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain] if packs else []
     found = []
     for m in rows:
         x = torch.randn(m, inputs).to(dtype)
@@ -93,8 +96,8 @@ def measure(
                 torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
         ways: list[tuple[Callable[[int], None], int]]
-        ways = [(own, copies), (linear, plain_copies), (prepacked, plain_copies)]
-        us, linear_us, prepacked_us = _fastest(ways, chunk, options.repeats, options.seconds)
+        ways = [(own, copies), (linear, plain_copies), *([(prepacked, plain_copies)] if packs else [])]
+        us, linear_us, *prepacked_us = _fastest(ways, chunk, options.repeats, options.seconds)
         found.append(
             Row(
                 name,
@@ -106,7 +109,7 @@ def measure(
                 round(moved / us / 1000, 1),
                 round(us / floor, 2),
                 round(linear_us / us, 2),
-                round(prepacked_us / us, 2),
+                round(prepacked_us[0] / us, 2) if packs else None,
             )
         )
     return found
@@ -171,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     if not options.json:
                         print(
                             f"{row.type:8}  {shape:12}  {row.rows:4}  {row.us:8.1f}  {row.gflops:7.0f}  {row.gbs:6.1f}"
-                            f"  {row.of_floor:7.2f}x  {row.over_linear:7.2f}x  {row.over_prepacked:8.2f}x",
+                            f"  {row.of_floor:7.2f}x  {row.over_linear:7.2f}x  {row.over_prepacked or math.nan:8.2f}x",
                             flush=True,
                         )
     if options.json:

@@ -33,10 +33,10 @@ from kernels.cpu.commands import (
     Step,
 )
 from kernels.cpu.library import Library
+from kernels.cpu.matrices import TorchWeight
 from kernels.cpu.memory import large
 from kernels.cpu.program import DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
-from kernels.cpu.torch_linear import TorchWeight
 from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Sampled, SamplingRows
 from kernels.reference.backend import batch_size
 
@@ -89,7 +89,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     weight_formats = frozenset(WEIGHT_FORMATS)
 
     def __init__(self, library: Library, threads: int, path: str = "own") -> None:
-        """`path`: whose matrix kernels, "own" or "torch" (kernels.cpu.choice finds the faster)."""
+        """path: the matrix kernels, "own" or "torch" (kernels.cpu.matrices)."""
         self.device = torch.device("cpu")
         self.path = path
         self.library = library

@@ -8,13 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.cuda import attention_calls
+from kernels.cuda import calls
 from kernels.cuda.cache import CudaCache
-from kernels.cuda.device import Device
-from kernels.cuda.launching import dtype_name, launch, pointer
-from kernels.cuda.metadata import Staging, plan_columns
+from kernels.cuda.device import Device, dtype_name, launch, pointer
+from kernels.cuda.metadata import CudaPrepared, Staging, Work, plan_columns
 from kernels.cuda.planner import Planner
-from kernels.cuda.prepared import CudaPrepared, Work
 from kernels.ops import Attention
 
 
@@ -52,8 +50,8 @@ class PagedAttention:
             partial_out, partial_lse = self._partials(work.partial_rows, heads, head_dim)
         columns, plan = prepared.columns, prepared.plan
         for make, items, name in (
-            (attention_calls.decode, work.decode_items, "decode_items"),
-            (attention_calls.prefill, work.prefill_items, "prefill_items"),
+            (calls.attention_decode, work.decode_items, "decode_items"),
+            (calls.attention_prefill, work.prefill_items, "prefill_items"),
         ):
             if not items:
                 continue
@@ -83,7 +81,7 @@ class PagedAttention:
             read = (q, cache.pool, columns.tensor, plan.tensor, attention.slopes)
             launch(self._gpu.main, call, *read, out, partial_out, partial_lse)
         if work.merged:
-            call = attention_calls.merge(
+            call = calls.attention_merge(
                 dtype_name(q.dtype),
                 work.merged,
                 heads,

@@ -15,18 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cuda import attention_calls, calls
+from kernels.cuda import calls
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
-from kernels.cuda.device import Device, Event
+from kernels.cuda.device import Device, Event, dtype_name, launch, pointer
 from kernels.cuda.graphs import Graphs, sizes_up_to
-from kernels.cuda.launching import dtype_name, launch, pointer
-from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_columns
+from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner
-from kernels.cuda.prepared import CudaPrepared, Work
 from kernels.cuda.sampling import Sampler
-from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Sampled, SamplingRows, register
-from kernels.pending import Pending
+from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Pending, Sampled, SamplingRows, register
 
 MOST_SLOTS = 1 << 16
 
@@ -68,8 +65,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
 
     def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CudaCache:
         dtype_name(shape.dtype)
-        if shape.head_dim not in attention_calls.HEAD_DIMS:
-            known = ", ".join(map(str, attention_calls.HEAD_DIMS))
+        if shape.head_dim not in calls.HEAD_DIMS:
+            known = ", ".join(map(str, calls.HEAD_DIMS))
             raise ValueError(f"heads of {shape.head_dim} numbers: the cuda kernels have {known} (--kernels reference)")
         return CudaCache(shape, self.gpu, host=host)
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.attention_calls import SLAB
+from kernels.cuda.calls import SLAB
 from kernels.cuda.device import Device, Event
-from kernels.ops import Cache, CacheShape, Int32
-from kernels.pending import Done, Pending
+from kernels.ops import Cache, CacheShape, Done, Int32, Pending
 
 
 class CudaCache(Cache):

@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cuda.calls import Call
+from kernels.cuda.calls import BF16, F16, Call
+
+_NAMES = {torch.bfloat16: BF16, torch.float16: F16}
 
 
 class Event(ABC):
@@ -100,3 +102,20 @@ class Device(ABC):
         """Ends when all that was given is done."""
         self.copies.record().wait()
         self.main.record().wait()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the kernels' name of a type. Raise ValueError, naming the backend that computes in it, for any other."""
+    if dtype not in _NAMES:
+        raise ValueError(f"the cuda kernels compute in bfloat16 and float16; {dtype} is the reference backend's")
+    return _NAMES[dtype]
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Return the address of a tensor; 0 for None."""
+    return 0 if tensor is None else int(tensor.data_ptr())
+
+
+def launch(stream: Stream, call: Call, *touched: Tensor | None) -> None:
+    """Give a kernel to the stream; touched: all tensors behind its addresses."""
+    stream.launch(call, *(tensor for tensor in touched if tensor is not None))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device
+from kernels.cuda.metadata import CudaPrepared
 from kernels.cuda.planner import Planner
-from kernels.cuda.prepared import CudaPrepared
 
 log = logging.getLogger("orcinus.kernels")
 

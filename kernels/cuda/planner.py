@@ -1,4 +1,4 @@
-"""Cuts the attention of an iteration into work items (`attention_calls.ITEM`). Pure numpy; no loop over sequences.
+"""Cuts the attention of an iteration into work items (`calls.ITEM`). Pure numpy; no loop over sequences.
 
 A sequence with one row is one tile of the decode kernel, any other is cut into tiles of `tokens_per_item` tokens for
 the prefill kernel. A tile whose KV is long beside what each resident block of the GPU should get is split into several
@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cuda.attention_calls import ITEM, SLAB, tokens_per_item
+from kernels.cuda.calls import ITEM, SLAB, tokens_per_item
 from kernels.ops import Int32
 
 MIN_SPLIT_SLABS = 16  # 256 tokens: below, merging costs more than the split gains
@@ -37,7 +37,7 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Work items of both kernels, longest first, and what is to be merged (see attention_calls.MERGE)."""
+    """Work items of both kernels, longest first, and what is to be merged (see calls.MERGE)."""
 
     decode: Int32  # [items, ITEM_INTS]
     prefill: Int32  # [items, ITEM_INTS]

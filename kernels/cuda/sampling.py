@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cuda import sampling_calls
+from kernels.cuda import calls
 from kernels.cuda.device import Device, Event
 from kernels.likely import write_likely
-from kernels.ops import Float32, Int32, Int64, Likely, Sampled, SamplingRows, Sparse
-from kernels.pending import Done, Pending
+from kernels.ops import Done, Float32, Int32, Int64, Likely, Pending, Sampled, SamplingRows, Sparse
 
 Array = npt.NDArray[Any]
 
@@ -35,7 +34,7 @@ class Sampler:
     def __init__(self, device: Device, vocab: int, rows: int) -> None:
         """Takes memory for so many rows. More rows, and long histories, take more when they come, and keep it."""
         self._device, self._vocab = device, vocab
-        self._packed = device.empty((rows * (sampling_calls.ROW.itemsize + ENTRY_BYTES),), torch.uint8)
+        self._packed = device.empty((rows * (calls.SAMPLER_ROW.itemsize + ENTRY_BYTES),), torch.uint8)
         self._results = device.empty((RESULTS * rows,), torch.int32)
         self._free: list[_Pinned] = []
 
@@ -68,7 +67,7 @@ class Sampler:
             found = _likely(results, wanted)
             main.run(lambda: write_likely(logits, asked, found))
         main.copy(packed[: layout.copied], pinned.packed[: layout.copied])
-        call = sampling_calls.sample(
+        call = calls.sample(
             count,
             self._vocab,
             logits.data_ptr(),
@@ -181,7 +180,7 @@ class _Layout:
 
 def _layout(rows: SamplingRows, slots: Int32, vocab: int) -> _Layout:
     count, layout = len(slots), _Layout()
-    table = np.zeros(count, sampling_calls.ROW)
+    table = np.zeros(count, calls.SAMPLER_ROW)
     for name in ("seed", "position", "temperature", "top_p", "min_p", "top_k", "want_logprob"):
         table[name] = getattr(rows, name)
     table["slot"], table["mask"] = slots, -1

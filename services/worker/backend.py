@@ -1,33 +1,30 @@
-"""Which kernels a worker computes with, where and in which type: chosen at start, said in the log.
+"""Choose the kernels, the device and the type that a worker computes with; the log says which.
 
-`auto` is a GPU if one can be used, else the C++ kernels where they can be had, in the checkpoint's type: what a model
-answers does not hang on a stopwatch. Whose matrix kernels are faster on a CPU is measured (`kernels.cpu.choice`) unless
-something else decides it. Whatever the operator asked for by name is used or refused, never replaced.
+`auto` is a GPU if one can be used, else the C++ kernels where they can be had, in the checkpoint's type. Nothing is
+measured: the same machine, model and settings give the same choice, so answers do not change with a busy moment. What
+the operator asks for by name is used or refused, never replaced.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps
-from kernels.cpu.build import BuildError
-from kernels.cpu.choice import Candidate, Timing, clearly_faster, measure, sample_of
+from kernels.cpu.build import BuildError, cpu_flags
 from kernels.cpu.library import Library, load
-from kernels.cuda.attention_calls import tokens_per_item
-from kernels.cuda.calls import MAX_NORM_HIDDEN, VECTOR
+from kernels.cpu.matrices import matrix_kernels
+from kernels.cuda.calls import MAX_NORM_HIDDEN, VECTOR, tokens_per_item
+from kernels.cuda.device import Device
 from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
 from services.worker.models.config import DTYPES, DecoderConfig
+from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from kernels.cuda.device import Device
-    from shared.settings import WorkerSettings
+from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
 
@@ -35,9 +32,9 @@ BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kerne
 
 
 def choose(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) -> tuple[AnyOps, torch.dtype]:
-    """The operations and the type to compute in. Raises ConfigurationError for what cannot be had.
+    """Return the operations and the type to compute in. Raise ConfigurationError for what cannot be had.
 
-    Not alone: other ranks have to choose the same, so nothing is measured.
+    alone: whether this process is the whole replica; other ranks have to choose the same.
     """
     if settings.kernels == "emulator":
         return _emulator(settings, config)
@@ -49,9 +46,7 @@ def choose(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) 
     library = None if settings.kernels == "reference" else _library(settings)
     if library is None:
         return kernel_ops.create("reference", torch.device("cpu")), dtype
-    if not alone:
-        return CpuOps(library, torch.get_num_threads()), dtype
-    return _faster(settings, config, library, dtype), dtype
+    return _cpu_ops(settings, config, library, dtype, alone), dtype
 
 
 def set_threads(settings: WorkerSettings, ranks_here: int) -> None:
@@ -167,7 +162,7 @@ def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
     """The option, if one is given, that only the cpu kernels can do."""
     if settings.deterministic:
         return "--deterministic"
-    if settings.quantize != "none":
+    if METHODS[settings.quantize].backends == ("cpu",):
         return f"--quantize {settings.quantize}"
     return "--kernels cpu" if settings.kernels == "cpu" else None
 
@@ -185,33 +180,22 @@ def _library(settings: WorkerSettings) -> Library | None:
         return None
 
 
-def _faster(settings: WorkerSettings, config: DecoderConfig, library: Library, dtype: torch.dtype) -> AnyOps:
-    """Our matrix kernels, or torch's where they are clearly faster and keep what was promised."""
-    threads = torch.get_num_threads()
-    candidates = [Candidate(CpuOps(library, threads), "own", dtype)]
-    if not settings.deterministic and settings.quantize == "none":
-        candidates.append(Candidate(CpuOps(library, threads, "torch"), "torch", dtype))
-    if settings.dtype == "auto" and dtype == torch.bfloat16 and settings.quantize == "none":
-        candidates.append(Candidate(candidates[0].ops, "own", torch.float32))
-    head = f"{library.variant} kernels, {threads} threads"
-    if len(candidates) == 1:
-        log.info("%s: %s, int8 weights" if settings.quantize == "int8" else "%s: %s", head, candidates[0])
-        return candidates[0].ops
-    sample = sample_of(layer_matrices(config), config.layers)
-    passes = measure(candidates, sample)
-    chosen = next(
-        (at for at, other in enumerate(candidates) if other.path == "torch" and clearly_faster(passes, at, 0)), 0
-    )
-    said = [f"{candidate} {_best(passes, at)}" for at, candidate in enumerate(candidates)]
-    log.info("%s: %s (%s); measured: %s", head, said.pop(chosen), "; ".join(said), sample)
-    last = len(candidates) - 1
-    if candidates[last].dtype != dtype and clearly_faster(passes, last, chosen):
-        log.info("float32 would be faster than the checkpoint's bfloat16 on this CPU; --dtype float32 takes it")
-    return candidates[chosen].ops
+def _cpu_ops(
+    settings: WorkerSettings, config: DecoderConfig, library: Library, dtype: torch.dtype, alone: bool
+) -> AnyOps:
+    """Return the cpu kernels with the matrix kernels of kernels.cpu.matrices.MATRIX_KERNELS, unless only ours will do.
 
-
-def _best(passes: list[list[Timing]], candidate: int) -> Timing:
-    return min((timings[candidate] for timings in passes), key=lambda timing: timing.cost)
+    Not alone: the CPUs of other ranks may differ, and all ranks have to multiply alike.
+    """
+    threads, weights = torch.get_num_threads(), str(dtype).removeprefix("torch.")
+    path, source = "own", "the only ones for these settings"
+    if settings.quantize != "none":
+        weights = f"{weights}, {settings.quantize} weights,"
+    elif alone and not settings.deterministic:
+        row = matrix_kernels(cpu_flags(), dtype, config.hidden_size)
+        path, source = row.path, row.source
+    log.info("%s kernels, %d threads: %s by %s matrix kernels (%s)", library.variant, threads, weights, path, source)
+    return CpuOps(library, threads, path)
 
 
 def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:

@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.backend import Compiled, CpuOps
+from kernels.cuda.device import Device
 from kernels.ops import Batch, Cache, CacheShape, Int32
 from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
@@ -25,7 +26,8 @@ from services.worker.grammar import SlotGrammars
 from services.worker.in_flight import GRAMMAR, InFlightStep, InFlightSteps, Marks
 from services.worker.kv.cache import plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
-from services.worker.kv.transfers import Copies
+from services.worker.kv.transfers import KVTransfers
+from services.worker.metrics import StepLog
 from services.worker.models.checkpoint import Progress, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
@@ -34,16 +36,12 @@ from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
 from services.worker.slots import SlotTable
-from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.grammars import Grammars
 from shared.ids import identity
-
-if TYPE_CHECKING:
-    from kernels.cuda.device import Device
-    from shared.settings import WorkerSettings
+from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
 
@@ -77,7 +75,7 @@ class Engine:
         check_matrices(config, weights, method)
         self.config = config
         self.model_hash = weights.fingerprint()
-        with room_for("measuring the kernels", "use a smaller model"):
+        with room_for("the kernels", "use a smaller model"):
             self._ops, self.dtype = choose(
                 settings, shard_of(config, self.parallel).config(config), self.parallel.size == 1
             )
@@ -198,7 +196,7 @@ class Engine:
     def reset(self) -> None:
         """A new Run: no slot is taken, no KV is known, nothing is copied any more. What stays in the blocks is never
         read, and the results of steps in flight mean nothing."""
-        self._copies.drain()
+        self._transfers.drain()
         if self.parallel.size > 1:  # what the ranks say to each other has an order
             self._learn(np.arange(self._slots.max_seqs, dtype=np.int32))
         with self._lock:
@@ -207,10 +205,12 @@ class Engine:
 
     def end_run(self) -> None:
         """No step of this Run comes any more: memory of other workers is let go. For the thread that submits."""
-        self._copies.let_go()
+        self._transfers.release_peers()
 
     def _begin_run(self) -> None:
-        self._copies = Copies(self._cache, self._tier.peers(self._cache, self._ops.block_bytes(self._cache.shape)))
+        self._transfers = KVTransfers(
+            self._cache, self._tier.peers(self._cache, self._ops.block_bytes(self._cache.shape))
+        )
         self._in_flight = InFlightSteps(self._slots)
         self._grammars.clear()
         self._previous: InFlightStep | None = None  # the last that was submitted
@@ -268,7 +268,7 @@ class Engine:
             remedy = "--deterministic keeps to our own" if self._ops.name == "cpu" else "use --kernels cpu"
             raise ConfigurationError(f"{self.matrices}'s matrix kernels cannot be profiled; {remedy}")
         with torch.inference_mode():
-            chunks = self._slots.apply(step, self._copies)
+            chunks = self._slots.apply(step, self._transfers)
             found = self._compiled.profile(self._ops.prepare(self._slots.batch(chunks), self._cache))
             self._slots.computed_through(chunks)
         return found
@@ -289,7 +289,7 @@ class Engine:
         with torch.inference_mode():
             if self.parallel.size > 1:
                 self._learn(self._slots.slots_of(step.chunk_slots))
-            readable = self._copies.peers.tell(step.peers) if step.peers else []
+            readable = self._transfers.peers.update(step.peers) if step.peers else []
             marks = Marks(self._last_end, self._ops.mark())
             with self._lock:
                 inflight, batch = self._begin(step, marks, queued_ns)
@@ -318,7 +318,7 @@ class Engine:
         sampled = None if inflight.sampled is None else inflight.sampled.wait()
         with self._lock:
             slots, tokens, records = self._in_flight.settle(inflight, sampled)
-        copied = inflight.copies.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
+        copied = inflight.transfers.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
         if inflight.swaps and self.parallel.size > 1:
             self._broadcast.confirm_copies(inflight)
         result = worker_pb2.Result(
@@ -341,7 +341,7 @@ class Engine:
     def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[InFlightStep, Batch | None]:
         """The step applied to the slots; its batch, None when it computes nothing."""
         table = self._slots
-        chunks = table.apply(step, self._copies)
+        chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
             self._grammars.enter(step.enters)
         tokens = int(chunks.lengths.sum())
@@ -356,7 +356,7 @@ class Engine:
             sampling=chunks.slots[chunks.samples],
             generations=table.generation[chunks.slots],
             departures=table.departures,
-            copies=self._copies,
+            transfers=self._transfers,
             marks=marks,
             queued_ns=queued_ns,
             errors=table.errors(step),

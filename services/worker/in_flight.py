@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, AnyOps, Int32, Int64, Sampled
-from kernels.pending import Pending
+from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, AnyOps, Int32, Int64, Pending, Sampled
 from protos import worker_pb2
-from services.worker.kv.transfers import Copies
+from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, SlotTable
 from shared.logprobs import pack_record
 
@@ -58,7 +57,7 @@ class InFlightStep:
     sampling: Int32  # [R] the slots that sample, in the order of the chunks
     generations: Int64  # [C] of the chunks' slots: whose they were when this was submitted
     departures: int  # of the slots by then
-    copies: Copies
+    transfers: KVTransfers
     marks: Marks
     queued_ns: int
     errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +15,12 @@ import psutil
 
 from services.worker.engine import Engine
 from services.worker.metrics import Metrics
-from services.worker.parallel.follower import RankServer
 from services.worker.parallel.launch import MEET_S, Place, joined
 from services.worker.parallel.leader import Ranks
 from services.worker.parallel.state import ParallelState
+from services.worker.rank_server import RankServer
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
-from services.worker.stopping import Stopping
 from shared.channels import channel_credentials, server_credentials
 from shared.errors import RankError
 from shared.logs import setup
@@ -28,6 +29,8 @@ from shared.settings import WorkerSettings
 
 log = logging.getLogger("orcinus.worker")
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAST_WORDS_S = 1.0  # to write the last line of the log: a full pipe must not keep the process alive
 PROGRESS_S = 2.0  # a line of loading progress at most this often
 LEADER_S = 1.0  # a rank that loads and is told to end lets rank 0 be gone first: it would miss this one
 
@@ -39,7 +42,7 @@ def run(settings: WorkerSettings) -> int:
     Raises ConfigurationError for what the operator has to change.
     """
     setup("worker", settings.log_level, settings.log_json)
-    stopping = Stopping()
+    stopping = SignalHandler()
     with joined(settings) as place:
         if place is None:
             return lead(settings, None, stopping)
@@ -51,7 +54,7 @@ def run(settings: WorkerSettings) -> int:
             return 1
 
 
-def lead(settings: WorkerSettings, place: Place | None, stopping: Stopping) -> int:
+def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler) -> int:
     """The whole replica, or with a place its rank 0."""
     stop, hurry = threading.Event(), threading.Event()
     server = WorkerServer(settings.listen, server_credentials(settings))
@@ -86,7 +89,7 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: Stopping) -> i
     return 0
 
 
-def follow(settings: WorkerSettings, place: Place, stopping: Stopping) -> int:
+def follow(settings: WorkerSettings, place: Place, stopping: SignalHandler) -> int:
     """Any other rank: ends when the leader ends it or has ended."""
     stopping.grace_s = LEADER_S
     server = RankServer(settings.rank_listen, server_credentials(settings))
@@ -179,3 +182,59 @@ class _Progress:
             return
         self._next = time.monotonic() + PROGRESS_S
         log.info("loading %s: %d %% of %.0f MiB", self._name, 100 * done // max(total, 1), total / 2**20)
+
+
+class SignalHandler:
+    """SIGTERM and SIGINT: a worker that loads ends at once, one that serves is asked to drain.
+
+    Made in the main thread before anything else; `serving` is called when there is something to drain. Python runs the
+    handler of a signal when its main thread comes back from C, and while a worker loads that may take minutes: a read,
+    a large batch, a wait for other ranks. So a thread reads the signal as well, from a socket to which the interpreter
+    writes at once.
+    """
+
+    def __init__(self) -> None:
+        self.grace_s = 0.0
+        """Pause before a rank that loads ends, so that rank 0, which gets the same signal, ends first."""
+        self._on_signal: Callable[[], None] | None = None
+        self._early = False  # a signal came while loading: the thread ends the process
+        self._lock = threading.Lock()
+        self._hears, self._writes = socket.socketpair()
+        self._writes.setblocking(False)
+        for number in SIGNALS:
+            signal.signal(number, self._heard)
+        signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._loop, name="stopping", daemon=True).start()
+
+    def serving(self, on_signal: Callable[[], None]) -> None:
+        """Call `on_signal` for each signal from now on, in the main thread, from which this is called too."""
+        with self._lock:
+            self._on_signal = on_signal
+            if self._early:
+                self._on_signal = None
+        while self._early:
+            time.sleep(LAST_WORDS_S)
+        signal.set_wakeup_fd(-1)
+
+    def _heard(self, *_: object) -> None:
+        if self._on_signal is not None:
+            self._on_signal()
+        else:
+            self._early = True
+
+    def _loop(self) -> None:
+        while heard := self._hears.recv(1):
+            if heard[0] in SIGNALS:
+                with self._lock:
+                    if self._on_signal is None:
+                        self._end(heard[0])
+
+    def _end(self, number: int) -> None:
+        """End the process: no scheduler knows this worker yet. The kernel ends the ranks that it started."""
+        time.sleep(self.grace_s)
+        name = signal.Signals(number).name
+        # A full pipe must not keep the process alive.
+        speaker = threading.Thread(target=log.info, args=("%s while loading: stopping", name), daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_S)
+        os._exit(0)

@@ -1,13 +1,18 @@
-"""The worker's Prometheus metrics: where the time of a step goes, and what it ran. Fed once a step."""
+"""Records of the steps that ran: the worker's Prometheus metrics, and the file of --step-log. Fed once a step."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from protos import worker_pb2
 from services.worker.slots import Chunks
+from shared.errors import ConfigurationError
 from shared.metrics import GAPS_S
 
 P = "orcinus_worker_"
@@ -15,7 +20,7 @@ PHASES = ("queued", "idle", "forward", "sample", "swap")
 
 
 class Metrics:
-    """One registry; `serve` of shared/metrics.py shows it."""
+    """One registry; `serve` of shared/metrics.py exposes it."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -44,15 +49,15 @@ class Metrics:
         self._last = Gauge(P + "last_step", "The last step answered", registry=registry)
 
     def answering(self, last_step: Callable[[], int]) -> None:
-        """What the gauge of the last step asks."""
+        """Set the source of the gauge of the last step."""
         self._last.set_function(last_step)
 
     def rank_busy(self, rank: int, seconds: float) -> None:
-        """A rank has computed for so long; that of `step` is the first."""
+        """Add the seconds that a rank computed; `step` adds those of rank 0."""
         self._rank_busy.labels(str(rank)).inc(seconds)
 
     def step(self, result: worker_pb2.Result, chunks: Chunks) -> None:
-        """A step was done. A chunk of one token counts as a decode."""
+        """Add a step that was answered. A chunk of one token counts as a decode."""
         took = result.timings
         for seconds, nanoseconds in zip(
             self._seconds, (took.queued_ns, took.idle_ns, took.forward_ns, took.sample_ns, took.swap_ns), strict=True
@@ -69,3 +74,38 @@ class Metrics:
         self._sequences.set(len(chunks.slots))
         self._to_host.inc(len(result.swap_out_acks) // 4)
         self._to_device.inc(len(result.swap_in_acks) // 4)
+
+
+class StepLog:
+    """--step-log: append one JSON line a step to a file, for debugging."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raise ConfigurationError when it cannot be written."""
+        try:
+            self._file = path.open("a")
+        except OSError as error:
+            raise ConfigurationError(f"--step-log {path}: {error.strerror}") from error
+
+    def write(self, result: worker_pb2.Result, chunks: Chunks) -> None:
+        """Append a step that was answered."""
+        one = chunks.lengths == 1
+        starts, lengths = chunks.starts[~one].astype(np.int64), chunks.lengths[~one]
+        timings = result.timings
+        line = {
+            "time_ms": int(time.time() * 1000),
+            "epoch": result.epoch,
+            "step": result.id,
+            "sequences": len(chunks.slots),
+            "tokens": int(chunks.lengths.sum()),
+            "decode_context": int(chunks.starts[one].sum()),
+            "prefill_context": float((lengths * (starts + (lengths + 1) / 2)).sum()),
+            "sampled": len(result.slots) // 4,
+            "errors": len(result.errors),
+            "queued_us": timings.queued_ns // 1000,
+            "idle_us": timings.idle_ns // 1000,
+            "forward_us": timings.forward_ns // 1000,
+            "sample_us": timings.sample_ns // 1000,
+            "swap_us": timings.swap_ns // 1000,
+        }
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()

@@ -13,8 +13,8 @@ import numpy as np
 
 from kernels.ops import Batch, Bool, Int32
 from protos import worker_pb2
-from services.worker.kv.peers import OWN
-from services.worker.kv.transfers import Copies
+from services.worker.kv.peers import OWN_TIER
+from services.worker.kv.transfers import KVTransfers
 from services.worker.sampling import SamplingTable
 from shared.columns import unpack
 from shared.errors import ProtocolError
@@ -66,10 +66,10 @@ class SlotTable:
         self.failed.clear()
         self.sampling.clear()
 
-    def apply(self, step: worker_pb2.Step, copies: Copies) -> Chunks:
+    def apply(self, step: worker_pb2.Step, transfers: KVTransfers) -> Chunks:
         """Frees, begins copies, enters, appends; returns the chunks to compute. Raises ProtocolError."""
         self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
-        self._swap(step, copies)
+        self._swap(step, transfers)
         for enter in step.enters:
             self._enter(enter)
         if step.append_slots or step.append_blocks:
@@ -160,7 +160,7 @@ class SlotTable:
             for slot in slots.tolist():
                 self.failed.pop(slot, None)
 
-    def _swap(self, step: worker_pb2.Step, copies: Copies) -> None:
+    def _swap(self, step: worker_pb2.Step, transfers: KVTransfers) -> None:
         """Begins the step's copies between the tiers."""
         columns = (step.swap_out_gpu, step.swap_out_host, step.swap_in_gpu, step.swap_in_host, step.swap_in_peers)
         if not any(columns):
@@ -177,9 +177,9 @@ class SlotTable:
         if in_peers.size:
             self._pair(in_host, in_peers, "swap_in_host, swap_in_peers")
             for number in np.unique(in_peers).tolist():
-                held = self.total_host_blocks if number == OWN else copies.peers.tier(number).host_blocks
+                held = self.total_host_blocks if number == OWN_TIER else transfers.peers.tier(number).host_blocks
                 self._within(in_host[in_peers == number], f"swap_in_host of peer {number}", held)
-        copies.begin(step.id, out_gpu, out_host, in_host, in_gpu, in_peers)
+        transfers.begin(step.id, out_gpu, out_host, in_host, in_gpu, in_peers)
 
     def _enter(self, enter: worker_pb2.Enter) -> None:
         slot = enter.slot

@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import Batch, CacheShape, Int32, Sampled, SamplingRows
-from kernels.pending import Pending
+from kernels.ops import Batch, CacheShape, Int32, Pending, Sampled, SamplingRows
 from kernels.reference.backend import ReferenceOps, ReferencePrepared
 from kernels.reference.cache import ReferenceCache
 from services.worker import engine as engine_module

@@ -17,8 +17,9 @@ from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import load
-from kernels.cuda.attention_calls import HEAD_DIMS
+from kernels.cpu.matrices import torch_multiplies
 from kernels.cuda.backend import CudaOps
+from kernels.cuda.calls import HEAD_DIMS
 from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape
 
 Float64 = npt.NDArray[np.float64]
@@ -34,6 +35,7 @@ in_its_types = pytest.mark.parametrize(
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
         for name in BACKENDS
         for dtype in (torch.float16 if name == "emulator" else torch.float32, torch.bfloat16)
+        if name != TORCH_PATH or torch_multiplies(dtype)
     ],
     indirect=["ops"],
 )

@@ -1,4 +1,4 @@
-// What the attention kernels share: the plan that they read (kernels/cuda/attention_calls.py) and slabs of K and V in
+// What the attention kernels share: the plan that they read (kernels/cuda/calls.py) and slabs of K and V in
 // shared memory. A slab is SLAB tokens of one KV head, SLAB * D numbers in one piece of a block.
 #pragma once
 #include "numbers.cuh"

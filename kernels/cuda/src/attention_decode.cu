@@ -4,7 +4,7 @@
 // reads every WARPS-th slab of the item through a ring of its own in shared memory, K and V in turn, and waits for no
 // other warp until their results are brought together at the end.
 // Grid: x tiles of 16 query heads, which read the same slabs at about the same time, y KV heads, z items. Dynamic
-// shared memory: the query heads, then the rings (attention_calls.py).
+// shared memory: the query heads, then the rings (calls.py).
 #include "attention_decode.cuh"
 
 namespace {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,9 +15,7 @@ from services.worker.kv.peers import Peers
 from services.worker.kv.share_folder import NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from shared.settings import WorkerSettings
+from shared.settings import WorkerSettings
 
 FOLDER_SHARE = 0.5
 """Of what is free in --kv-share-dir, at most, for a tier whose size nobody set: another worker may be about to take the

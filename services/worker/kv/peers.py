@@ -1,7 +1,7 @@
-"""Host tiers of other workers on this host, from which swapped-out blocks are copied into this one's pool.
+"""Host tiers of other workers on this host: swapped-out blocks are copied from them into this worker's pool.
 
-The scheduler tells of them in a Step (`Step.peers`). Told and asked by the thread that submits steps; a copy that is
-under way keeps what it reads.
+The scheduler names them in a Step (`Step.peers`). The thread that submits steps uses them; a running copy keeps the
+memory that it reads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shared.errors import ProtocolError
 
 log = logging.getLogger("orcinus.worker")
 
-OWN = -1
-"""In Step.swap_in_peers: no peer's block, but one of the own tier."""
+OWN_TIER = -1
+"""In Step.swap_in_peers: a block of this worker's own host tier."""
 
-MOST = (1 << 31) - 1
+MAX_NUMBER = (1 << 31) - 1
 """The largest number: columns are int32."""
 
 
@@ -36,23 +36,23 @@ class Tier:
 
 
 class Peers:
-    """Those of one Run, by number."""
+    """The peers of one Run, by number."""
 
     def __init__(self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState) -> None:
         """block_bytes: of a block on this rank; folder: None where this worker shares nothing."""
         self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
 
-    def tell(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
-        """Maps those that are new and lets go of those that are gone; numbers of the new ones that every rank can read.
+    def update(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
+        """Map new peers and unmap those that are gone; return the numbers of the new ones that every rank can read.
 
-        One that cannot be read is missing, with a warning in the log. Raises ProtocolError for a number that no
+        One that cannot be read is left out, with a warning in the log. Raise ProtocolError for a number that no
         `swap_in_peers` can say.
         """
         new = []
         for peer in peers:
-            if peer.number > MOST:
-                raise ProtocolError(f"peers: number {peer.number} is outside 0..{MOST}")
+            if peer.number > MAX_NUMBER:
+                raise ProtocolError(f"peers: number {peer.number} is outside 0..{MAX_NUMBER}")
             self._tiers.pop(peer.number, None)
             if peer.host_tier:
                 new.append(peer.number)
@@ -64,11 +64,11 @@ class Peers:
         return [number for number in new if number in self._tiers]
 
     def forget(self) -> None:
-        """Lets go of all. What is read just now stays mapped until then."""
+        """Unmap all. A tier that is being read stays mapped until the copy ends."""
         self._tiers.clear()
 
     def tier(self, number: int) -> Tier:
-        """Raises ProtocolError for one that was not acknowledged."""
+        """Return the tier of a peer. Raise ProtocolError for one that was not acknowledged."""
         try:
             return self._tiers[number]
         except KeyError:

@@ -1,8 +1,7 @@
-"""Copies between the two tiers, and out of those of peers, that a Run has begun, until a Result acknowledges them.
+"""Transfers of KV blocks between the device and the host tier, or from the host tiers of peers, of one Run.
 
-Belongs to one Run.
-
-The engine thread begins them, whoever finishes a step acknowledges; they complete in the order in which they began.
+The thread that submits steps begins them, the thread that finishes a step acknowledges them; they complete in the order
+in which they began.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.ops import Cache, Int32
-from kernels.pending import Pending
-from services.worker.kv.peers import OWN, Peers, Tier
+from kernels.ops import Cache, Int32, Pending
+from services.worker.kv.peers import OWN_TIER, Peers, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,8 @@ class _Begun:
     reads: list[Tier]  # of peers, which stay mapped meanwhile
 
 
-class Copies:
-    """A queue of copies on their way."""
+class KVTransfers:
+    """The transfers of one Run that are not acknowledged yet, in order."""
 
     def __init__(self, cache: Cache, peers: Peers) -> None:
         self.peers = peers
@@ -48,9 +46,9 @@ class Copies:
         self._last: Pending[int] | None = None
 
     def begin(self, step: int, out_gpu: Int32, out_host: Int32, in_host: Int32, in_gpu: Int32, in_peers: Int32) -> None:
-        """The copies of one step: `out_gpu` to `out_host`, then `in_host` to `in_gpu`.
+        """Begin the copies of one step: `out_gpu` to `out_host`, then `in_host` to `in_gpu`.
 
-        in_peers: of each `in_host` the peer whose it is, OWN for the own tier; empty: all are.
+        in_peers: the peer of each `in_host` block, OWN_TIER for this worker's tier; empty means OWN_TIER for all.
         """
         pending: list[Pending[int]] = []
         reads = []
@@ -60,7 +58,7 @@ class Copies:
             pending.append(self._cache.start_copy_in(in_host, in_gpu))
         for number in np.unique(in_peers).tolist():
             rows, memory = in_peers == number, None
-            if number != OWN:
+            if number != OWN_TIER:
                 reads.append(self.peers.tier(number))
                 memory = reads[-1].memory
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
@@ -69,7 +67,7 @@ class Copies:
             self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
-        """Those of `step` and the steps before it that are complete and were not acknowledged; with `wait`, all."""
+        """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
         if not self._begun:
             return NONE
         done: list[_Begun] = []
@@ -85,14 +83,14 @@ class Copies:
             ns=max(1, sum(pending.wait() for one in done for pending in one.pending)),
         )
 
-    def let_go(self) -> None:
-        """Of the peers, when nothing is read from them any more."""
+    def release_peers(self) -> None:
+        """Unmap the host tiers of peers once nothing is read from them any more."""
         self.peers.forget()
         self.drain()
         for begun in list(self._begun):  # those that no Result will acknowledge
             begun.reads.clear()
 
     def drain(self) -> None:
-        """Returns when nothing is copied any more, acknowledged or not."""
+        """Return when no copy runs any more, acknowledged or not."""
         if self._last is not None:
             self._last.wait()

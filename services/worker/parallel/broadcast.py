@@ -12,8 +12,7 @@ import time
 import numpy as np
 import torch
 
-from kernels.ops import STATUS_FINE, Likely, Sampled
-from kernels.pending import Pending
+from kernels.ops import STATUS_FINE, Likely, Pending, Sampled
 from services.worker.in_flight import InFlightStep
 from services.worker.parallel.state import COPIES, TOKENS, ParallelState
 from shared.errors import RankError

@@ -14,6 +14,7 @@ from bench.engine import cases as engine_cases
 from bench.engine import main as bench
 from bench.engine.cases import CASES, Case, TorchMatrices, work
 from kernels.cpu.library import load
+from kernels.cpu.matrices import MatrixKernels
 from protos import worker_pb2
 from services.worker.backend import layer_matrices
 from services.worker.models.config import load_config
@@ -46,7 +47,7 @@ def test_int8_layers_are_read_as_bytes_and_the_rest_as_it_is_held() -> None:
 def test_what_cannot_be_profiled_names_an_option_that_helps(
     kernels: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.backend.clearly_faster", lambda *_, **__: True)
+    monkeypatch.setattr("services.worker.backend.matrix_kernels", lambda *_: MatrixKernels("torch", "for this test"))
     engine = make_engine(DEMO_MODEL, block_size=16, kernels=kernels)
     assert engine.matrices == "torch"
     with pytest.raises(ConfigurationError, match=remedy):

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
-from services.worker.parallel.follower import RankServer
 from services.worker.parallel.launch import joined, own_gpu
 from services.worker.parallel.leader import Ranks
+from services.worker.rank_server import RankServer
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError

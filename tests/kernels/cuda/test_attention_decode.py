@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import attention_calls
-from kernels.cuda.attention_calls import HEAD_DIMS, ITEM, SLAB
+from kernels.cuda import calls
+from kernels.cuda.calls import HEAD_DIMS, ITEM, SLAB
 from tests.kernels.cuda.programs import (
     ORDERS,
     TYPES,
@@ -134,7 +134,7 @@ class Step:
         for at, (sequence, first, end, row) in enumerate(items):
             array[at] = (sequence, 0, first, end, row, 1, (0, 0))
         held = fenced(torch.from_numpy(array.view(np.int32).copy()))
-        call = attention_calls.decode(
+        call = calls.attention_decode(
             self.dtype, len(items), case.heads, case.kv_heads, case.head_dim, case.block_size, self.block_stride,
             self.scale, self.q.data_ptr(), self.out.data_ptr(), self.keys.data_ptr() - moved_bytes,
             self.values.data_ptr() - moved_bytes, held.data_ptr(), self.pages.ctypes.data, self.page_start.ctypes.data,
@@ -151,7 +151,7 @@ class Step:
 
     def merge(self, partial: tuple[Tensor, Tensor], starts: Any, rows: Any, order: int) -> None:
         addresses = (self.out.data_ptr(), *(part.data_ptr() for part in partial), starts.ctypes.data, rows.ctypes.data)
-        launch(attention_calls.merge(self.dtype, len(rows), self.case.heads, self.case.head_dim, *addresses), order)
+        launch(calls.attention_merge(self.dtype, len(rows), self.case.heads, self.case.head_dim, *addresses), order)
         assert_fences(self.out)
 
     def whole(self, sequence: int) -> tuple[int, int, int, int]:
@@ -261,7 +261,7 @@ def test_the_merge_weighs_any_number_of_parts(order: int, dtype: str) -> None:
     out, rows = untouched(6, heads, head_dim, dtype=TYPES[dtype]), int32(3, 0, -1, 5, 2)
     begins = int32(*starts)
     addresses = (out.data_ptr(), x.data_ptr(), lse.data_ptr(), begins.ctypes.data, rows.ctypes.data)
-    call = attention_calls.merge(dtype, len(rows), heads, head_dim, *addresses)
+    call = calls.attention_merge(dtype, len(rows), heads, head_dim, *addresses)
     launch(call, order)
     for token, row in enumerate(rows):
         part = slice(starts[token], starts[token + 1])
@@ -290,4 +290,4 @@ def test_sizes_that_no_kernel_has_are_named(
     heads: int, kv_heads: int, head_dim: int, block_size: int, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        attention_calls.decode("bf16", 1, heads, kv_heads, head_dim, block_size, 0, 1.0, *[0] * 9)
+        calls.attention_decode("bf16", 1, heads, kv_heads, head_dim, block_size, 0, 1.0, *[0] * 9)

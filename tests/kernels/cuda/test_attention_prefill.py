@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import attention_calls
-from kernels.cuda.attention_calls import HEAD_DIMS, ITEM, SLAB
-from kernels.cuda.calls import BF16, F16
+from kernels.cuda import calls
+from kernels.cuda.calls import BF16, F16, HEAD_DIMS, ITEM, SLAB
 from tests.kernels.cuda.programs import (
     ORDERS,
     ROUNDING,
@@ -112,7 +111,7 @@ class Problem:
 
     def _plan(self, splits: int) -> tuple[list[tuple[Any, ...]], list[int], list[int]]:
         """Items, and of all tokens: where the parts begin, the row of out. Slabs are cut without regard to tiles."""
-        per_item = attention_calls.tokens_per_item(self.case.head_dim, self.case.group)
+        per_item = calls.tokens_per_item(self.case.head_dim, self.case.group)
         items: list[tuple[Any, ...]] = []
         for s, (_, rows) in enumerate(self.case.chunks):
             slabs = -(-int(self.context[s]) // SLAB)
@@ -126,7 +125,7 @@ class Problem:
     def run(self, order: int) -> None:
         case, items = self.case, int32(*np.array(self.items, ITEM).view(np.int32).tolist())
         before = case.first_block * self.stride * self.pool.element_size()
-        call = attention_calls.prefill(
+        call = calls.attention_prefill(
             self.dtype, len(self.items), case.heads, case.kv_heads, case.head_dim, case.block_size, self.stride,
             case.head_dim**-0.5, self.q.data_ptr(), self.out.data_ptr(), self.pool_keys.data_ptr() - before,
             self.pool_values.data_ptr() - before, items.ctypes.data, self.pages.ctypes.data,
@@ -139,7 +138,7 @@ class Problem:
 
     def merge(self, order: int) -> None:
         starts, rows = int32(*self.starts), int32(*self.merged_rows)
-        call = attention_calls.merge(
+        call = calls.attention_merge(
             self.dtype, self.case.rows, self.case.heads, self.case.head_dim, self.out.data_ptr(),
             self.partial_out.data_ptr(), self.partial_lse.data_ptr(), starts.ctypes.data, rows.ctypes.data,
         )  # fmt: skip
@@ -267,9 +266,9 @@ def test_padding_items_write_nothing(order: int) -> None:
 def test_a_tile_holds_whole_tokens() -> None:
     for head_dim in HEAD_DIMS:
         for group in range(1, 65):
-            tokens = attention_calls.tokens_per_item(head_dim, group)
+            tokens = calls.tokens_per_item(head_dim, group)
             assert tokens >= 1 and tokens * group <= (64 if head_dim == 256 else 128) < (tokens + 1) * group
     with pytest.raises(ValueError, match="65 query heads share a KV head; prefill of heads of 256 takes 64 at most"):
-        attention_calls.tokens_per_item(256, 65)
+        calls.tokens_per_item(256, 65)
     with pytest.raises(ValueError, match="heads of 72"):
-        attention_calls.tokens_per_item(72, 1)
+        calls.tokens_per_item(72, 1)

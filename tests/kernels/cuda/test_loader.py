@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
-from kernels.cuda import attention_calls, calls, check, cubin, loader, sampling_calls
+from kernels.cuda import calls, check, cubin, loader
 from kernels.cuda.loader import ARCHITECTURES, CudaError, Program, compiled, sources
 
 PTX = Path(__file__).parents[2] / "emulator" / "ptx.cu"
@@ -28,10 +28,10 @@ STRUCTS = {
     "select_rows": calls.SELECT,
     "copy_blocks": calls.COPY,
     "rope_and_write": calls.ROPE,
-    "attention_decode": attention_calls.ATTENTION,
-    "attention_prefill": attention_calls.ATTENTION,
-    "attention_merge": attention_calls.MERGE,
-    "sample": sampling_calls.SAMPLER,
+    "attention_decode": calls.ATTENTION,
+    "attention_prefill": calls.ATTENTION,
+    "attention_merge": calls.MERGE,
+    "sample": calls.SAMPLER,
 }
 """By the kernel's name without type and head_dim."""
 SPILLING = """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.cuda.attention_calls import ITEM, SLAB, tokens_per_item
+from kernels.cuda.calls import ITEM, SLAB, tokens_per_item
 from kernels.cuda.planner import Plan, Planner
 from kernels.ops import Int32
 
