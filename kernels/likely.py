@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.ops import Int32, Likely, SamplingRows
 
 ROWS_AT_ONCE = 16
-"""Bounds the memory that this takes beside the logits, which nobody has planned for."""
+"""Bounds the memory that this takes beside the logits, which the memory plan does not count."""
 
 
 def likely_of(logits: Tensor, rows: SamplingRows) -> Likely | None:
@@ -28,7 +28,7 @@ def likely_of(logits: Tensor, rows: SamplingRows) -> Likely | None:
 
 
 def write_likely(logits: Tensor, asked: Int32, found: Likely) -> None:
-    """Writes the rows of `found` that ask for at least one; no number is read back from the device.
+    """Write the rows of `found` that ask for at least one; no number is read back from the device.
 
     log softmax in float32. Ids beyond the vocabulary, where that has fewer, are -1 with -inf.
     """
@@ -43,7 +43,7 @@ def write_likely(logits: Tensor, asked: Int32, found: Likely) -> None:
 
 
 def _runs(asked: Int32) -> Iterator[tuple[int, int]]:
-    """[first, end) of the rows that ask, of neighbours at most ROWS_AT_ONCE together."""
+    """Return [first, end) of the rows that ask, of neighbours at most ROWS_AT_ONCE together."""
     edges = np.flatnonzero(np.diff(asked > 0, prepend=False, append=False)).tolist()
     for first, end in zip(edges[::2], edges[1::2], strict=True):
         for start in range(first, end, ROWS_AT_ONCE):

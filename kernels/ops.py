@@ -134,16 +134,16 @@ class Cache(ABC):
 
     @abstractmethod
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
-        """Copies block g to host block h, pair by pair, all layers; complete when it returns."""
+        """Copy block g to host block h, pair by pair, all layers; complete when it returns."""
 
     @abstractmethod
     def copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> None:
-        """Copies host block h, of the own tier or of another's (`host_tier`), to block g, pair by pair; complete when
+        """Copy host block h, of the own tier or of another's (`host_tier`), to block g, pair by pair; complete when
         it returns."""
 
     @abstractmethod
     def host_tier(self, memory: Tensor) -> Tensor:
-        """The host tier of another cache of this layout as `copy_in` takes it, and as long as it is kept alive.
+        """Return the host tier of another cache of this layout as `copy_in` takes it, and as long as it is kept alive.
 
         memory: its bytes, [host blocks * bytes of a block] uint8 from the beginning of a page on; only read.
         """
@@ -166,7 +166,7 @@ class Cache(ABC):
 
     @abstractmethod
     def read_block(self, block: int) -> Tensor:
-        """[layers, 2 (K, V), kv_heads, block_size, head_dim], a copy on the host. For tests and transfer."""
+        """Return [layers, 2 (K, V), kv_heads, block_size, head_dim], a copy on the host. For tests and transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +262,12 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     """Formats of pack_linear beside the model's own type."""
 
     def block_bytes(self, shape: CacheShape) -> int:
-        """Bytes of one block as this backend's caches hold it."""
+        """Return the bytes of one block as this backend's caches hold it."""
         return shape.block_bytes
 
     @abstractmethod
     def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CacheT:
-        """Takes the memory of a cache, host tier included.
+        """Take the memory of a cache, host tier included.
 
         host: memory of the host tier that is there already, [host blocks * bytes of a block] uint8 of zeros from the
         beginning of a page on.
@@ -286,7 +286,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         parts: [any number of rows, inputs], contiguous, on the CPU, one under the other; they are read from the
         checkpoint as they are asked for, so one that is let go before the next keeps the peak of memory low.
         bias: [outputs] float32. weight_format: how the numbers are held, empty: in the parts' type; int8: rounded to 8
-        bits with one scale per output row, max |w| / 127, activations as they are. Raises ValueError for a format that
+        bits with one scale per output row, max |w| / 127, activations as they are. Raise ValueError for a format that
         the backend has no kernel for (`demand_format`).
         """
 
@@ -316,7 +316,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
-        """Numbers of rows up to `most` that cost time and memory when they are seen first, ascending.
+        """Return the numbers of rows up to `most` that cost time and memory when they are seen first, ascending.
 
         The worker runs each once before it is ready. Empty where every number of rows is alike.
         """
@@ -344,7 +344,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def blank(self, prepared: PreparedT, width: int, dtype: torch.dtype) -> Tensor:
-        """[N, width] of whatever was there."""
+        """Return [N, width] of whatever was there."""
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         """call(x) after what was asked for before and before what is asked for next; it may read and overwrite x.
@@ -362,26 +362,26 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def rope_and_write(
         self, qkv: Tensor, attention: Attention, prepared: PreparedT, cache: CacheT, layer: int
     ) -> Tensor:
-        """Norms and rotates q and k as `attention` says and writes k and v of every row into its block.
+        """Norm and rotate q and k as `attention` says and write k and v of every row into its block.
 
         qkv [N, (heads + 2 kv_heads) * head_dim] in the order q, k, v and may be overwritten. Element i < rotary / 2 is
-        paired with i + rotary / 2: (a, b) -> (a cos - b sin, b cos + a sin). Returns q [N, heads * head_dim].
+        paired with i + rotary / 2: (a, b) -> (a cos - b sin, b cos + a sin). Return q [N, heads * head_dim].
         """
 
     @abstractmethod
     def attention(self, q: Tensor, attention: Attention, prepared: PreparedT, cache: CacheT, layer: int) -> Tensor:
-        """Causal paged attention, each row over its own sequence's positions <= its own.
+        """Return the causal paged attention, each row over its own sequence's positions <= its own.
 
         q [N, heads * head_dim] -> [N, heads * head_dim]; query head h reads KV head h // (heads / kv_heads).
         """
 
     @abstractmethod
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[N, 2 I] -> activation(first half) * second half, [N, I]. Activations: ACTIVATIONS."""
+        """Return [N, 2 I] -> activation(first half) * second half, [N, I]. Activations: ACTIVATIONS."""
 
     @abstractmethod
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """[N, I] -> activation(x), perhaps in place."""
+        """Return [N, I] -> activation(x), perhaps in place."""
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
@@ -419,17 +419,17 @@ _factories: dict[str, Callable[[torch.device], AnyOps]] = {}
 
 
 def register(name: str, factory: Callable[[torch.device], AnyOps]) -> None:
-    """Makes a backend known under a name."""
+    """Make a backend known under a name."""
     _factories[name] = factory
 
 
 def names() -> list[str]:
-    """The backends that were registered, sorted."""
+    """Return the backends that were registered, sorted."""
     return sorted(_factories)
 
 
 def create(name: str, device: torch.device) -> AnyOps:
-    """The backend of that name. Raises KeyError, naming those that exist, for any other."""
+    """Return the backend of that name. Raise KeyError, naming those that exist, for any other."""
     if name not in _factories:
         raise KeyError(f"no kernel backend {name!r}; registered: {', '.join(names())}")
     return _factories[name](device)

@@ -17,7 +17,6 @@ from torch import Tensor
 from bench.engine.floor import Floor
 from bench.kernels.clock import Clock
 from protos import worker_pb2
-from services.worker.backend import layer_matrices
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.models.config import DecoderConfig
@@ -201,6 +200,13 @@ def run(engine: Engine, driver: Driver, steps: int, lookahead: int) -> tuple[lis
     while in_flight:
         answer()
     return results, walls
+
+
+def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
+    """Return [outputs, inputs] of the matrices that one layer multiplies with."""
+    hidden, attention = config.hidden_size, config.heads * config.head_dim
+    qkv = attention + 2 * config.kv_heads * config.head_dim
+    return [(qkv, hidden), (hidden, attention), (config.gate_up_size, hidden), (hidden, config.intermediate_size)]
 
 
 def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:

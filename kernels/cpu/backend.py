@@ -80,7 +80,7 @@ class Compiled:
         return self._program.run(prepared.step)
 
     def profile(self, prepared: CpuPrepared) -> list[tuple[str, int]]:
-        """Runs it too; (operation, ns) of each command in order."""
+        """Run it too; (operation, ns) of each command in order."""
         return self._program.profile(prepared.step)
 
 
@@ -341,10 +341,10 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             return forward
         recording = Recording(self._immediate, max_tokens, max_samples)
         empty = np.zeros(0, np.int32)
-        nobody = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)
+        no_rows = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)
         self._runner = recording
         try:
-            result = forward(CpuPrepared(nobody, Step()))
+            result = forward(CpuPrepared(no_rows, Step()))
         finally:
             self._runner = self._immediate
         return Compiled(Program(self.library, self.threads, recording, result))

@@ -43,7 +43,7 @@ class BuildError(Exception):
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What the system refuses (sources that are not there, a full disk) is a BuildError too."""
+    """Return what the system refuses (sources that are not there, a full disk) is a BuildError too."""
     try:
         yield
     except OSError as error:
@@ -80,7 +80,7 @@ VARIANTS = (
 
 
 def cpu_flags() -> frozenset[str]:
-    """What this CPU can do, by the kernel's words; empty where it does not say."""
+    """Return what this CPU can do, by the kernel's words; empty where it does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -94,7 +94,7 @@ def cpu_flags() -> frozenset[str]:
 
 @_refusals()
 def find_library() -> tuple[Path, str]:
-    """The library for this machine and what it was made for; compiled now if need be. Raises BuildError."""
+    """Return the library for this machine and what it was made for; compiled now if need be. Raise BuildError."""
     flags = cpu_flags()
     for variant in VARIANTS:
         path = prebuilt_path(variant)
@@ -110,13 +110,13 @@ def find_library() -> tuple[Path, str]:
 
 
 def prebuilt_path(variant: Variant) -> Path:
-    """Where an image has the library of a variant, made of these very sources."""
+    """Return where an image has the library of a variant, made of these very sources."""
     return PREBUILT / f"{variant.name}-{_digest(_sources(), variant.flags)}.so"
 
 
 @_refusals()
 def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
-    """Compiles unless that was done before. `machine` goes into the name. Raises BuildError."""
+    """Compile unless that was done before. `machine` goes into the name. Raise BuildError."""
     version = _run([compiler, "-dumpfullversion", "-dumpmachine"])
     target = _kept(f"{_digest(_sources(), flags, version, machine)}.so")
     if not target.is_file():
@@ -134,9 +134,9 @@ def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
 
 
 def _kept(name: str) -> Path:
-    """Where the library of this name is or may be written. Raises BuildError when there is no such place.
+    """Return where the library of this name is or may be written. Raise BuildError when there is no such place.
 
-    The last one lies among other users' files, so it counts only while nobody else can have written into it.
+    The last one lies among other users' files, so it counts only while no other user can have written into it.
     """
     user = os.getuid()
     places = [CACHE, Path(tempfile.gettempdir()) / f"orcinus-kernels-{user}"]
@@ -178,7 +178,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
-    """Compiles and links every source. Other processes see the whole file or none. Raises BuildError."""
+    """Compile and links every source. Other processes see the whole file or none. Raise BuildError."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         work = Path(name)
         sources = [path for path in _sources() if path.suffix == ".cpp"]
@@ -197,7 +197,7 @@ def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
 
 @_refusals()
 def build_all(compiler: str) -> list[Path]:
-    """Every variant, for an image; none but on x86-64, where all of them are for. Raises BuildError."""
+    """Return every variant, for an image; none but on x86-64, where all of them are for. Raise BuildError."""
     PREBUILT.mkdir(parents=True, exist_ok=True)
     if platform.machine() not in ("x86_64", "AMD64"):
         return []

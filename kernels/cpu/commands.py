@@ -212,7 +212,7 @@ NAMES = dict(ARGS.values())
 
 
 def command(rows: int, args: Structure) -> Command:
-    """The command that runs `args` on so many rows."""
+    """Return the command that runs `args` on so many rows."""
     op, member = ARGS[type(args)]
     made = Command(op, rows)
     setattr(made.args, member, args)

@@ -18,7 +18,7 @@ class Library:
     """The functions that the sources export; their meaning is in src/."""
 
     def __init__(self, path: Path, variant: str) -> None:
-        """Raises BuildError when the file cannot be loaded or was made from other structs."""
+        """Raise BuildError when the file cannot be loaded or was made from other structs."""
         self.path, self.variant = path, variant
         try:
             lib = ctypes.CDLL(str(path))
@@ -55,7 +55,7 @@ class Library:
         self.lanes = int(lib.orcinus_lanes())
 
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
-        """Runs `count` Commands at an address with the Step at another; releases the GIL meanwhile."""
+        """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""
         self._run(commands, count, step, threads, nanoseconds)
 
     def packed_bytes(self, weight_dtype: int, outputs: int, inputs: int) -> int:
@@ -71,7 +71,7 @@ class Library:
         source: int,
         source_dtype: int,
     ) -> None:
-        """Packs rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
+        """Pack rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
         self._pack(weight_dtype, packed, shape[0], shape[1], first, rows, source, source_dtype)
 
     def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int) -> int:
@@ -84,15 +84,15 @@ class Library:
         self._read_block(ctypes.byref(pool), block, out)
 
     def read(self, data: int, size_bytes: int, threads: int) -> None:
-        """Reads memory and does nothing with it, for benches."""
+        """Read memory and does nothing with it, for benches."""
         self._read(data, size_bytes, threads)
 
     def multiply(self, rounds: int, threads: int) -> float:
-        """Multiplies in registers; returns the floating point operations done, for benches."""
+        """Multiply in registers; return the floating point operations done, for benches."""
         return float(self._multiply(rounds, threads))
 
 
 @cache
 def load() -> Library:
-    """The library for this machine, compiled if need be; once per process. Raises BuildError."""
+    """Return the library for this machine, compiled if need be; once per process. Raise BuildError."""
     return Library(*find_library())

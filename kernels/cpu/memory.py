@@ -15,9 +15,9 @@ HUGE_BYTES = 2 << 20
 
 
 def large(size: int) -> Tensor:
-    """[size] uint8 of zeros, aligned to 2 MiB when it is at least that long; freed with the tensor.
+    """Return [size] uint8 of zeros, aligned to 2 MiB when it is at least that long; freed with the tensor.
 
-    Pages are taken when they are touched first. Raises OSError when the system has no such room.
+    Pages are taken when they are touched first. Raise OSError when the system has no such room.
     """
     if size < HUGE_BYTES:
         return torch.zeros(size, dtype=torch.uint8)

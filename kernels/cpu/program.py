@@ -36,14 +36,14 @@ DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Raises ValueError for a type that the kernels do not know."""
+    """Raise ValueError for a type that the kernels do not know."""
     if dtype not in DTYPES:
         raise ValueError(f"the cpu kernels compute in float32 and bfloat16, not in {dtype}")
     return DTYPES[dtype]
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where a contiguous array begins."""
+    """Return where a contiguous array begins."""
     if not array.flags.c_contiguous:
         raise ValueError("an array that crosses into C must be contiguous")
     return int(array.__array_interface__["data"][0])
@@ -53,19 +53,19 @@ class Runner(Protocol):
     """What the operations of the backend write to."""
 
     def rows(self, x: Tensor) -> int:
-        """The rows of x: a number or a symbol."""
+        """Return the rows of x: a number or a symbol."""
 
     def out(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """A tensor for so many rows; its contents are whatever was there."""
 
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
-        """Runs or records one command. `keep`: what must live as long as its addresses are used."""
+        """Run or records one command. `keep`: what must live as long as its addresses are used."""
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        """Calls, or records that it is to be called, between the commands before and those after."""
+        """Call, or records that it is to be called, between the commands before and those after."""
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
-        """Runs one command at once, recording or not."""
+        """Run one command at once, recording or not."""
 
 
 class Immediate:
@@ -147,7 +147,7 @@ class Recording:
         self._kept.append(keep)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        # Another tensor on the same buffer: x itself would keep the buffer from those who come after its last reader.
+        # Another tensor on the same buffer: x itself would keep the buffer from the commands after its last reader.
         self.exchanges.append(Exchange(len(self.commands), x.detach(), self.rows(x), call))
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
@@ -169,7 +169,7 @@ class Program:
         self._parts = list(zip(bounds[:-1], bounds[1:], [*recording.exchanges, None], strict=True))
 
     def run(self, step: Step) -> Tensor:
-        """The result's rows of this step; they hold until the next run."""
+        """Return the result's rows of this step; they hold until the next run."""
         self._check(step)
         threads = self._choice.pick(step.tokens_count)
         took = 0
@@ -186,7 +186,7 @@ class Program:
         return self._result[: step.samples_count]
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
-        """Runs and returns (operation, ns) of each command in order."""
+        """Run and returns (operation, ns) of each command in order."""
         self._check(step)
         times = np.zeros(len(self._commands), np.int64)
         for first, end, exchange in self._parts:

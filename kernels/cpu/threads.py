@@ -37,7 +37,7 @@ class ThreadChoice:
         self._sizes: dict[int, _Size] = {}
 
     def pick(self, rows: int) -> int:
-        """Threads for the next step, which has so many rows."""
+        """Return the threads for the next step, which has so many rows."""
         if self._all == 1 or rows > SMALL_ROWS:
             return self._all
         size = self._sizes.setdefault(rows.bit_length(), _Size(self._all))

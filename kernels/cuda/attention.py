@@ -20,19 +20,19 @@ class PagedAttention:
     """The operation `attention` of kernels.ops, and the memory for its partial results."""
 
     def __init__(self, gpu: Device, staging: Staging) -> None:
-        self.seen: list[Attention] | None = None  # what is asked for, while somebody wants to know
+        self.seen: list[Attention] | None = None  # what is asked for, while compile collects it
         self._gpu, self._staging = gpu, staging
         self._partial_out = gpu.empty((0,), torch.float32)
         self._partial_lse = gpu.empty((0,), torch.float32)
 
     def planner(self, layers: Sequence[Attention], cache: CudaCache) -> Planner:
-        """Plans for layers with this attention, as wide as the widest of them."""
+        """Plan for layers with this attention, as wide as the widest of them."""
         shape, windows = cache.shape, [layer.window for layer in layers]
         group = layers[0].heads // shape.kv_heads
         return Planner(self._gpu.processors, shape.kv_heads, group, shape.head_dim, max(windows) if all(windows) else 0)
 
     def reserve(self, rows: int, heads: int, head_dim: int) -> None:
-        """Takes memory for so many partial rows, once for all layers and iterations."""
+        """Take memory for so many partial rows, once for all layers and iterations."""
         if rows * heads * head_dim > self._partial_out.numel() or rows * heads > self._partial_lse.numel():
             self._partial_out, self._partial_lse = self._partials(rows, heads, head_dim)
 
@@ -96,7 +96,7 @@ class PagedAttention:
         return out
 
     def _work(self, attention: Attention, prepared: CudaPrepared, cache: CudaCache) -> Work:
-        """The plan of the batch; made now where nothing was known of the attention when it was prepared."""
+        """Return the plan of the batch; made now where nothing was known of the attention when it was prepared."""
         group = attention.heads // cache.shape.kv_heads
         if prepared.work is not None and prepared.work.covers(group, attention.window):
             return prepared.work

@@ -31,7 +31,7 @@ PAGES_OF_GRAPHS = 1 << 12
 """For each sequence, on average: graphs have room for so many pages. A batch with more is computed without a graph."""
 
 _EMPTY = np.zeros(0, np.int32)
-NOBODY = Batch(_EMPTY, _EMPTY, np.zeros(1, np.int32), _EMPTY, _EMPTY.reshape(0, 0), _EMPTY, _EMPTY, _EMPTY)
+NO_ROWS = Batch(_EMPTY, _EMPTY, np.zeros(1, np.int32), _EMPTY, _EMPTY.reshape(0, 0), _EMPTY, _EMPTY, _EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._main.run(self._last_tokens.zero_)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
-        self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, as long as somebody has it
+        self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
         self._logits_room: Tensor | None = None  # where the next logits go
         self._exchanges = False  # whether the forward pass has any
 
@@ -295,7 +295,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def compile(
         self, forward: Callable[[Any], Tensor], cache: CudaCache, max_tokens: int, max_samples: int
     ) -> Callable[[CudaPrepared], Tensor]:
-        """Runs the forward pass for nobody, to see what its attention is, and records it for decode (see Graphs).
+        """Run the forward pass on padding, to see what its attention is, and record it for decode (see Graphs).
 
         Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache
         from now on are planned for this forward pass; what an earlier call returned is not to be called any more.
@@ -315,17 +315,17 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             finally:
                 self._logits_room = None
 
-        numbers = self._prepared(NOBODY, cache, planner, most).numbers + most * PAGES_OF_GRAPHS
+        numbers = self._prepared(NO_ROWS, cache, planner, most).numbers + most * PAGES_OF_GRAPHS
         columns = self.gpu.empty((numbers,), torch.int32)
         sizes = [] if self._exchanges else sizes_up_to(most)
         graphs = Graphs(self.gpu, run, sizes, columns, cache, planner)
-        graphs.record(lambda size: self._prepared(NOBODY, cache, planner, size))
+        graphs.record(lambda size: self._prepared(NO_ROWS, cache, planner, size))
         self._graphs = weakref.ref(graphs)
         return graphs
 
     def _tried(self, forward: Callable[[Any], Tensor], cache: CudaCache) -> tuple[list[Attention], int]:
-        """What the layers' attention is, and how many logits a row has; found by computing one row of nobody."""
-        prepared = self._prepared(NOBODY, cache, graph=1)
+        """Return what the layers' attention is, and how many logits a row has; found by computing one padded row."""
+        prepared = self._prepared(NO_ROWS, cache, graph=1)
         prepared.rows = prepared.samples = 1
         seen = self._attention.seen = []
         try:

@@ -32,7 +32,7 @@ class CudaCache(Cache):
     ) -> None:
         """layer_major: the pool is ordered [layer, K/V, block, ...] instead, for comparison; copies need a kernel then.
 
-        host: as Ops.new_cache. Raises ValueError for a block size that the kernels cannot use.
+        host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use.
         """
         slabs = shape.block_size // SLAB
         if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
@@ -119,7 +119,7 @@ class CudaCache(Cache):
         self.device.copies.launch(call, numbers)
 
     def _steps(self, tensor: Tensor) -> tuple[int, int]:
-        """Bytes from block to block, and from part to part of a block."""
+        """Return the bytes from block to block, and from part to part of a block."""
         if tensor is self.pool:
             return self._part_bytes, self.shape.blocks * self._part_bytes
         return self.shape.block_bytes, self._part_bytes
@@ -140,7 +140,7 @@ class _Copied(Pending[int]):
 
 
 def _runs(from_: Int32, to: Int32) -> Iterator[tuple[int, int, int]]:
-    """(first of from_, first of to, how many) of pairs that follow one another on both sides, in their order."""
+    """Return (first of from_, first of to, how many) of pairs that follow one another on both sides, in their order."""
     ends = np.flatnonzero((np.diff(from_) != 1) | (np.diff(to) != 1)) + 1
     starts = np.concatenate(([0], ends))
     counts = np.diff(starts, append=len(to))

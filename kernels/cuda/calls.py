@@ -139,7 +139,7 @@ SAMPLER_ROW = np.dtype(
         ("repetition", "f4"),
         ("top_k", "i4"),
         ("want_logprob", "i4"),
-        ("slot", "i4"),  # whose last token the drawn one becomes; below zero: nobody's
+        ("slot", "i4"),  # the slot that gets the token as its last one; below zero: none
         ("mask", "i4"),  # row of mask_words; below zero: every id is allowed
         ("first_bias", "i4"),
         ("end_bias", "i4"),
@@ -214,7 +214,7 @@ def embed(
     positions: int = 0,
     last_tokens: int = 0,
 ) -> Call:
-    """Rows of table times scale, plus rows of places.
+    """Return the rows of table times scale, plus rows of places.
 
     tokens: int32; ~s, below zero, is last_tokens[s] (int32), and PADDING leaves its row of out as it is.
     """
@@ -238,7 +238,7 @@ def copy_blocks(
     from_: int = 0,
     to: int = 0,
 ) -> Call:
-    """Copies block from_[i] of source to block to[i] of target; without from_ (or to) block i.
+    """Copy block from_[i] of source to block to[i] of target; without from_ (or to) block i.
 
     from_ and to are int32; a pair with a number below zero is skipped. Strides, of the source and of the target, are
     bytes from block to block and, where a block lies in several parts, from part to part; all multiples of 16.
@@ -275,7 +275,7 @@ def rope_and_write(
     k_norm: int = 0,
     eps: tuple[float, float] = (0.0, 0.0),
 ) -> Call:
-    """Splits qkv, adds the bias, norms and rotates, writes k and v of each row to slots[row] and q to q.
+    """Split qkv, add the bias, norm and rotate, write k and v of each row to slots[row] and q to q.
 
     keys and values: this layer's K and V of block 0, [kv_heads, block_size, head_dim], block_stride numbers from one
     block to the next. slots: int32, block * block_size + place; below zero neither k nor v is written. eps: of q_norm
@@ -293,9 +293,9 @@ def rope_and_write(
 
 
 def tokens_per_item(head_dim: int, group: int) -> int:
-    """Tokens of a prefill item at most: their rows, `group` each, fill the kernel's tile.
+    """Return the tokens of a prefill item at most: their rows, `group` each, fill the kernel's tile.
 
-    Raises ValueError for heads that no kernel has, and where one token's rows are more than a tile.
+    Raise ValueError for heads that no kernel has, and where one token's rows are more than a tile.
     """
     rows, _ = _prefill_tile(head_dim)
     if group > rows:
@@ -362,7 +362,7 @@ def attention_prefill(
 ) -> Call:
     """Items of sequences with any number of rows, tokens_per_item each but for the last; causal. See attention_decode.
 
-    Raises ValueError as tokens_per_item does.
+    Raise ValueError as tokens_per_item does.
     """
     tokens_per_item(head_dim, heads // kv_heads)
     rows, stages = _prefill_tile(head_dim)
@@ -386,7 +386,7 @@ def attention_merge(
     starts: int,
     rows: int,
 ) -> Call:
-    """Brings the partial results of `tokens` tokens together. Padding tokens have a row below zero."""
+    """Bring the partial results of `tokens` tokens together. Padding tokens have a row below zero."""
     pieces = -(-heads * head_dim // MERGE_PIECE)
     grid = (_some(tokens), min(pieces, max(1, MERGE_BLOCKS // tokens)), 1)
     params = _filled(MERGE, (out, partial_out, partial_lse, starts, rows, heads, head_dim))
@@ -411,7 +411,7 @@ def _attention_params(
     window: int,
     addresses: Sequence[int],
 ) -> Params:
-    """ATTENTION, its addresses up to `slopes` in one piece. Raises ValueError for sizes that no kernel has."""
+    """ATTENTION, its addresses up to `slopes` in one piece. Raise ValueError for sizes that no kernel has."""
     slabs = block_size // SLAB
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"heads of {head_dim} numbers; attention has kernels for {HEAD_DIMS}")
@@ -441,7 +441,7 @@ def sample(
     history_before: int = 0,
     history_counts: int = 0,
 ) -> Call:
-    """One token of each row. An address is 0 where no row needs what lies there; edits change the logits."""
+    """Return one token of each row. An address is 0 where no row needs what lies there; edits change the logits."""
     entries = (bias_ids, bias_values, banned_ids, history_ids, mask_words, bias_before, history_before, history_counts)
     params = _filled(SAMPLER, (logits, row_array, *entries, last_tokens, tokens, status, logprobs, vocab))
     threads = _whole_warps(-(-vocab // SAMPLER_GROUP), SAMPLER_THREADS)

@@ -22,7 +22,7 @@ Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
 
 
 def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
-    """What the compiler makes of the sources, and what it warns of. Raises CudaError when one does not compile."""
+    """What the compiler makes of the sources, and what it warns of. Raise CudaError when one does not compile."""
     jobs = [(path, arch) for arch in ARCHITECTURES for path in paths]
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda job: compiled(*job), jobs))
@@ -35,7 +35,7 @@ def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
 
 
 def compare(found: Table, recorded: Table) -> list[str]:
-    """What is worse than recorded, and what the two do not have in common."""
+    """Return what is worse than recorded, and what the two do not have in common."""
     complaints = []
     for arch in sorted({*found, *recorded}):
         now, before = found.get(arch, {}), recorded.get(arch, {})

@@ -27,7 +27,7 @@ class Usage:
 
 
 def usage(log: str) -> dict[str, Usage]:
-    """The kernels of a log made with --ptxas-options=-v."""
+    """Return the kernels of a log made with --ptxas-options=-v."""
     found = {}
     name, stack, spills = "", 0, 0
     for line in log.splitlines():
@@ -42,12 +42,12 @@ def usage(log: str) -> dict[str, Usage]:
 
 
 def warnings(log: str) -> list[str]:
-    """The lines of a log that warn."""
+    """Return the lines of a log that warn."""
     return [line.strip() for line in log.splitlines() if _WARNING.search(line)]
 
 
 def constants(image: bytes, suffix: str) -> dict[str, int]:
-    """The 32-bit constants whose names end in `suffix`, by what stands before it. Raises ValueError when not an ELF."""
+    """The 32-bit constants whose names end in `suffix`, by what stands before it. Raise ValueError when not an ELF."""
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     sections_at = struct.unpack_from("<Q", image, 40)[0]
@@ -72,7 +72,7 @@ def _text(image: bytes, at: int) -> str:
 
 
 def as_json(table: dict[str, Usage]) -> dict[str, dict[str, Any]]:
-    """The rows of registers.json."""
+    """Return the rows of registers.json."""
     return {
         name: {"registers": row.registers, "shared_bytes": row.shared_bytes, "spill_bytes": row.spill_bytes}
         for name, row in sorted(table.items())

@@ -22,11 +22,11 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Return whether the stream has passed it."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the stream has passed it; other threads of Python run meanwhile."""
+        """Return when the stream has passed it; other threads of Python run meanwhile."""
 
 
 class Stream(ABC):
@@ -34,7 +34,7 @@ class Stream(ABC):
 
     @abstractmethod
     def launch(self, call: Call, *touched: Tensor) -> None:
-        """A kernel. touched: the tensors behind the addresses in its Params that nobody else keeps alive."""
+        """A kernel. touched: the tensors behind the addresses in its Params that no other object keeps alive."""
 
     @abstractmethod
     def run(self, work: Callable[[], object]) -> None:
@@ -50,11 +50,11 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """The point behind all that was given so far."""
+        """Return the point behind all that was given so far."""
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """What is given from now on begins after the event of another stream."""
+        """Return what is given from now on begins after the event of another stream."""
 
 
 class Device(ABC):
@@ -72,11 +72,11 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros on the host that the device can copy from and to without a detour."""
+        """Return the zeros on the host that the device can copy from and to without a detour."""
 
     @abstractmethod
     def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
-        """Memory of the host that somebody else took, [bytes] uint8 from the beginning of a page on, as `pinned` gives
+        """Memory of the host taken elsewhere, [bytes] uint8 from the beginning of a page on, as `pinned` gives
         it: the same bytes. read_only: the process may not write there, and the device only copies from it."""
 
     @abstractmethod
@@ -85,21 +85,21 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records what `work` gives to `main`, addresses and numbers as they are now; a call of the result repeats it.
+        """Record what `work` gives to `main`, addresses and numbers as they are now; a call of the result repeats it.
 
         What work takes by `empty` belongs to the recording. Nothing may be waited for in work.
         """
 
     @abstractmethod
     def free_bytes(self) -> tuple[int, int]:
-        """Memory that could still be taken, and all there is."""
+        """Return the memory that could still be taken, and all there is."""
 
     @abstractmethod
     def peak_bytes(self, reset: bool = False) -> int:
-        """The most that torch's tensors have taken since the last reset, and begins anew after `reset`."""
+        """Return the most that torch's tensors have taken since the last reset, and begin anew after `reset`."""
 
     def close(self) -> None:
-        """Ends when all that was given is done."""
+        """End when all that was given is done."""
         self.copies.record().wait()
         self.main.record().wait()
 

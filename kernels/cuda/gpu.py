@@ -36,11 +36,11 @@ of 40 GiB would take 64."""
 
 _HOST_MAPPED = 2  # cudaHostRegisterMapped of the runtime's API: kernels read and write it under the same address
 _HOST_READ_ONLY = 8  # cudaHostRegisterReadOnly: memory that this process has no right to write
-_entered = threading.local()  # `device`: whose `main` is the thread's current stream
+_entered = threading.local()  # `device` with the `main` stream that is the thread's current stream
 
 
 class CudaEvent(Event):
-    """An event of torch. Who waits sleeps."""
+    """An event of torch. A thread that waits sleeps."""
 
     def __init__(self) -> None:
         self.event = cuda.Event(enable_timing=True, blocking=True)
@@ -61,7 +61,7 @@ class CudaStream(Stream):
         self._pointer = self.stream.cuda_stream
 
     def launch(self, call: Call, *touched: Tensor) -> None:
-        """Raises KeyError when no source has the kernel."""
+        """Raise KeyError when no source has the kernel."""
         self._device.enter()
         self._device.programs[call.name].launch(*call, self._pointer)
         self._hold(touched)
@@ -100,7 +100,7 @@ class CudaDevice(Device):
     """GPU number `index` of those that the process sees. All kernels are loaded at once, before any recording."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises CudaError, with what to do, where there is no GPU that can be used."""
+        """Raise CudaError, with what to do, where there is no GPU that can be used."""
         demand_gpu(index)
         self.torch_device = torch.device("cuda", index)
         self.name = cuda.get_device_name(index)
@@ -115,7 +115,7 @@ class CudaDevice(Device):
         self._pool_of_recordings: Any = None
 
     def enter(self) -> None:
-        """Makes `main` of this device what torch and CuPy use in the calling thread."""
+        """Make `main` of this device what torch and CuPy use in the calling thread."""
         if getattr(_entered, "device", None) is not self:
             cuda.set_device(self.torch_device)
             cuda.set_stream(self._main.stream)
@@ -126,7 +126,7 @@ class CudaDevice(Device):
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Raises CudaError when the system does not give so much."""
+        """Raise CudaError when the system does not give so much."""
         size = math.prod(shape) * dtype.itemsize
         if size < REGISTERED_BYTES:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -140,9 +140,9 @@ class CudaDevice(Device):
         return torch.from_numpy(memory).view(dtype).view(shape)
 
     def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
-        """Where the driver refuses to register memory for reading alone, copies from it make the host wait.
+        """Return the memory, pinned. Where the driver refuses to register it read-only, copies from it block the host.
 
-        Raises CudaError when it refuses other memory.
+        Raise CudaError when it refuses other memory.
         """
         from cupy.cuda import runtime  # which, unlike torch's, leaves no error behind for the next call to find
 
@@ -203,7 +203,7 @@ class CudaDevice(Device):
 
 
 def demand_gpu(index: int) -> None:
-    """Raises CudaError, with what to do, unless torch and CuPy can use GPU number `index` for the kernels."""
+    """Raise CudaError, with what to do, unless torch and CuPy can use GPU number `index` for the kernels."""
     if torch.version.cuda is None:
         raise CudaError(f"torch {torch.__version__} is a build without CUDA: install one with it (docs/gpu.md)")
     try:

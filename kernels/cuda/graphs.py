@@ -1,7 +1,7 @@
 """A forward pass recorded at a few numbers of rows, so that an iteration in which all sequences decode is one launch.
 
 A batch is padded up to the next of these numbers. A padded row has no token, no slot and no work item: the kernels
-write nothing for it but its own rows of what the graph computes, which nobody reads.
+write nothing for it but its own rows of what the graph computes, which is never read.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Graphs:
         self._recorded: dict[int, tuple[Callable[[], None], Tensor]] = {}
 
     def size_for(self, rows: int) -> int:
-        """Rows of the smallest graph that holds so many; 0 where none does."""
+        """Return the rows of the smallest graph that holds so many; 0 where none does."""
         at = bisect_left(self._sizes, rows)
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def record(self, padding: Callable[[int], CudaPrepared]) -> None:
-        """Records all graphs. padding: makes a batch of nobody's rows that was prepared for the graph of a size."""
+        """Record all graphs. padding: makes a batch of padded rows that was prepared for the graph of a size."""
         for done, size in enumerate(reversed(self._sizes)):  # the largest first: the others find room in what it took
             self._record(size, padding(size))
             if not done % 8:
@@ -65,7 +65,7 @@ class Graphs:
                 )
 
     def __call__(self, prepared: CudaPrepared) -> Tensor:
-        """The forward pass. Its result holds until the next call."""
+        """Return the forward pass. Its result holds until the next call."""
         if not prepared.graph or prepared.is_sent:
             return self._run(prepared)
         prepared.send(self.columns)

@@ -50,11 +50,11 @@ class Cubin:
     log: str
 
     def usage(self) -> dict[str, cubin.Usage]:
-        """What each kernel takes of a multiprocessor."""
+        """Return what each kernel takes of a multiprocessor."""
         return cubin.usage(self.log)
 
     def params_bytes(self) -> dict[str, int]:
-        """The size of each kernel's Params, as the compiler laid it out."""
+        """Return the size of each kernel's Params, as the compiler laid it out."""
         return cubin.constants(self.image, "_params")
 
 
@@ -71,7 +71,7 @@ class Program:
     """The kernels of one source, on CuPy's current device. Without a GPU they compile, and only a launch raises."""
 
     def __init__(self, source: Path, arch: str | None = None) -> None:
-        """arch: such as "sm_90"; by default the present GPU's. Raises CudaError with what the compiler says."""
+        """arch: such as "sm_90"; by default the present GPU's. Raise CudaError with what the compiler says."""
         self.source = source
         arch = arch or present_architecture()
         self.cubin = prebuilt(source, arch) or compiled(source, arch)
@@ -98,7 +98,7 @@ class Program:
         return tuple(self._params)
 
     def params_bytes(self, name: str) -> int:
-        """The size of a kernel's Params. Raises KeyError when the source has no such kernel."""
+        """Return the size of a kernel's Params. Raise KeyError when the source has no such kernel."""
         if name not in self._params:
             raise KeyError(f"{self.source.name} has no kernel {name!r}")
         return self._params[name]
@@ -106,7 +106,7 @@ class Program:
     def launch(
         self, name: str, grid: Sizes, block: Sizes, shared: int, params: np.ndarray[Any, np.dtype[np.void]], stream: int
     ) -> None:
-        """Puts the kernel on a stream, a cudaStream_t such as torch.cuda.current_stream().cuda_stream, and returns.
+        """Put the kernel on a stream, a cudaStream_t such as torch.cuda.current_stream().cuda_stream, and return.
 
         shared: bytes of dynamic shared memory; params: one item of a structured dtype, copied by the launch. Raises
         KeyError, ValueError when params is not as large as the kernel's, and CudaError without a GPU.
@@ -122,13 +122,13 @@ class Program:
 
 
 def sources() -> list[Path]:
-    """Every source with kernels, sorted."""
+    """Return every source with kernels, sorted."""
     return sorted(SOURCES.glob("*.cu"))
 
 
 @cache
 def nvrtc_version() -> str:
-    """The compiler's version; with its last number where it came as a wheel. Another one makes other code."""
+    """Return the compiler's version; with its last number where it came as a wheel. Another one makes other code."""
     found = ".".join(map(str, _nvrtc().getVersion()))
     try:
         return metadata.version("nvidia-cuda-nvrtc")
@@ -137,7 +137,7 @@ def nvrtc_version() -> str:
 
 
 def _nvrtc() -> Any:
-    """The binding of the compiler. Raises CudaError where there is no CuPy or no compiler."""
+    """Return the binding of the compiler. Raise CudaError where there is no CuPy or no compiler."""
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
@@ -162,7 +162,7 @@ def _has_gpu() -> bool:
 
 @cache
 def present_architecture() -> str:
-    """Of the current device. Raises CudaError when there is none."""
+    """Of the current device. Raise CudaError when there is none."""
     if not _has_gpu():
         raise CudaError(f"no GPU is here: name an architecture to compile for, such as {ARCHITECTURES[-1]}")
     import cupy
@@ -171,7 +171,7 @@ def present_architecture() -> str:
 
 
 def prebuilt(source: Path, arch: str) -> Cubin | None:
-    """What an image carries of this very source and runs on an architecture, if anything; its log is empty."""
+    """Return what an image carries of this very source that runs on an architecture, if anything; its log is empty."""
     for carried in _runs(arch):
         with suppress(OSError):
             return Cubin(prebuilt_path(source, carried).read_bytes(), "")
@@ -184,7 +184,7 @@ def prebuilt_architecture(arch: str) -> str | None:
 
 
 def prebuilt_path(source: Path, arch: str) -> Path:
-    """Where an image has a source's cubin. Any compiler may have made it."""
+    """Return where an image has a source's cubin. Any compiler may have made it."""
     return PREBUILT / f"{source.stem}-{arch}-{_digest(source, _options(arch))}.cubin"
 
 
@@ -200,7 +200,7 @@ def _runs(arch: str) -> list[str]:
 
 
 def compiled(source: Path, arch: str) -> Cubin:
-    """A source for one architecture, from the cache if it is there; its headers are in SOURCES. Raises CudaError."""
+    """A source for one architecture, from the cache if it is there; its headers are in SOURCES. Raise CudaError."""
     try:
         target = CACHE / f"{source.stem}-{arch}-{_digest(source, _options(arch), nvrtc_version())}"
     except CudaError as error:
@@ -213,7 +213,7 @@ def compiled(source: Path, arch: str) -> Cubin:
         made = _compile(source, _headers(), _options(arch))
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
-        write_whole(log, made.log.encode())  # first: who finds the image finds the log
+        write_whole(log, made.log.encode())  # first: a process that finds the image finds the log
         write_whole(image, made.image)
         for old in sorted(CACHE.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)

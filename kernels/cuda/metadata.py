@@ -32,7 +32,7 @@ class Column:
 
 
 def row_columns(batch: Batch, block_size: int, padded: int = 0) -> list[Column]:
-    """What the operations on rows read, for `padded` rows, samples and sequences where these are more."""
+    """Return what the operations on rows read, for `padded` rows, samples and sequences where these are more."""
     slots = batch.write_blocks * np.int32(block_size) + batch.write_offsets
     sequences = max(padded, len(batch.context))
     return [
@@ -46,7 +46,7 @@ def row_columns(batch: Batch, block_size: int, padded: int = 0) -> list[Column]:
 
 
 def plan_columns(plan: Plan, bounds: Bounds | None = None) -> list[Column]:
-    """What attention and its merge read; with bounds, as much room as any plan within them needs."""
+    """Return what attention and its merge read; with bounds, as much room as any plan within them needs."""
     decode, merged = plan.decode.ravel(), len(plan.rows)
     item_room = bounds.items * plan.decode.shape[1] if bounds else decode.size
     merge_room = bounds.merged if bounds else merged
@@ -95,14 +95,14 @@ class Columns:
 
 
 class Staging:
-    """Pinned buffers in rotation. One is written again only when the copy out of it is done; nobody waits for that."""
+    """Pinned buffers in rotation. One is written again only when the copy out of it is done, without waiting."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._sent: deque[tuple[Event, Tensor]] = deque()
 
     def stage(self, columns: list[Column]) -> Staged:
-        """Writes the columns, in this order, to a buffer that nobody reads any more."""
+        """Write the columns, in this order, to a buffer that no copy reads any more."""
         offsets, used = {}, 0
         for column in columns:
             offsets[column.name] = used
@@ -117,7 +117,7 @@ class Staging:
         return Staged(pinned, offsets, used)
 
     def send(self, staged: Staged, target: Tensor | None = None) -> Columns:
-        """Begins the copy, to the first numbers of target or to memory taken for it. Once for each `stage`."""
+        """Begin the copy, to the first numbers of target or to memory taken for it. Once for each `stage`."""
         if target is None:
             target = self._device.empty((staged.used,), int32)
         self._device.main.copy(target[: staged.used], staged.pinned[: staged.used])
@@ -152,7 +152,7 @@ class Work:
         return cls(planner.group, planner.window, *sizes)
 
     def covers(self, group: int, window: int) -> bool:
-        """Whether attention with so many query heads to a KV head and that window can use the plan."""
+        """Return whether attention with so many query heads to a KV head and that window can use the plan."""
         return self.group == group and (not self.window or 0 < window <= self.window)
 
 
@@ -194,11 +194,11 @@ class CudaPrepared(Prepared):
         return self.columns if self._plan is None else self._plan
 
     def send(self, target: Tensor | None = None) -> Columns:
-        """Begins the copy, to `target` or to memory of its own."""
+        """Begin the copy, to `target` or to memory of its own."""
         self._columns = self._staging.send(self._staged, target)
         return self._columns
 
     def plan_anew(self, work: Work, staged: Staged) -> Work:
-        """Takes another plan than that of the columns, and returns it."""
+        """Take another plan than that of the columns, and return it."""
         self.work, self._plan = work, self._staging.send(staged)
         return work

@@ -61,7 +61,7 @@ class Planner:
     def __init__(self, processors: int, kv_heads: int, group: int, head_dim: int, window: int = 0) -> None:
         """processors: streaming multiprocessors; group: query heads of a KV head; window: the largest of the layers.
 
-        A window of 0 means that some layer sees everything. Raises ValueError for a group that no tile can hold.
+        A window of 0 means that some layer sees everything. Raise ValueError for a group that no tile can hold.
         """
         self.group, self.window = group, window
         self._tile = tokens_per_item(head_dim, group)
@@ -70,7 +70,7 @@ class Planner:
         self._prefill_items = -(-processors * PREFILL_ITEMS_PER_PROCESSOR // kv_heads)
 
     def plan(self, query_start: Int32, context: Int32) -> Plan:
-        """The items of S sequences: query_start [S + 1], context [S] (see kernels.ops.Batch)."""
+        """Return the items of S sequences: query_start [S + 1], context [S] (see kernels.ops.Batch)."""
         lengths = query_start[1:] - query_start[:-1]
         one = lengths == 1
         decodes, chunks = np.flatnonzero(one), np.flatnonzero(~one)
@@ -100,7 +100,7 @@ class Planner:
         )
 
     def partial_rows(self, tokens: int) -> int:
-        """The most partial rows of any iteration of so many tokens."""
+        """Return the most partial rows of any iteration of so many tokens."""
         split = self._prefill_items + min(tokens, self._prefill_items - 1)
         return self.decode_bounds(tokens).partial_rows + split * min(tokens, self._tile)
 
@@ -137,13 +137,13 @@ def _new_tiles(count: int) -> Int32:
 
 
 def _most(work: Int32, wanted: int) -> int:
-    """Slabs of an item at most, where all work is to be about `wanted` items."""
+    """Return the slabs of an item at most, where all work is to be about `wanted` items."""
     share = -(-int(work.sum(dtype=np.int64)) // wanted)
     return max(MIN_SPLIT_SLABS, _whole_steps(share))
 
 
 def _split(tiles: Int32, work: Int32, most: Int32) -> Int32:
-    """Items of the tiles, in their order; several where a tile has more than `most` work. Writes SPLITS of tiles."""
+    """Items of the tiles, in their order; several where a tile has more than `most` work. Write SPLITS of tiles."""
     splits = np.minimum(-(-work // most), np.maximum(work // MIN_SPLIT_SLABS, 1))
     size = _whole_steps(-(-work // splits))
     splits = -(-work // size)
@@ -159,7 +159,7 @@ def _split(tiles: Int32, work: Int32, most: Int32) -> Int32:
 
 
 def _longest_first(items: Int32, decodes: int) -> Indices:
-    """The order of the first `decodes` items among themselves, then of the others.
+    """Return the order of the first `decodes` items among themselves, then of the others.
 
     16-bit keys are sorted by their digits, in linear time; items beyond half a million tokens count as that long.
     """

@@ -17,7 +17,7 @@ from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, prebuilt_pat
 
 
 def build_all() -> list[Path]:
-    """Compiles, and removes what other sources left. Raises CudaError."""
+    """Compile, and remove what other sources left. Raise CudaError."""
     wanted = {prebuilt_path(source, arch): (source, arch) for arch in ARCHITECTURES for source in sources()}
     loader.PREBUILT.mkdir(parents=True, exist_ok=True)
     for old in set(loader.PREBUILT.glob("*.cubin")) - wanted.keys():
@@ -29,7 +29,7 @@ def build_all() -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what an image then carries."""
+    """Print what an image then carries."""
     argparse.ArgumentParser(prog="python -m kernels.cuda.prebuilt", description=__doc__).parse_args(arguments)
     try:
         for path in build_all():

@@ -32,7 +32,7 @@ class Sampler:
     """Draws tokens of one vocabulary on one device, on its main stream."""
 
     def __init__(self, device: Device, vocab: int, rows: int) -> None:
-        """Takes memory for so many rows. More rows, and long histories, take more when they come, and keep it."""
+        """Take memory for so many rows. More rows, and long histories, take more when they come, and keep it."""
         self._device, self._vocab = device, vocab
         self._packed = device.empty((rows * (calls.SAMPLER_ROW.itemsize + ENTRY_BYTES),), torch.uint8)
         self._results = device.empty((RESULTS * rows,), torch.int32)
@@ -41,10 +41,10 @@ class Sampler:
     def sample_later(
         self, logits: Tensor, rows: SamplingRows, slots: Int32, last_tokens: Tensor | None
     ) -> Pending[Sampled]:
-        """See Ops.sample_later. logits [R or more, vocab] float32; the rows beyond R belong to nobody.
+        """See Ops.sample_later. logits [R or more, vocab] float32; the rows beyond R are padding.
 
         last_tokens: [slots] int32 on the device; row r's token goes to last_tokens[slots[r]], unless slots[r] is
-        below zero. Raises ValueError for logits, masks or penalties of the wrong shape.
+        below zero. Raise ValueError for logits, masks or penalties of the wrong shape.
         """
         count = len(rows.temperature)
         if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[1] != self._vocab:
@@ -83,12 +83,12 @@ class Sampler:
         return _Drawing(main.record(), pinned, wanted, self._free)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """sample_later for rows that are nobody's last, waited for. The history names no slot."""
-        nobody = np.full(len(rows.temperature), -1, np.int32)
-        return self.sample_later(logits, rows, nobody, None).wait()
+        """sample_later for rows without a slot, waited for. The history names no slot."""
+        no_slots = np.full(len(rows.temperature), -1, np.int32)
+        return self.sample_later(logits, rows, no_slots, None).wait()
 
     def _pinned(self, packed_bytes: int, numbers: int) -> _Pinned:
-        """Memory that nobody uses any more, or else new memory; one that is too small is let go."""
+        """Return the memory that no launch uses any more, or else new memory; one that is too small is let go."""
         while self._free:
             pinned = self._free.pop()
             if pinned.packed.numel() >= packed_bytes and pinned.results.numel() >= numbers:
@@ -147,7 +147,7 @@ def _sampled(results: Int32, wanted: _Wanted) -> Sampled:
 
 
 def _likely(results: Tensor, wanted: _Wanted) -> Likely:
-    """The part of the results that holds the most likely ids and their log-probabilities; no copy."""
+    """Return the part of the results that holds the most likely ids and their log-probabilities; no copy."""
     ids, logprobs = results[RESULTS * wanted.rows :].view(2, wanted.rows, wanted.likely)
     return Likely(ids, logprobs.view(torch.float32))
 
@@ -166,7 +166,7 @@ class _Layout:
         self.copied = self.add_room(name, array.nbytes)
 
     def add_room(self, name: str, size: int) -> int:
-        """Returns where it ends."""
+        """Return where it ends."""
         self.offsets[name] = self.whole
         end = self.whole + size
         self.whole = -(-end // ALIGNMENT) * ALIGNMENT

@@ -69,12 +69,12 @@ class EmulatedStream(Stream):
         self.put_off: deque[_Work] = deque()
 
     def ready(self) -> bool:
-        """Whether its first piece of work can be done now."""
+        """Return whether its first piece of work can be done now."""
         after = self.put_off[0].after if self.put_off else None
         return bool(self.put_off) and (after is None or after.passed_ns is not None)
 
     def launch(self, call: Call, *touched: Tensor) -> None:
-        """Raises KeyError when no source has the kernel."""
+        """Raise KeyError when no source has the kernel."""
         program, params = program_of(call.name, self._device.flags), call.params.copy()
 
         def work() -> None:
@@ -86,7 +86,7 @@ class EmulatedStream(Stream):
         self._device.give(self, _Work(getattr(work, "__qualname__", "work"), work))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Raises ValueError for what a GPU cannot copy in one piece, or not without waiting."""
+        """Raise ValueError for what a GPU cannot copy in one piece, or not without waiting."""
         same = target.shape == source.shape and target.dtype == source.dtype
         if not (same and target.is_contiguous() and source.is_contiguous()):
             raise ValueError(f"a copy of {source.dtype} {tuple(source.shape)} to {target.dtype} {tuple(target.shape)}")
@@ -164,7 +164,7 @@ class EmulatedDevice(Device):
         return self._pinned.adopt(memory)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the device can copy it: what `empty` or `pinned` gave, or a part of that."""
+        """Return whether the device can copy it: what `empty` or `pinned` gave, or a part of that."""
         return self._memory.holds(tensor) or self._pinned.holds(tensor)
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
@@ -199,7 +199,7 @@ class EmulatedDevice(Device):
         return peak
 
     def give(self, stream: EmulatedStream, work: _Work) -> None:
-        """Puts work at the end of a stream, or into the recording."""
+        """Put work at the end of a stream, or into the recording."""
         if self._recording is not None:
             if stream is self.copies:
                 raise EmulatorError(f"{work.name} is given to copies in a recording")
@@ -229,7 +229,7 @@ class EmulatedDevice(Device):
         self._raise_error()
 
     def refuse_while_recording(self, what: str) -> None:
-        """Raises EmulatorError inside `capture`."""
+        """Raise EmulatorError inside `capture`."""
         if self._recording is not None:
             raise EmulatorError(f"an event is {what} in a recording")
 
@@ -271,9 +271,9 @@ class EmulatedDevice(Device):
 
 @cache
 def program_of(kernel: str, flags: tuple[str, ...] = ()) -> Program:
-    """The program with a kernel of that name, compiled when it is first asked for.
+    """Return the program with a kernel of that name, compiled when it is first asked for.
 
-    Raises KeyError when no source has it, BuildError when a source does not compile.
+    Raise KeyError when no source has it, BuildError when a source does not compile.
     """
     named = f"KERNEL({kernel},"
     for source in sorted(loader.sources(), key=lambda path: named not in path.read_text()):

@@ -1,6 +1,7 @@
 """The memory of the emulated device: counted, and full of NaN before it is written and after it was let go.
 
-So reading what nobody wrote, or what a kernel still needed when its tensor was dropped, shows as a wrong number.
+So reading memory that was not written, or that a kernel still needed when its tensor was dropped, shows as a wrong
+number.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Memory:
         self._let_go_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Garbage, contiguous. Raises torch.OutOfMemoryError when less than this is left of `total`."""
+        """Garbage, contiguous. Raise torch.OutOfMemoryError when less than this is left of `total`."""
         size = math.prod(shape) * dtype.itemsize
         if self.used + size > self.total:
             raise torch.OutOfMemoryError(
@@ -54,14 +55,14 @@ class Memory:
         return torch.from_numpy(part).view(torch.uint8)[:size].view(dtype).view(shape)
 
     def adopt(self, memory: Tensor) -> Tensor:
-        """The same bytes, as if they had been taken here; they stay as they are when it is let go."""
+        """Return the same bytes, as if they had been taken here; they stay as they are when it is let go."""
         part = memory.numpy()
         weakref.finalize(part, self._starts.discard, part.ctypes.data).atexit = False
         self._starts.add(part.ctypes.data)
         return torch.from_numpy(part)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the memory behind a tensor was taken here."""
+        """Return whether the memory behind a tensor was taken here."""
         return tensor.untyped_storage().data_ptr() in self._starts
 
     def _release(self, whole: Words, start: int, size: int) -> None:
@@ -75,6 +76,6 @@ class Memory:
 
 
 def spoil(tensor: Tensor) -> None:
-    """Makes garbage of all the memory behind a tensor that `take` gave."""
+    """Make garbage of all the memory behind a tensor that `take` gave."""
     words: Any = torch.empty(0, dtype=torch.int16).set_(tensor.untyped_storage())
     words.fill_(GARBAGE)

@@ -53,12 +53,12 @@ class Program:
     def __init__(
         self, source: Path, order: int = FORWARD, include: tuple[Path, ...] = (), flags: tuple[str, ...] = ()
     ) -> None:
-        """Compiles unless that was done before; see `compiled`. Raises BuildError."""
+        """Compile unless that was done before; see `compiled`. Raise BuildError."""
         self.source, self.order = source, order
         self._library = ctypes.CDLL(str(compiled(source, include, flags)))
 
     def params_bytes(self, name: str) -> int:
-        """The size of a kernel's Params. Raises KeyError when the source has no such kernel."""
+        """Return the size of a kernel's Params. Raise KeyError when the source has no such kernel."""
         try:
             return c_uint.in_dll(self._library, f"{name}_params").value
         except ValueError as error:
@@ -74,9 +74,9 @@ class Program:
         stream: int = 0,
         order: int | None = None,
     ) -> None:
-        """Runs the kernel to its end. shared: bytes of dynamic shared memory; params: one item of a structured dtype.
+        """Run the kernel to its end. shared: bytes of dynamic shared memory; params: one item of a structured dtype.
 
-        Nothing runs beside it, so `stream` means nothing. Raises KeyError, ValueError when params is not as large as
+        Nothing runs beside it, so `stream` means nothing. Raise KeyError, ValueError when params is not as large as
         the kernel's, and EmulatorError.
         """
         expected = self.params_bytes(name)
@@ -95,7 +95,7 @@ class Program:
 def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...] = ()) -> Path:
     """The shared library of a source, its headers being in `include` or beside it; flags are g++'s, such as SANITIZERS.
 
-    Raises BuildError with what the compiler says; its warnings are errors.
+    Raise BuildError with what the compiler says; its warnings are errors.
     """
     compiler = shutil.which("g++")
     if compiler is None:

@@ -43,7 +43,7 @@ class Chunk:
 
 
 def decode_groups(batch: Batch, cache: ReferenceCache) -> list[DecodeGroup]:
-    """Sequences by the power of two of their block count: at most half of a group is padding."""
+    """Return the sequences by the power of two of their block count: at most half of a group is padding."""
     sequences = np.flatnonzero(np.diff(batch.query_start) == 1)
     if not sequences.size:
         return []
@@ -61,7 +61,7 @@ def decode_groups(batch: Batch, cache: ReferenceCache) -> list[DecodeGroup]:
 
 
 def chunks(batch: Batch, cache: ReferenceCache) -> list[Chunk]:
-    """The sequences of more rows than one."""
+    """Return the sequences of more rows than one."""
     return [_chunk(batch, int(s), cache) for s in np.flatnonzero(np.diff(batch.query_start) > 1)]
 
 
@@ -166,7 +166,7 @@ def _chunk(batch: Batch, sequence: int, cache: ReferenceCache) -> Chunk:
 
 
 def _tiles(tables: Int32, context: Int32, cache: ReferenceCache) -> Int64:
-    """[B, kv_heads, blocks of the longest] tiles of layer 0's K; the zero block where a sequence has none."""
+    """Return [B, kv_heads, blocks of the longest] tiles of layer 0's K; the zero block where a sequence has none."""
     used = -(-context // cache.shape.block_size)
     blocks = tables[:, : int(used.max())].astype(np.int64)
     blocks[np.arange(blocks.shape[1]) >= used[:, None]] = cache.shape.blocks

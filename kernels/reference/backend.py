@@ -182,7 +182,7 @@ def _turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def batch_size(rows: int) -> int:
-    """The number of rows that is computed for `rows`.
+    """Return the number of rows that is computed for `rows`.
 
     oneDNN keeps generated code and buffers for every number of rows it has seen with a bfloat16 matrix (0.25 MB and
     more each, 1,024 kept), so memory would grow for hours; powers of two and eighths of them are few.

@@ -38,11 +38,11 @@ class ReferenceCache(Cache):
         return self.tiles[(2 * layer + value) * self.shape.kv_heads :]
 
     def layer_rows(self, layer: int, value: bool) -> Tensor:
-        """The same for rows."""
+        """Return the same for rows."""
         return self.rows[(2 * layer + value) * self.shape.kv_heads * self.shape.block_size :]
 
     def put(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Host numbers on the pool's device."""
+        """Return the host numbers on the pool's device."""
         return torch.from_numpy(array).to(self.pool.device)
 
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:

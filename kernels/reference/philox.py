@@ -32,7 +32,7 @@ def philox4x32(counter: UInt32, key: UInt32, rounds: int = 10) -> UInt32:
 
 
 def gumbel(seed: UInt64, position: Int64, vocab: int) -> Float32:
-    """[R, vocab] float32 standard Gumbel noise as kernels.ops.SamplingRows defines it."""
+    """Return [R, vocab] float32 standard Gumbel noise as kernels.ops.SamplingRows defines it."""
     rows, words = len(seed), -(-vocab // 4)
     noise = np.empty((rows, words * 4), np.float32)
     tile_rows = max(1, _TILE // words)

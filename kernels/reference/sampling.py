@@ -53,7 +53,7 @@ def _finite_status(logits: Tensor) -> Tensor:
 
 
 def _edit(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Bias, bans, masks, penalties; the given logits stay as they are."""
+    """Return the bias, bans, masks, penalties; the given logits stay as they are."""
     if rows.bias is None and rows.banned is None and rows.mask_rows is None and rows.history is None:
         return logits
     scores = logits.clone()
@@ -128,7 +128,7 @@ def _top_k(scores: Tensor, top_k: np.ndarray[tuple[int], np.dtype[np.int32]]) ->
 
 
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the smallest set of most likely tokens whose mass reaches top_p, at least one, ties included."""
+    """Keep the smallest set of most likely tokens whose mass reaches top_p, at least one, ties included."""
     total = scores.logsumexp(-1, keepdim=True)
     best = scores.topk(min(_SORTED_PREFIX, scores.shape[1]), dim=-1).values
     floor = _nucleus_floor(best, total, top_p)

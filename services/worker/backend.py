@@ -56,7 +56,7 @@ def set_threads(settings: WorkerSettings, ranks_here: int) -> None:
 
 
 def device_of(ops: AnyOps) -> Device | None:
-    """The device whose memory the KV pool has to be fitted into; None where that is the host's."""
+    """Return the device whose memory the KV pool has to be fitted into; None where that is the host's."""
     gpu: Device | None = getattr(ops, "gpu", None)
     if gpu is None and ops.device.type == "cuda":  # the reference kernels on a GPU
         from kernels.cuda.gpu import CudaDevice
@@ -66,7 +66,7 @@ def device_of(ops: AnyOps) -> Device | None:
 
 
 def cpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
-    """`auto` is the checkpoint's type, float16 widened to float32. Raises ConfigurationError for float16 by name."""
+    """`auto` is the checkpoint's type, float16 widened to float32. Raise ConfigurationError for float16 by name."""
     if wanted == "float16":
         raise ConfigurationError("--dtype float16 needs a GPU; the CPU engine computes in float32 or bfloat16")
     dtype = gpu_dtype(wanted, config)
@@ -79,7 +79,7 @@ def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
 
 
 def _on_gpu(settings: WorkerSettings) -> bool:
-    """Whether to compute on a GPU. Raises ConfigurationError where one is asked for by name and cannot be used."""
+    """Whether to compute on a GPU. Raise ConfigurationError where one is asked for by name and cannot be used."""
     option = _needs_cpu_kernels(settings)
     if settings.device == "cuda" or settings.kernels == "cuda":
         asked = "DEVICE=cuda" if settings.device == "cuda" else "--kernels cuda"
@@ -98,7 +98,7 @@ def _on_gpu(settings: WorkerSettings) -> bool:
 
 
 def _lacks_gpu() -> str:
-    """Why no GPU can be used and what to do; nothing where one can."""
+    """Return why no GPU can be used and what to do; nothing where one can."""
     from kernels.cuda.gpu import demand_gpu
 
     try:
@@ -141,7 +141,7 @@ def _created(name: str, device: torch.device) -> AnyOps:
 
 
 def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> str:
-    """What of the model the cuda kernels cannot compute; nothing where they can all."""
+    """Return what of the model the cuda kernels cannot compute; nothing where they can all."""
     blocks = settings.block_size // BLOCK_TOKENS
     if settings.block_size % BLOCK_TOKENS or blocks & (blocks - 1):
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
@@ -159,7 +159,7 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
 
 
 def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
-    """The option, if one is given, that only the cpu kernels can do."""
+    """Return the option, if one is given, that only the cpu kernels can do."""
     if settings.deterministic:
         return "--deterministic"
     if METHODS[settings.quantize].backends == ("cpu",):
@@ -168,7 +168,7 @@ def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
 
 
 def _library(settings: WorkerSettings) -> Library | None:
-    """None, with a warning, where the cpu kernels cannot be had and nobody insists on them."""
+    """None, with a warning, where the cpu kernels cannot be had and no setting demands them."""
     try:
         if settings.block_size % BLOCK_TOKENS:
             raise BuildError(f"--block-size {settings.block_size} is no multiple of {BLOCK_TOKENS}")
@@ -196,10 +196,3 @@ def _cpu_ops(
         path, source = row.path, row.source
     log.info("%s kernels, %d threads: %s by %s matrix kernels (%s)", library.variant, threads, weights, path, source)
     return CpuOps(library, threads, path)
-
-
-def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
-    """[outputs, inputs] of one layer's matrices."""
-    hidden, attention = config.hidden_size, config.heads * config.head_dim
-    qkv = attention + 2 * config.kv_heads * config.head_dim
-    return [(qkv, hidden), (hidden, attention), (config.gate_up_size, hidden), (hidden, config.intermediate_size)]

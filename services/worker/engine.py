@@ -30,8 +30,8 @@ from services.worker.kv.transfers import KVTransfers
 from services.worker.metrics import StepLog
 from services.worker.models.checkpoint import Progress, open_weights
 from services.worker.models.config import load_config
-from services.worker.models.decoder import Decoder
-from services.worker.models.weights import check_matrices, shard_of
+from services.worker.models.decoder import Decoder, check_matrices
+from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
@@ -46,7 +46,7 @@ from shared.settings import WorkerSettings
 log = logging.getLogger("orcinus.worker")
 
 STEPS_IN_FLIGHT = 2
-"""Steps that may be submitted and not finished: with more, a token could be wanted that two draws ago was the last."""
+"""Steps that may be submitted and not finished. With more, a step could need a token that was overwritten."""
 
 
 class Engine:
@@ -55,7 +55,7 @@ class Engine:
     def __init__(
         self, settings: WorkerSettings, progress: Progress | None = None, parallel: ParallelState | None = None
     ) -> None:
-        """Loads the model and takes all memory. Raises ModelError or ConfigurationError.
+        """Load the model and take all memory. Raise ModelError or ConfigurationError.
 
         With several ranks each makes an engine with the same settings, warms it up, resets it and is given the same
         steps in the same order; only the leader's results are complete. Then RankError is raised too, and what any call
@@ -98,7 +98,7 @@ class Engine:
             self._step_log = StepLog(settings.step_log)
 
     def _plan_memory(self) -> None:
-        """Takes a pool of as many blocks as there may be; on a GPU of what weights and the largest step leave."""
+        """Take a pool of as many blocks as there may be; on a GPU, of those that weights and the largest step leave."""
         settings, config = self.settings, self._decoder.config
         tokens, heads = settings.block_size, config.kv_heads
         shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype)
@@ -112,10 +112,10 @@ class Engine:
             self._take_pool(shape)
 
     def _left_on(self, device: Device, shape: CacheShape) -> int:
-        """Bytes of the device that are free while the largest step runs, measured with a pool just large enough."""
+        """Return the bytes of the device that are free while the largest step runs, with a pool just large enough."""
         free, _ = device.free_bytes()
         if self.settings.kv_blocks:
-            return free  # nobody asks
+            return free  # the setting decides
         device.peak_bytes(reset=True)
         before = device.peak_bytes()
         shape = dataclasses.replace(shape, blocks=self._warm_steps.blocks)
@@ -162,11 +162,11 @@ class Engine:
 
     @property
     def matrices(self) -> str:
-        """Whose matrix kernels run: "own" or "torch"."""
+        """The matrix kernels in use: "own" or "torch"."""
         return self._ops.path if isinstance(self._ops, CpuOps) else "torch"
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """What Describe answers."""
+        """Return what Describe answers."""
         shape = self._cache.shape
         return worker_pb2.WorkerInfo(
             id=self.settings.worker_id,
@@ -194,8 +194,8 @@ class Engine:
         )
 
     def reset(self) -> None:
-        """A new Run: no slot is taken, no KV is known, nothing is copied any more. What stays in the blocks is never
-        read, and the results of steps in flight mean nothing."""
+        """Begin a new Run: no slot is taken, no block holds KV, no copy runs. What stays in the blocks is never read,
+        and the results of steps in flight mean nothing."""
         self._transfers.drain()
         if self.parallel.size > 1:  # what the ranks say to each other has an order
             self._learn(np.arange(self._slots.max_seqs, dtype=np.int32))
@@ -204,7 +204,7 @@ class Engine:
             self._begin_run()
 
     def end_run(self) -> None:
-        """No step of this Run comes any more: memory of other workers is let go. For the thread that submits."""
+        """End the Run: unmap the memory of other workers. For the thread that submits."""
         self._transfers.release_peers()
 
     def _begin_run(self) -> None:
@@ -217,9 +217,9 @@ class Engine:
         self._last_end: Any = None
 
     def warm_up(self) -> None:
-        """Runs the largest batches, so that what is missing (memory above all) is missing now. Ends with reset().
+        """Run the largest batches, so that what is missing (memory above all) is missing now. End with reset().
 
-        Raises ConfigurationError where the memory does not suffice.
+        Raise ConfigurationError where the memory does not suffice.
         """
         with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
             self._run_largest()
@@ -233,8 +233,8 @@ class Engine:
             self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
 
     def prove(self) -> None:
-        """Runs steps of one token, as the warm-up did. What they raise is the engine's doing, whatever was asked of it
-        before. No step may be in flight. Ends with reset()."""
+        """Run steps of one token, as the warm-up did. An error that they raise is the engine's, not
+        that of a request before. No step may be in flight. End with reset()."""
         for step in self._warm_steps.sizes([1]):
             self._run_alone(step)
 
@@ -245,7 +245,7 @@ class Engine:
         self.speed = Speed(prefill_s, self._run_alone(self._warm_steps.decode(self._cache.shape.blocks)), tokens)
 
     def _run_alone(self, step: worker_pb2.Step) -> float:
-        """Seconds of a step that nothing comes before or after."""
+        """Return the seconds of a step that nothing comes before or after."""
         seconds = self.execute(step).timings.total_ns / 1e9
         self.reset()
         return seconds
@@ -256,13 +256,13 @@ class Engine:
         return WarmUp(settings.max_seqs, settings.max_step_tokens, self.lengths.model - 1, settings.block_size)
 
     def read_block(self, block: int) -> Tensor:
-        """[layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
+        """Return [layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
         return self._cache.read_block(block)
 
     def profile(self, step: worker_pb2.Step) -> list[tuple[str, int]]:
-        """Runs a step's forward pass; (operation, ns) in order, as the backend measures them. Samples nothing.
+        """Run a step's forward pass; (operation, ns) in order, as the backend measures them. Sample nothing.
 
-        Raises ConfigurationError where the backend cannot tell.
+        Raise ConfigurationError where the backend cannot tell.
         """
         if not isinstance(self._compiled, Compiled):
             remedy = "--deterministic keeps to our own" if self._ops.name == "cpu" else "use --kernels cpu"
@@ -274,13 +274,13 @@ class Engine:
         return found
 
     def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
-        """Submits a step and finishes it; see there for arguments and errors."""
+        """Submit a step and finish it; see there for arguments and errors."""
         return self.finish(self.submit(step, received_ns))
 
     def submit(self, step: worker_pb2.Step, received_ns: int = 0) -> InFlightStep:
-        """Gives a step to the device. `received_ns` is time.monotonic_ns() at its receipt.
+        """Give a step to the device. `received_ns` is time.monotonic_ns() at its receipt.
 
-        At most one step may be in flight, and none unless the backend overlaps. Raises ProtocolError for a step that
+        At most one step may be in flight, and none unless the backend overlaps. Raise ProtocolError for a step that
         breaks the contract, and whatever the backend raises; after either the state is not to be trusted until reset().
         """
         queued_ns = time.monotonic_ns() - received_ns if received_ns else 0
@@ -309,11 +309,11 @@ class Engine:
         return inflight
 
     def finish(self, inflight: InFlightStep, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
-        """Waits for the device and answers. InFlightSteps are finished in the order in which they were submitted.
+        """Wait for the device and answer. Steps are finished in the order in which they were submitted.
 
-        `more` tells, when the tokens are there, whether another Result will follow without anybody asking: copies that
-        are still on their way are then left to it. Raises whatever the backend raises, as `submit`. A sequence that
-        fails alone is in Result.errors, and again in the result of a step that was submitted before it was known.
+        more: whether another Result follows anyway once the tokens are there; copies that still run are then left to
+        it. Raise whatever the backend raises, as `submit`. A sequence that fails alone is in Result.errors, and again
+        in the result of a step that was submitted before it was known.
         """
         sampled = None if inflight.sampled is None else inflight.sampled.wait()
         with self._lock:
@@ -339,7 +339,7 @@ class Engine:
         return result
 
     def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[InFlightStep, Batch | None]:
-        """The step applied to the slots; its batch, None when it computes nothing."""
+        """Apply the step to the slots; return it with its batch, None when it computes nothing."""
         table = self._slots
         chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
@@ -370,14 +370,14 @@ class Engine:
         return inflight, self._decoder.local_tokens(batch)
 
     def _learn(self, slots: Int32) -> None:
-        """Waits for the tokens, drawn elsewhere, that these slots get in steps that are in flight."""
+        """Wait for the tokens, drawn elsewhere, that these slots get in steps that are in flight."""
         for inflight in self._in_flight.unknown(slots):
             if (sampled := inflight.sampled and inflight.sampled.wait()) is not None:
                 with self._lock:
                     self._in_flight.learn(inflight, sampled)
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
-        """Begins to draw one token for each slot that samples, or to hear which were drawn."""
+        """Begin to draw one token for each slot that samples, or to receive the tokens from the rank that does."""
         slots, table = inflight.sampling, self._slots
         inflight.positions = positions = table.known[slots]
         inflight.logprobs = table.sampling.logprobs[slots]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("orcinus.worker")
 
 COMPILE_S = 5.0
-"""A step waits at most so long for the grammars that entered with it; a sequence whose is late fails alone. The gateway
-has compiled each of them before, within bounds that are a fraction of a second."""
+"""A step waits at most so long for the grammars that entered with it; a sequence with a late grammar fails alone. The
+gateway has compiled each of them before, within bounds that are a fraction of a second."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class SlotGrammars:
         self._compiling = ThreadPoolExecutor(2, "grammars")
 
     def prepare(self) -> None:
-        """Begins to read the tokenizer, which takes a second where it is large: no step is to wait for that."""
+        """Begin to read the tokenizer, which takes a second where it is large: no step is to wait for that."""
         self._compiling.submit(self._prepare)
 
     def _prepare(self) -> None:
@@ -81,7 +81,7 @@ class SlotGrammars:
         """By slot the ids that its next token may have, as SamplingTable.set_masks takes them; or what is wrong.
 
         previous: the step before this one, which may still be out. A slot whose draw failed there has neither: it
-        fails with that inflight. Waits for that inflight and for grammars that entered just now.
+        fails with that inflight. Wait for that inflight and for grammars that entered just now.
         """
         found: dict[int, bytes] = {}
         wrong: dict[int, str] = {}
@@ -103,7 +103,7 @@ class SlotGrammars:
         return found, wrong
 
     def _mask(self, bound: _Bound, outputs: Int32, until: float) -> bytes:
-        """After these outputs. Raises TimeoutError or OrcinusError."""
+        """Return the mask after these outputs. Raise TimeoutError or OrcinusError."""
         matcher = bound.matcher.result(max(0.0, until - time.monotonic()))
         mask = _advance(matcher, outputs[bound.fed :])
         if not mask:
@@ -118,14 +118,14 @@ class SlotGrammars:
         return mask[: self._mask_bytes]
 
     def _make(self, grammar: str, outputs: Int32) -> LLMatcher:
-        """Outputs that do not fit are found out by the mask."""
+        """Return a matcher that has consumed `outputs`; the mask shows later whether they fit."""
         matcher = self._grammars.matcher(grammar)
         matcher.consume_tokens(outputs.tolist())
         return matcher
 
 
 def _advance(matcher: LLMatcher, tokens: Int32) -> bytes:
-    """The mask behind further tokens; empty when the matcher has failed.
+    """Return the mask behind further tokens; empty when the matcher has failed.
 
     A complete grammar takes none: what was planned ahead behind the end of text counts for nothing.
     """
@@ -136,7 +136,7 @@ def _advance(matcher: LLMatcher, tokens: Int32) -> bytes:
 
 
 def _outputs(slot: int, previous: InFlightStep | None, table: SlotTable) -> Int32 | None:
-    """All outputs of a slot's sequence; None when the last of them could not be drawn."""
+    """Return all outputs of a slot's sequence; None when the last of them could not be drawn."""
     outputs: Int32 = table.tokens[slot, table.prompt[slot] : table.known[slot]]
     if not outputs.size or outputs[-1] >= 0:
         return outputs

@@ -16,7 +16,7 @@ from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, SlotTable
 from shared.logprobs import pack_record
 
-NOBODY: Int32 = np.zeros(0, np.int32)
+NO_ROWS: Int32 = np.zeros(0, np.int32)
 
 WHY = {
     STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
@@ -55,18 +55,18 @@ class InFlightStep:
     id: int
     chunks: Chunks
     sampling: Int32  # [R] the slots that sample, in the order of the chunks
-    generations: Int64  # [C] of the chunks' slots: whose they were when this was submitted
+    generations: Int64  # [C] of the chunks' slots when this was submitted
     departures: int  # of the slots by then
     transfers: KVTransfers
     marks: Marks
     queued_ns: int
     errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
-    positions: Int32 = field(default_factory=lambda: NOBODY)  # [R] where in its sequence each sampled token belongs
-    logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [R] as in the sequences' sampling
+    positions: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] where in its sequence each sampled token belongs
+    logprobs: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] as in the sequences' sampling
     has_grammars: bool = False  # whether a sequence that samples is bound by one
     swaps: bool = False
-    peers: list[int] = field(default_factory=list)  # that it told of and whose host tier can be read
+    peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
     learned: bool = False  # whether the slots know the tokens
@@ -75,8 +75,10 @@ class InFlightStep:
     grammar_errors: dict[int, str] = field(default_factory=dict)
 
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
-        """Those of the Result, once the device is done. All of this rank, but for the total of a step whose tokens come
-        from another one: until they are here."""
+        """Return the timings of the Result, once the device is done.
+
+        All are of this rank, but for a step with tokens from another rank: its total ends when they arrive.
+        """
         found = self.marks.timings(ops, self.queued_ns, swap_ns)
         if self.arrived_ns:
             found.total_ns = self.arrived_ns - self.begun_ns
@@ -88,7 +90,7 @@ class InFlightStep:
         return int(self.generations[at[0]]) if at.size else None
 
     def all_errors(self) -> list[worker_pb2.SequenceError]:
-        """Those of the Result."""
+        """Return those of the Result."""
         if not self.failed:
             return self.errors
         return self.errors + [
@@ -108,13 +110,13 @@ class InFlightSteps:
         self._out.append(inflight)
 
     def unknown(self, slots: Int32) -> list[InFlightStep]:
-        """Those, in order, that sample for one of these slots a token that the host does not know yet."""
+        """Return those, in order, that sample for one of these slots a token that the host does not know yet."""
         return [
             one for one in list(self._out) if one.sampled and not one.learned and np.isin(one.sampling, slots).any()
         ]
 
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
-        """The host knows the tokens, which are returned, from here on; what could not be drawn fails."""
+        """Write the sampled tokens to the slots and return them; a sequence whose draw failed is marked as failed."""
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
         if inflight.learned:
             return tokens
@@ -128,9 +130,9 @@ class InFlightSteps:
         return tokens
 
     def settle(self, inflight: InFlightStep, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
-        """Slots, tokens and records of log-probabilities of the Result.
+        """Return the slots, tokens and records of log-probabilities of the Result.
 
-        The records are one per slot, empty where the sequence did not ask; none at all where nobody did.
+        One record per slot, empty for a sequence without log-probabilities; no record when no sequence wants any.
         """
         if inflight in self._out:  # else a new Run has begun
             self._out.remove(inflight)
@@ -167,7 +169,7 @@ class InFlightSteps:
 
 
 def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:
-    """One per row, empty where `wanted` [R] is 0; none at all where nobody asked. A loop over those that ask."""
+    """Return one per row, empty where `wanted` [R] is 0; none at all when all are 0. Loops over the wanted rows."""
     if sampled.logprobs is None or not wanted.any():
         return []
     records, own = [b""] * len(wanted), sampled.logprobs.cpu().numpy()

@@ -36,10 +36,10 @@ LEADER_S = 1.0  # a rank that loads and is told to end lets rank 0 be gone first
 
 
 def run(settings: WorkerSettings) -> int:
-    """Serves until SIGTERM, SIGINT or `orcinus drain`, then drains and returns 0; a second signal hurries. While it
+    """Serve until SIGTERM, SIGINT or `orcinus drain`, then drains and returns 0; a second signal hurries. While it
     loads, the first ends the process. 1 where another rank is lost while the ranks load.
 
-    Raises ConfigurationError for what the operator has to change.
+    Raise ConfigurationError for what the operator has to change.
     """
     setup("worker", settings.log_level, settings.log_json)
     stopping = SignalHandler()
@@ -55,7 +55,7 @@ def run(settings: WorkerSettings) -> int:
 
 
 def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler) -> int:
-    """The whole replica, or with a place its rank 0."""
+    """Run the whole replica or, with a place, its rank 0."""
     stop, hurry = threading.Event(), threading.Event()
     server = WorkerServer(settings.listen, server_credentials(settings))
     registration: Registration | None = None
@@ -90,7 +90,7 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler)
 
 
 def follow(settings: WorkerSettings, place: Place, stopping: SignalHandler) -> int:
-    """Any other rank: ends when the leader ends it or has ended."""
+    """Run any other rank; it ends when the leader ends it or has ended."""
     stopping.grace_s = LEADER_S
     server = RankServer(settings.rank_listen, server_credentials(settings))
     place.announce(server.address)
@@ -103,13 +103,13 @@ def follow(settings: WorkerSettings, place: Place, stopping: SignalHandler) -> i
 
 
 def meet(settings: WorkerSettings, place: Place) -> ParallelState:
-    """Returns when all ranks have come."""
+    """Return when all ranks have come."""
     log.info("waiting for the other %d ranks", place.size - 1)
     return ParallelState.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
 
 
 def load(settings: WorkerSettings, parallel: ParallelState | None = None) -> Engine:
-    """Reads the model, or this rank's part of it, takes the memory and runs the largest batch."""
+    """Read the model, or this rank's part of it, take the memory and run the largest batch."""
     started = time.monotonic()
     process = psutil.Process()
     engine = Engine(settings, _Progress(settings.served_model_name), parallel)
@@ -143,7 +143,7 @@ def load(settings: WorkerSettings, parallel: ParallelState | None = None) -> Eng
 
 
 def record(engine: Engine, address: str) -> dict[str, str]:
-    """The fields of worker:{id} that the worker owns."""
+    """Return the fields of worker:{id} that the worker owns."""
     info = engine.info()
     return {
         "address": address,
@@ -161,7 +161,7 @@ def record(engine: Engine, address: str) -> dict[str, str]:
 
 
 def _of_rank(rank: int) -> Callable[[logging.LogRecord], bool]:
-    """Says in each line of the log which rank it is: they may share a file."""
+    """Say in each line of the log which rank it is: they may share a file."""
 
     def name(record: logging.LogRecord) -> bool:
         record.msg = f"rank {rank}: {record.msg}"

@@ -63,7 +63,7 @@ class RunState:
         self.results.put(worker_pb2.Result(epoch=self.epoch, draining=True))
 
     def more(self) -> bool:
-        """Whether a step has come behind the one that is answered next, so that another result will follow."""
+        """Return whether a step has come behind the one that is answered next, so that another result will follow."""
         return self.received > self.answered + 1
 
     def fail(self, step: int, error: Exception) -> None:
@@ -111,7 +111,7 @@ class Pipeline:
         self._observe: Observer | None = None
         self._ranks: Ranks | None = None
         self._together = False
-        self._run: RunState | None = None  # whose hello was the last
+        self._run: RunState | None = None  # the Run of the last hello
         self._unproved = False  # a step failed, and the engine has not shown since that it still can run one
 
     def start(
@@ -131,7 +131,7 @@ class Pipeline:
             thread.start()
 
     def put(self, item: Item) -> None:
-        """Blocks while the queue is full."""
+        """Block while the queue is full."""
         if item.step is not None and not item.step.HasField("hello"):
             item.run.received += 1
         self._work.put(item)
@@ -141,7 +141,7 @@ class Pipeline:
         self._work.put(Item(run, None, 0, over=True))
 
     def stop(self) -> None:
-        """Returns when the steps that run are done, which are still watched."""
+        """Return when the steps that run are done, which are still watched."""
         if self._threads:
             self._work.put(None)
         for thread in self._threads:
@@ -204,7 +204,7 @@ class Pipeline:
 
     def _prove(self, engine: Engine, run: RunState) -> None:
         """An engine that fails at every step would have one request after the other given up: the worker leaves. The
-        Run just ends, so that nobody is blamed for that."""
+        Run just ends, so that no request is blamed for that."""
         for _ in range(engine.max_in_flight):  # those of the Run before are finished first
             self._places.acquire()
         try:

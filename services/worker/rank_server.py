@@ -61,7 +61,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._server.start()
 
     def serve(self, engine: Engine, begun: Callable[[], None] = lambda: None) -> None:
-        """Follows until the leader says that no step comes any more. `begun`: when it is there."""
+        """Follow until the leader says that no step comes any more. `begun`: when it is there."""
         self._engine = engine
         self._pipeline.start(engine, together=True)
         self._loaded.set()
@@ -113,5 +113,5 @@ class RankServer(worker_pb2_grpc.RankServicer):
     def _stream_ended(self) -> None:
         if not self._clean:
             self._on_lost("rank 0 is lost: this rank ends itself")
-        self._results.put(None)  # nobody reads on: the call's thread ends too
+        self._results.put(None)  # no reader is left: the call's thread ends too
         self._ended.set()

@@ -63,11 +63,11 @@ class Registration:
         self._thread = threading.Thread(target=self._loop, name="registration", daemon=True)
 
     def start(self) -> None:
-        """Begins to register; a Redis that is not there is waited for."""
+        """Begin to register; a Redis that is not there is waited for."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes the record away, so that no scheduler dials a worker that has left."""
+        """Take the record away, so that no scheduler dials a worker that has left."""
         self._stop.set()
         self._thread.join()
         try:
@@ -83,7 +83,7 @@ class Registration:
         self._redis.close()
 
     def leave(self) -> None:
-        """Says that the worker drains: no scheduler takes it any more."""
+        """Say that the worker drains: no scheduler takes it any more."""
         self._fields |= {"ready": "0", "draining": "1"}
         try:
             self.refresh()
@@ -93,8 +93,8 @@ class Registration:
             log.warning("could not say in %s that the worker drains: %s", self._key, error)
 
     def refresh(self) -> None:
-        """Writes the record, the heartbeat and the place among the workers once, and looks whether an operator wants
-        the worker to drain. Raises redis.RedisError."""
+        """Write the record, the heartbeat and the place among the workers once, and look whether an operator wants
+        the worker to drain. Raise redis.RedisError."""
         # Redis's clock: a machine whose own is wrong would remove the others, or be removed.
         seconds, micros = self._redis.time()
         now_ms = seconds * 1000 + micros // 1000
@@ -130,7 +130,7 @@ class Registration:
             self._stop.wait(REFRESH_S)
 
     def _why(self, error: Exception) -> str:
-        """What Redis said, and what the operator can do about a refused name or password."""
+        """Return what Redis said, and what the operator can do about a refused name or password."""
         if isinstance(error, redis.AuthenticationError):
             return (
                 f"Redis at {self._where} refuses the user {self._user!r} ({error}); look at "

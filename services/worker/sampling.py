@@ -54,12 +54,12 @@ class SamplingTable:
         self._masks: dict[int, npt.NDArray[np.uint32]] = {}
 
     def clear(self) -> None:
-        """Forgets every slot. Columns of slots that are not in use are never read."""
+        """Forget every slot. Columns of slots that are not in use are never read."""
         self._ids.clear()
         self._masks.clear()
 
     def enter(self, slot: int, message: worker_pb2.Sampling) -> str:
-        """Takes the sampling of an entering sequence; returns what is wrong with it, or nothing."""
+        """Take the sampling of an entering sequence; return what is wrong with it, or nothing."""
         self._ids.pop(slot, None)
         self._masks.pop(slot, None)
         temperature = message.temperature
@@ -120,7 +120,7 @@ class SamplingTable:
         return [row for row, slot in enumerate(slots.tolist()) if slot in self._masks]
 
     def _sparse(self, slots: Int32, produced: Int32) -> tuple[Sparse | None, Sparse | None]:
-        """Bias and bans of the rows that have any; a Python loop over those alone."""
+        """Return the bias and bans of the rows that have any; a Python loop over those alone."""
         bias: list[tuple[int, Int32, npt.NDArray[np.float32]]] = []
         banned: list[tuple[int, Int32]] = []
         for row in self._has_ids[slots].nonzero()[0].tolist():
@@ -158,7 +158,7 @@ class SamplingTable:
 
 
 def _wrong_number(message: worker_pb2.Sampling) -> str:
-    """What is out of range, or nothing."""
+    """Return what is out of range, or nothing."""
     for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         if not math.isfinite(getattr(message, name)):
             return f"{name} is not finite"
@@ -170,7 +170,7 @@ def _wrong_number(message: worker_pb2.Sampling) -> str:
 
 
 def _history(rows: Int64, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> Sparse:
-    """Every known token of the penalised rows, output or prompt."""
+    """Return every known token of the penalised rows, output or prompt."""
     lengths = known[rows].astype(np.int64)
     first = np.cumsum(lengths) - lengths
     row = np.repeat(rows, lengths)

@@ -74,7 +74,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def drain(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Asks the scheduler to send no more steps, and waits until it has ended its Run, which it does when those that
+        """Ask the scheduler to send no more steps, and wait until it has ended its Run, which it does when those that
         it sent are answered; DRAIN_S at most, and not after `hurry` says so."""
         self._health.enter_graceful_shutdown()
         with self._lock:
@@ -87,7 +87,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             pass
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Ends the current Run and the server; the steps that run are finished first, and still watched."""
+        """End the current Run and the server; the steps that run are finished first, and still watched."""
         self._health.enter_graceful_shutdown()
         with self._lock:
             run, self._current = self._current, None
@@ -122,7 +122,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             context.abort(grpc.StatusCode.ABORTED, f"replaced by a Run of epoch {run.replaced_by}")
 
     def _bind(self, listen: str, credentials: grpc.ServerCredentials | None) -> str:
-        """Returns host:port as it can be dialled."""
+        """Return host:port as it can be dialled."""
         try:
             bind = self._server.add_insecure_port
             port = self._server.add_secure_port(listen, credentials) if credentials else bind(listen)
@@ -139,7 +139,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         return self._engine
 
     def _begin(self, first: worker_pb2.Step, context: grpc.ServicerContext) -> RunState:
-        """Makes this the current Run; the older one ends."""
+        """Make this the current Run; the older one ends."""
         with self._lock:
             highest = self._highest_epoch
             if first.epoch >= highest:

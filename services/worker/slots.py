@@ -67,7 +67,7 @@ class SlotTable:
         self.sampling.clear()
 
     def apply(self, step: worker_pb2.Step, transfers: KVTransfers) -> Chunks:
-        """Frees, begins copies, enters, appends; returns the chunks to compute. Raises ProtocolError."""
+        """Apply frees, copies, enters and appends in this order; return the chunks to compute. Raise ProtocolError."""
         self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
         self._swap(step, transfers)
         for enter in step.enters:
@@ -77,7 +77,7 @@ class SlotTable:
         return self._chunks(step)
 
     def batch(self, chunks: Chunks) -> Batch:
-        """The iteration's tokens flattened, one chunk after another. All of it in numpy at once."""
+        """Return the iteration's tokens flattened, one chunk after another. All of it in numpy at once."""
         lengths = chunks.lengths
         query_start = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
@@ -97,7 +97,7 @@ class SlotTable:
         )
 
     def slots_of(self, column: bytes) -> Int32:
-        """A column of slots. Raises ProtocolError."""
+        """A column of slots. Raise ProtocolError."""
         return self._column(column, "chunk_slots", self.max_seqs)
 
     def computed_through(self, chunks: Chunks) -> None:
@@ -161,7 +161,7 @@ class SlotTable:
                 self.failed.pop(slot, None)
 
     def _swap(self, step: worker_pb2.Step, transfers: KVTransfers) -> None:
-        """Begins the step's copies between the tiers."""
+        """Begin the step's copies between the tiers."""
         columns = (step.swap_out_gpu, step.swap_out_host, step.swap_in_gpu, step.swap_in_host, step.swap_in_peers)
         if not any(columns):
             return
@@ -219,7 +219,7 @@ class SlotTable:
             self.fail(slot, "invalid_token", f"token {worst} is outside the vocabulary of {self.vocab}")
 
     def _append(self, step: worker_pb2.Step) -> None:
-        """Blocks behind the slots' tables; the k-th appearance of a slot goes to its k-th next place."""
+        """Block behind the slots' tables; the k-th appearance of a slot goes to its k-th next place."""
         slots = self._column(step.append_slots, "append_slots", self.max_seqs)
         blocks = self._column(step.append_blocks, "append_blocks", self.total_blocks)
         self._pair(slots, blocks, "append_slots, append_blocks")
@@ -264,7 +264,7 @@ class SlotTable:
         return Chunks(slots, starts, lengths, samples)
 
     def _refuse(self, slots: Int32, starts: Int32, lengths: Int32, wrong: dict[str, Bool]) -> None:
-        """Raises ProtocolError for the first chunk that is wrong for the first of these reasons."""
+        """Raise ProtocolError for the first chunk that is wrong for the first of these reasons."""
         reason, rows = next((reason, rows) for reason, rows in wrong.items() if rows.any())
         i = int(np.flatnonzero(rows)[0])
         slot = int(slots[i])

@@ -68,12 +68,12 @@ class WarmUp:
         return self._step(lengths, 0), sum(lengths)
 
     def decode(self, blocks: int) -> worker_pb2.Step:
-        """Every slot decodes, with contexts that would fill a pool of so many blocks together."""
+        """Return a step in which every slot decodes, with contexts that together fill a pool of so many blocks."""
         context = max(1, min(self.chunk, blocks * self.block_size // self.rows))
         return self._step([context] * self.rows, context - 1)
 
     def sizes(self, sizes: Sequence[int]) -> Iterator[worker_pb2.Step]:
-        """Steps with exactly so many rows: of prompts, and of decodes."""
+        """Step with exactly so many rows: of prompts, and of decodes."""
         for size in sizes:
             whole, rest = divmod(size, self.chunk)
             lengths = [self.chunk] * whole + [rest] * (rest > 0)
@@ -88,7 +88,7 @@ class WarmUp:
         return worker_pb2.Step(swap_out_gpu=copied, swap_out_host=copied, swap_in_host=copied, swap_in_gpu=copied)
 
     def _step(self, lengths: list[int], computed: int) -> worker_pb2.Step:
-        """Sequences of these lengths, all but the first `computed` tokens of each to be computed."""
+        """Return the sequences of these lengths, all but the first `computed` tokens of each to be computed."""
         slots, blocks = list(range(len(lengths))), pack(np.arange(self.blocks))
         return worker_pb2.Step(
             enters=[

@@ -27,7 +27,7 @@ SLACK = 10.0  # a step may take so many times what was predicted: other load, de
 
 
 def limit_s(predicted_s: float, setting_s: float) -> float:
-    """Seconds that a step may take: the setting, or with 0 what its predicted time allows.
+    """Return the seconds that a step may take: the setting, or with 0 what its predicted time allows.
 
     >>> limit_s(0.5, 0.0), limit_s(7.0, 0.0), limit_s(7.0, 3.0)
     (60.0, 70.0, 3.0)
@@ -98,7 +98,7 @@ class StepWatchdog:
 
 
 def end_process(line: str) -> None:
-    """Says where every thread is and why, then ends the process at once with status 1. The first of several threads
+    """Say where every thread is and why, then ends the process at once with status 1. The first of several threads
     that find a reason says its own."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()

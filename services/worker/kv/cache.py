@@ -24,11 +24,11 @@ from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 
 POOL_SHARE, GPU_POOL_SHARE = 0.2, 0.9
-"""Of the free memory for a pool whose size nobody set. A GPU is the worker's alone; what is left is for what torch's
+"""Of the free memory for a pool without --kv-blocks. A GPU is the worker's alone; what is left is for what torch's
 allocator wastes and for recorded steps."""
 
 HOST_SHARE, PINNED_SHARE = 0.05, 0.1
-"""Of the free memory, at most, for a host tier whose size nobody set: on a CPU it only saves computing again, beside a
+"""Of the free memory, at most, for a host tier without --host-blocks: on a CPU it only saves computing again, beside a
 GPU it is memory that the pool does not take."""
 
 PINNED_BYTES = 16 << 30
@@ -57,7 +57,7 @@ class Lengths:
 
 
 def free_memory_bytes() -> int:
-    """Memory that this process can still take: the machine's, or its control group's if that is less."""
+    """Return the memory that this process can still take: the machine's, or its control group's if that is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
@@ -70,7 +70,7 @@ def free_memory_bytes() -> int:
 
 @contextmanager
 def room_for(what: str, remedy: str) -> Iterator[None]:
-    """Memory that the system refuses inside becomes a ConfigurationError; other errors pass."""
+    """Turn memory that the system refuses inside into a ConfigurationError; let other errors pass."""
     try:
         yield
     except (CudaError, BuildError) as error:
@@ -87,7 +87,7 @@ def room_for(what: str, remedy: str) -> Iterator[None]:
 
 
 def wanted_lengths(settings: WorkerSettings, config: DecoderConfig) -> Lengths:
-    """The limits that settings and the model's context ask for. Raises ConfigurationError naming the setting."""
+    """Return the limits that settings and the model's context ask for. Raise ConfigurationError naming the setting."""
     context = config.context
     for name, value in (
         ("--max-input-tokens", settings.max_input_tokens),
@@ -140,9 +140,9 @@ def plan_pool(
 def plan_blocks(
     settings: WorkerSettings, block_bytes: int, lengths: Lengths, free_bytes: int, on_gpu: bool = False
 ) -> tuple[int, Lengths]:
-    """Blocks of the pool and the lengths that fit into it.
+    """Block of the pool and the lengths that fit into it.
 
-    free_bytes: where the pool is to lie, on_gpu or not. Lengths that nobody set shrink to the pool, with a warning;
+    free_bytes: where the pool is to lie, on_gpu or not. Lengths that are not set shrink to the pool, with a warning;
     lengths that were set are an error when they do not fit.
     """
     size = settings.block_size
@@ -174,11 +174,11 @@ def plan_blocks(
 def plan_host_blocks(
     settings: WorkerSettings, blocks: int, lengths: Lengths, block_bytes: int, free_bytes: int, on_gpu: bool = False
 ) -> int:
-    """Blocks of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
-    where every slot's longest sequence fits into the pool, so that nobody is ever swapped out for memory, unless the
+    """Block of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
+    where every slot's longest sequence fits into the pool, so that no sequence is swapped out for memory, unless the
     worker hands over what it has prefilled.
 
-    Raises ConfigurationError when what was set is more than pool and machine leave.
+    Raise ConfigurationError when what was set is more than pool and machine leave.
     """
     left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:

@@ -18,22 +18,22 @@ from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 
 FOLDER_SHARE = 0.5
-"""Of what is free in --kv-share-dir, at most, for a tier whose size nobody set: another worker may be about to take the
+"""Of what is free in --kv-share-dir, at most, for a tier without --host-blocks: another worker may be about to take the
 rest."""
 
 log = logging.getLogger("orcinus.worker")
 
 
 class HostTier:
-    """This rank's part of it. `name`: WorkerInfo.host_tier, the same on all ranks; empty where nobody else reads it."""
+    """This rank's part of the host tier. `name`: WorkerInfo.host_tier, the same on all ranks; empty if not shared."""
 
     def __init__(self, settings: WorkerSettings, parallel: ParallelState) -> None:
-        """Raises ConfigurationError for a folder that cannot be used, or that not all ranks see."""
+        """Raise ConfigurationError for a folder that cannot be used, or that not all ranks see."""
         self._settings, self._parallel, self._folder, own = settings, parallel, None, ""
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
             own = f"{self._folder.id}/{secrets.token_hex(16)}"
-        # Also without a folder: a rank that asked nobody would be waited for.
+        # Also without a folder: a rank that did not take part would block the others.
         given = "any" if settings.host_blocks is None else "given"
         said = parallel.texts(f"{settings.worker_role} {given} {own}")
         for rank, other in enumerate(said):
@@ -48,8 +48,8 @@ class HostTier:
         """How many blocks the tier has, and their memory, which other workers can read; None where they shall not, or
         for nothing. To be called once with more than 0, on every rank.
 
-        Fewer than host_blocks where nobody set how many and the folder has no room for them, as others may take theirs
-        at the same moment. Raises ConfigurationError where there is no room.
+        Fewer than host_blocks where --host-blocks is not set and the folder has no room for them, as others may
+        take theirs at the same moment. Raise ConfigurationError where there is no room.
         """
         if self._folder is None or not host_blocks:
             return host_blocks, None
@@ -82,8 +82,8 @@ class HostTier:
         return Peers(cache, block_bytes, self._folder, self._parallel)
 
     def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
-        """Fields of WorkerInfo. kv_format: what decides which bytes a block has on each rank, and how they are
-        computed, by whose kernels and from which weights."""
+        """Fields of WorkerInfo. kv_format: the facts that decide which bytes a block has on each rank: layout,
+        kernels, ranks, settings and weights."""
         settings, parallel, shape = self._settings, self._parallel, cache.shape
         size = "x".join(map(str, (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)))
         ranks = f"tp {parallel.tp} pp {parallel.pp}"

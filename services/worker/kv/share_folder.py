@@ -3,7 +3,7 @@
 A file belongs to one process: made by it under a random name, mode 0600, locked while it lives. What a killed process
 left behind is not locked any more, and the next one that starts removes it. All room is taken at the start: a write
 into a file that the system has no room for would be SIGBUS. Only files of the own user are mapped, for the same reason:
-whoever may shorten a file kills those who read it.
+a process that shortens a file kills every process that reads it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ShareFolder:
     """The folder, and at most one file of this process in it."""
 
     def __init__(self, path: Path) -> None:
-        """Makes it if it is not there. Raises ConfigurationError where others might write there, or nobody can."""
+        """Make it if it is not there. Raise ConfigurationError where other users may write there, or no process can."""
         self.path = path
         try:
             with suppress(FileExistsError):
@@ -89,9 +89,9 @@ class ShareFolder:
         return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
     def make(self, name: str, size: int) -> Tensor:
-        """[size] uint8 of zeros that the others can read under this name; the file goes when this process ends.
+        """Return [size] uint8 of zeros that the others can read under this name; the file goes when this process ends.
 
-        Raises NoRoomError or another ConfigurationError.
+        Raise NoRoomError or another ConfigurationError.
         """
         with ExitStack() as undo:
             try:
@@ -108,7 +108,7 @@ class ShareFolder:
         return torch.from_numpy(memory)
 
     def map(self, name: str, size: int) -> Tensor:
-        """[size] uint8 of another process's file, to be read alone; unmapped when nobody holds it. Raises PeerError."""
+        """[size] uint8 of another process's file, to be read alone; unmapped with its last holder. Raise PeerError."""
         if not _TIER.fullmatch(name):
             raise PeerError(f"{name!r} is no name of a host tier")
         if size < 1:
@@ -127,12 +127,14 @@ class ShareFolder:
         except OSError as error:
             raise PeerError(f"{name}: {error.strerror}") from error
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has no memory that cannot be written, and nobody writes here
+            warnings.simplefilter(
+                "ignore"
+            )  # torch has no memory that cannot be written, and this memory is never written
             return torch.from_numpy(np.frombuffer(area, np.uint8))
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Nobody else makes or removes files, but for a process that ends; the open file `ID`."""
+        """Hold the folder's lock: only a process that ends may remove a file meanwhile. Yield the open file `ID`."""
         file = os.open(ID, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=self._folder)
         try:
             by = time.monotonic() + LOCK_S
@@ -145,7 +147,7 @@ class ShareFolder:
             os.close(file)
 
     def _sweep(self) -> None:
-        """Removes what processes that are gone left behind."""
+        """Remove what processes that are gone left behind."""
         for name in filter(_TIER.fullmatch, os.listdir(self._folder)):
             try:
                 file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
@@ -160,7 +162,7 @@ class ShareFolder:
                 log.warning("--kv-share-dir %s: %s is not removed: %s", self.path, name, error.strerror)
 
     def _remove(self, name: str, file: int) -> None:
-        """Takes no lock: this may run in the middle of anything else of this process, which may have it."""
+        """Take no lock: this may run in the middle of anything else of this process, which may have it."""
         with suppress(OSError):
             os.unlink(name, dir_fd=self._folder)
         os.close(file)
@@ -182,7 +184,7 @@ class ShareFolder:
 
 
 def _locks(file: int) -> bool:
-    """Whether the lock of an open file was free; it is this process's now."""
+    """Return whether the lock of an open file was free; it is this process's now."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

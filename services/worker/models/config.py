@@ -95,14 +95,14 @@ class Fields:
         return value
 
     def fields(self, key: str) -> dict[str, Any]:
-        """An object; empty when there is none."""
+        """Return an object; empty when there is none."""
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self._refused(key, value, "an object")
         return value
 
     def name(self, key: str) -> str:
-        """The field's name for people, with the one that the file uses."""
+        """Return the field's name for people, with the one that the file uses."""
         own = self.field_names.get(key)
         return f"{key} ({own})" if own else key
 
@@ -120,7 +120,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model directory. Raises ModelError."""
+    """A JSON object from a file of the model directory. Raise ModelError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -133,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(model: Path) -> DecoderConfig:
-    """Reads `model`/config.json. Raises ModelError naming the field, its value and what would work."""
+    """Read `model`/config.json. Raise ModelError naming the field, its value and what would work."""
     if not model.is_dir():
         raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
     raw, where = read_json(model / "config.json"), str(model / "config.json")
@@ -144,7 +144,7 @@ def load_config(model: Path) -> DecoderConfig:
 
 
 def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
-    """The pure part of load_config; `where` names the file in errors."""
+    """Return the pure part of load_config; `where` names the file in errors."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     if not isinstance(name, str) or name not in FAMILIES:
@@ -262,9 +262,9 @@ def _dtype(read: Fields) -> torch.dtype:
 
 
 def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Rope | None]:
-    """The rotary embedding, and that of layers with a window where it is another. Raises ModelError.
+    """Return the rotary embedding, and that of layers with a window where it is another. Raise ModelError.
 
-    Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
     """
     if family.positions != "rope":
         return None, None

@@ -19,10 +19,10 @@ from kernels.ops import AnyOps, Batch, Cache, Prepared
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
 from services.worker.models.layers import DecoderLayer, PositionTables, Residual
-from services.worker.models.weights import WeightLoader, shard_of
+from services.worker.models.weights import WeightLoader, find_tensor, shard_of
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
-from services.worker.quantization.base import LinearMethod
+from services.worker.quantization.base import LinearMethod, Matrix
 
 log = logging.getLogger("orcinus.worker")
 
@@ -119,3 +119,24 @@ class Decoder:
     def _receive(self, rows: Tensor) -> None:
         self.parallel.receive_rows(rows)
         self.began = self.ops.mark()
+
+
+def check_matrices(config: DecoderConfig, source: Source, method: LinearMethod) -> None:
+    """Raise ModelError for the first matrix of the checkpoint that is missing or not as config.json says.
+
+    Read headers and take no memory: a size that no machine can hold is a misshapen tensor first.
+    """
+    family, names = config.family, config.family.names
+    embedding = (config.vocab_size, config.hidden_size)
+    source.check(find_tensor(config, source, f"{names.prefix}{names.embed_tokens}.weight"), embedding)
+    if not config.tied:
+        source.check(find_tensor(config, source, f"{names.lm_head}.weight"), embedding)
+    if names.position_embeddings is not None:
+        shape = (config.context + family.position_offset, config.hidden_size)
+        source.check(find_tensor(config, source, f"{names.prefix}{names.position_embeddings}.weight"), shape)
+    parts = DecoderLayer.matrices(config)
+    for index in range(config.layers):
+        for part, outputs, inputs in parts:
+            name = find_tensor(config, source, f"{names.prefix}{names.layers}.{index}.{part}.weight")
+            stem = name.removesuffix(".weight")
+            method.check(source, Matrix(stem, outputs, inputs, range(outputs), range(inputs), family.transposed))

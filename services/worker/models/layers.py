@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.ops import AnyOps, Cache, Norm, Prepared
+from services.worker.models.config import DecoderConfig
 from services.worker.models.weights import Rows, WeightLoader
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod
@@ -107,6 +108,15 @@ class Attention:
         o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")
         self.o_proj = RowParallelLinear(ops, loader.method, o_proj, parallel)
 
+    @staticmethod
+    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer; names as in Names."""
+        c, names = config, config.family.names
+        query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        outputs = (query, kv, kv) if len(names.qkv_proj) == 3 else (query + 2 * kv,)
+        qkv = [(name, rows, c.hidden_size) for name, rows in zip(names.qkv_proj, outputs, strict=True)]
+        return [*qkv, (names.o_proj, c.hidden_size, query)]
+
     def forward(self, x: Tensor, prepared: Prepared, cache: Cache, select: bool) -> Tensor:
         """x [N, hidden] -> [N, hidden]; write the K and V of every row. select: return the rows that sample alone."""
         ops, spec, layer = self.ops, self.spec, self.cache_layer
@@ -134,6 +144,14 @@ class Mlp:
         self.down_proj = RowParallelLinear(ops, loader.method, down, parallel)
         self._activate = ops.act_and_mul if c.family.gated else ops.activate
 
+    @staticmethod
+    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer; names as in Names."""
+        c, names = config, config.family.names
+        outputs = c.gate_up_size // len(names.gate_up_proj)
+        gate_up = [(name, outputs, c.hidden_size) for name in names.gate_up_proj]
+        return [*gate_up, (names.down_proj, c.hidden_size, c.intermediate_size)]
+
     def forward(self, x: Tensor) -> Tensor:
         """x [N, hidden] -> [N, hidden]."""
         inner = self.gate_up_proj.forward(x)
@@ -155,6 +173,11 @@ class DecoderLayer:
         self.attention_norm = loader.optional_norm(prefix, names.attention_norm)
         self.mlp_norm = loader.norm(f"{prefix}{names.mlp_norm}")
         self.down_norm = loader.optional_norm(prefix, names.down_norm)
+
+    @staticmethod
+    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer."""
+        return [*Attention.matrices(config), *Mlp.matrices(config)]
 
     def forward(self, residual: Residual, prepared: Prepared, cache: Cache, select: bool = False) -> None:
         """Advance `residual` by this layer, its output pending. select: in the last layer, keep the rows that sample.

@@ -31,7 +31,7 @@ class Rope:
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
 
     def inverse_frequencies(self) -> Tensor:
-        """[rotary / 2] float32."""
+        """Return [rotary / 2] float32."""
         exponents = torch.arange(0, self.rotary, 2, dtype=torch.int64).to(torch.float32) / self.rotary
         powers = self.theta**exponents
         if self.kind == "linear":
@@ -43,7 +43,7 @@ class Rope:
         return 1.0 / powers
 
     def table(self, positions: int) -> Tensor:
-        """[positions, rotary] float32: cosines, then sines."""
+        """Return [positions, rotary] float32: cosines, then sines."""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.inverse_frequencies())
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_factor
 
@@ -67,6 +67,6 @@ class Rope:
         return 1.0 / (self.factor * powers) * ramp + 1.0 / powers * (1 - ramp)
 
     def _correction(self, rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original context."""
+        """Return the dimension that turns `rotations` times over the original context."""
         turns = self.original_context / (rotations * 2 * math.pi)
         return self.rotary * math.log(turns) / (2 * math.log(self.theta))

@@ -106,33 +106,6 @@ def find_tensor(config: DecoderConfig, source: Source, name: str) -> str:
     return bare if name not in source and bare in source else name
 
 
-def check_matrices(config: DecoderConfig, source: Source, method: LinearMethod) -> None:
-    """Raise ModelError for the first matrix of the checkpoint that is missing or not as config.json says.
-
-    Read headers and take no memory: a size that no machine can hold is a misshapen tensor first.
-    """
-    c, family, names = config, config.family, config.family.names
-    embedding = (c.vocab_size, c.hidden_size)
-    source.check(find_tensor(config, source, f"{names.prefix}{names.embed_tokens}.weight"), embedding)
-    if not c.tied:
-        source.check(find_tensor(config, source, f"{names.lm_head}.weight"), embedding)
-    if names.position_embeddings is not None:
-        shape = (c.context + family.position_offset, c.hidden_size)
-        source.check(find_tensor(config, source, f"{names.prefix}{names.position_embeddings}.weight"), shape)
-    query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    each = (query, kv, kv) if len(names.qkv_proj) == 3 else (query + 2 * kv,)
-    parts = [(part, size, c.hidden_size) for part, size in zip(names.qkv_proj, each, strict=True)]
-    parts += [(part, c.gate_up_size // len(names.gate_up_proj), c.hidden_size) for part in names.gate_up_proj]
-    parts += [(names.o_proj, c.hidden_size, query), (names.down_proj, c.hidden_size, c.intermediate_size)]
-    for index in range(c.layers):
-        for part, outputs, inputs in parts:
-            name = find_tensor(config, source, f"{names.prefix}{names.layers}.{index}.{part}.weight")
-            matrix = Matrix(
-                name.removesuffix(".weight"), outputs, inputs, range(outputs), range(inputs), family.transposed
-            )
-            method.check(source, matrix)
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Some of the `total` rows (outputs) of a matrix of the checkpoint."""

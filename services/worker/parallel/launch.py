@@ -49,11 +49,11 @@ class Place:
     host: str
 
     def announce(self, address: str) -> None:
-        """Where this rank hears of its steps."""
+        """Return where this rank hears of its steps."""
         self.store.set(f"address/{self.rank}", address)
 
     def addresses(self) -> dict[int, str]:
-        """Of all ranks but the first. Waits for those that have not come."""
+        """Of all ranks but the first. Wait for those that have not come."""
         try:
             return {rank: self.store.get(f"address/{rank}").decode() for rank in range(1, self.size)}
         except DistStoreError as error:
@@ -65,7 +65,7 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
     """This process's place; None where it is the whole replica. Rank 0 starts the others unless torchrun has; at the
     end of the block those are ended.
 
-    Raises ConfigurationError where what torchrun started is not --tp x --pp.
+    Raise ConfigurationError where what torchrun started is not --tp x --pp.
     """
     size, ranks = settings.tp * settings.pp, _told()
     if ranks.world_size not in (0, size):
@@ -103,7 +103,7 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
 
 
 def _told() -> RankSettings:
-    """What the environment says of this process. Raises ConfigurationError."""
+    """Return what the environment says of this process. Raise ConfigurationError."""
     try:
         return RankSettings()
     except ValidationError as error:

@@ -75,9 +75,9 @@ class Ranks:
         self._stopping = False
 
     def connect(self, info: worker_pb2.WorkerInfo, timeout_s: float) -> None:
-        """Returns when every rank has loaded and is ready to follow.
+        """Return when every rank has loaded and is ready to follow.
 
-        Raises ConfigurationError where one has another model or other settings than this one's `info`.
+        Raise ConfigurationError where one has another model or other settings than this one's `info`.
         """
         for rank in self._ranks:
             rank.thread = threading.Thread(target=self._read, args=(rank,), name=f"rank-{rank.rank}", daemon=True)
@@ -94,14 +94,14 @@ class Ranks:
                     )
 
     def forward(self, step: worker_pb2.Step) -> None:
-        """Called before `step`, which may carry hello, is started here. Waits only where a rank takes no steps at all,
+        """Called before `step`, which may carry hello, is started here. Wait only where a rank takes no steps at all,
         which the watchdog of the step ends."""
         data = step.SerializeToString()
         for rank in self._ranks:
             rank.steps.put(data)
 
     def stop(self) -> None:
-        """Tells the ranks that no step follows, and waits until they have finished theirs; STOP_S each at most."""
+        """Tell the ranks that no step follows, and wait until they have finished theirs; STOP_S each at most."""
         self._stopping = True
         for rank in self._ranks:
             with contextlib.suppress(queue.Full):

@@ -35,7 +35,7 @@ class ParallelState:
     """One rank's place among tp * pp, and its connections. A ParallelState() is alone: calls do nothing or fail."""
 
     def __init__(self, tp: int = 1, pp: int = 1, rank: int = 0) -> None:
-        """Use `join` for more than one rank. Raises ConfigurationError."""
+        """Use `join` for more than one rank. Raise ConfigurationError."""
         if tp < 1 or pp < 1 or not 0 <= rank < tp * pp:
             raise ConfigurationError(f"rank {rank} of --tp {tp} x --pp {pp}: ranks are 0..{tp * pp - 1}")
         self.tp, self.pp, self.rank, self.size = tp, pp, rank, tp * pp
@@ -53,10 +53,10 @@ class ParallelState:
     def join(
         cls, tp: int, pp: int, rank: int, store: dist.Store, timeout_s: float, host: str = "127.0.0.1"
     ) -> ParallelState:
-        """Meets the other ranks through `store`; returns when all are there.
+        """Meet the other ranks through `store`; return when all are there.
 
         timeout_s: what the others may take for any one call before this rank gives up, and for coming here.
-        host: the address of this machine at which the other ranks reach this one. Raises RankError.
+        host: the address of this machine at which the other ranks reach this one. Raise RankError.
         """
         parallel = cls(tp, pp, rank)
         if parallel.size == 1:
@@ -69,7 +69,7 @@ class ParallelState:
         return parallel
 
     def connect(self, device: torch.device, exact: bool = False) -> None:
-        """Joins the devices of all ranks: before the first call below that takes a tensor of the model.
+        """Join the devices of all ranks: before the first call below that takes a tensor of the model.
 
         exact: a sum does not depend on where in its tensor a number stands. Costs tp times the memory.
         """
@@ -117,7 +117,7 @@ class ParallelState:
                 x += part
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
-        """Every tp rank's x, of one shape, at the first of the stage; None at the others."""
+        """Return every tp rank's x, of one shape, at the first of the stage; None at the others."""
         if self._stage_group is None:
             return [x]
         found = [torch.empty_like(x) for _ in range(self.tp)] if self.tp_rank == 0 else []
@@ -134,7 +134,7 @@ class ParallelState:
         self._send(self._rows, x.clone(), self.rank + self.tp, ROWS, self._sent_rows, 2 * self.pp)
 
     def receive_rows(self, x: Tensor) -> None:
-        """Fills x with what the stage before this one has sent."""
+        """Fill x with what the stage before this one has sent."""
         with _together("the rows of the stage before this one"):
             self._rows.recv([x], self.rank - self.tp, ROWS).wait()
 
@@ -143,18 +143,18 @@ class ParallelState:
         self._send(self._everyone, message, to, tag, self._sent, SENT)
 
     def receive(self, message: Tensor, sender: int, tag: int) -> dist.Work:
-        """Begins to receive into `message`, which must be as long as what is sent; to be given to `arrived`, once."""
+        """Begin to receive into `message`, which must be as long as what is sent; to be given to `arrived`, once."""
         with _together(f"a message of rank {sender}"):
             work: dist.Work = self._everyone.recv([message], sender, tag)
             return work
 
     def arrived(self, work: dist.Work) -> None:
-        """Returns when it has been received."""
+        """Return when it has been received."""
         with _together("a message of another rank"):
             work.wait()
 
     def least(self, numbers: list[int]) -> list[int]:
-        """The smallest of all ranks' first, second, ... number."""
+        """Return the smallest of all ranks' first, second, ... number."""
         if self.size == 1:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -165,7 +165,7 @@ class ParallelState:
         return [int(number) for number in found.tolist()]
 
     def texts(self, text: str) -> list[str]:
-        """Every rank's text, in the order of ranks; cut to TEXT_BYTES."""
+        """Return every rank's text, in the order of ranks; cut to TEXT_BYTES."""
         if self.size == 1:
             return [text]
         mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
@@ -177,7 +177,7 @@ class ParallelState:
         return [bytes(one.numpy().tobytes()).rstrip(b"\0").decode(errors="replace") for one in found]
 
     def demand_same(self, text: str) -> None:
-        """Raises ConfigurationError where another rank has another text."""
+        """Raise ConfigurationError where another rank has another text."""
         said = self.texts(text)
         for rank, other in enumerate(said):
             if other != said[0]:
@@ -187,7 +187,7 @@ class ParallelState:
                 )
 
     def close(self) -> None:
-        """Leaves when the others have taken what was sent to them, or are gone; their next call fails."""
+        """Leave when the others have taken what was sent to them, or are gone; their next call fails."""
         for sent in (self._sent_rows, self._sent):
             with suppress(RuntimeError):
                 while sent:
@@ -215,7 +215,7 @@ class ParallelState:
 
 @contextmanager
 def _together(what: str) -> Iterator[None]:
-    """What torch raises when another rank is gone or late becomes a RankError."""
+    """Return what torch raises when another rank is gone or late becomes a RankError."""
     try:
         yield
     except RuntimeError as error:

@@ -12,11 +12,10 @@ import torch
 
 from bench.engine import cases as engine_cases
 from bench.engine import main as bench
-from bench.engine.cases import CASES, Case, TorchMatrices, work
+from bench.engine.cases import CASES, Case, TorchMatrices, layer_matrices, work
 from kernels.cpu.library import load
 from kernels.cpu.matrices import MatrixKernels
 from protos import worker_pb2
-from services.worker.backend import layer_matrices
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL

@@ -22,8 +22,7 @@ from kernels.cpu.memory import large
 from services.worker.kv.cache import room_for
 from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
-from services.worker.models.decoder import Decoder
-from services.worker.models.weights import check_matrices
+from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
