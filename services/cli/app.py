@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from services.cli import keys as cli_keys
-from services.cli.options import Values, build, env_name, settings_command, shown, source
+from services.cli.options import build, settings_command
 from shared.errors import ConfigurationError
+from shared.options import Values, env_name, shown, source
 from shared.settings import (
     BatchSettings,
     CommonSettings,
@@ -81,6 +82,7 @@ def up(
     stop_with_parent: Annotated[bool, typer.Option(help="also stop when the parent process dies")] = False,
 ) -> None:
     """Start Redis and every service on this machine, and keep them running until Ctrl-C."""
+    build(SchedulerSettings, values)  # the launcher does not know the policies
     from services.launcher.up import up as run_up
 
     raise typer.Exit(run_up(values, stop_with_parent))
@@ -142,6 +144,7 @@ def config(values: Values, json: Json = False) -> None:
 @settings_command(app, "doctor", *EVERYTHING)
 def doctor(values: Values, json: Json = False) -> None:
     """Check what a local stack needs on this machine, and name the remedy for what is missing."""
+    build(SchedulerSettings, values)  # the launcher does not know the policies
     from services.launcher.doctor import examine, show
 
     checks = examine(values)

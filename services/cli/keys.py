@@ -17,11 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.options import Values, build, settings_command
+from services.cli.options import build, settings_command
 from shared import api_keys
 from shared.api_keys import MOST_KEYS, KeyRecord
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
+from shared.options import Values
 from shared.settings import CommonSettings, LauncherSettings
 
 app = typer.Typer(rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)

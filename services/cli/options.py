@@ -1,46 +1,27 @@
-"""Between the command line and the settings classes: every field is an option, and every error names it.
+"""Make typer commands from the settings classes: every field is an option.
 
-The classes in shared/settings.py are the only source: names, help, defaults, limits. An option is passed on as the
-text that was typed; pydantic reads it, so the command line and the environment obey the same rules.
+The classes in shared/settings.py are the only source of names, help, defaults and limits; shared/options.py reads the
+options.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource
+from pydantic_settings import BaseSettings
 
+from shared import options
 from shared.errors import ConfigurationError
+from shared.options import Values, env_name, fields_of, flag, is_secret
 from shared.settings import ROOT, SchedulerSettings
 
-HIDDEN = "********"
-Values = dict[str, Any]
 S = TypeVar("S", bound=BaseSettings)
-
-
-def flag(name: str) -> str:
-    """`max_seqs` as it is typed: `--max-seqs`."""
-    return "--" + name.replace("_", "-")
-
-
-def env_name(name: str) -> str:
-    return f"ORCINUS_{name.upper()}"
-
-
-def fields_of(*classes: type[BaseSettings]) -> dict[str, FieldInfo]:
-    """The fields of all classes; where two have the same name, the first class describes it."""
-    fields: dict[str, FieldInfo] = {}
-    for settings in classes:
-        for name, field in settings.model_fields.items():
-            fields.setdefault(name, field)
-    return fields
 
 
 def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) -> Callable[[Any], Any]:
@@ -69,52 +50,18 @@ def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) 
 
 
 def build(settings: type[S], values: Values) -> S:
-    """The settings of one service from the options that concern it, the environment and the defaults.
+    """Return settings as shared.options.build does, with the policy checked.
 
-    Raises ConfigurationError naming the option or variable, the value and the limit.
+    The command line knows all services; shared code does not know the scheduler's policies.
     """
-    own = {name: value for name, value in values.items() if name in settings.model_fields}
-    try:
-        found = settings(**own)
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(_explain(settings, item, own) for item in error.errors())) from None
+    found = options.build(settings, values)
     if isinstance(found, SchedulerSettings):
-        _check_policy(found.policy, own)
+        _check_policy(found.policy, values)
     return found
 
 
-def source(settings: BaseSettings, name: str, values: Values) -> str:
-    """Where a setting comes from: option, environment, default, or derived from other settings."""
-    if name in values:
-        return "option"
-    if name in EnvSettingsSource(type(settings))():
-        return "environment"
-    return "derived" if name in settings.model_fields_set else "default"
-
-
-def shown(value: Any) -> Any:
-    """A value that may be printed: secrets hidden, paths as text."""
-    if isinstance(value, SecretStr):
-        return HIDDEN if value.get_secret_value() else ""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str) and "://" in value:
-        return without_password(value)
-    return value
-
-
-def without_password(url: str) -> str:
-    """A URL that may be printed."""
-    scheme, _, rest = url.partition("://")
-    if found := re.match(r"([^/?#]*)@", rest):
-        user, colon, _ = found[1].partition(":")
-        rest = f"{user}:{HIDDEN}@{rest[found.end() :]}" if colon else f"{HIDDEN}@{rest[found.end() :]}"
-    rest = re.sub(r"([?&]password=)[^&]*", rf"\g<1>{HIDDEN}", rest)
-    return f"{scheme}://{rest}"
-
-
 def _check_policy(policy: str, values: Values) -> None:
-    """Policies are the scheduler's to know, not those of shared/settings.py. Raises ConfigurationError."""
+    """Raise ConfigurationError for a policy that the scheduler does not know."""
     from services.scheduler.core.policy.presets import parse  # numpy: not for commands that schedule nothing
 
     try:
@@ -129,7 +76,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     text = field.description or name.replace("_", " ")
     default = "" if field.default in (None, "") else f", default {_short(field.default)}"
     note = f"({env_name(name)}{default})"
-    if _is_secret(field):
+    if is_secret(field):
         note = f"(better by {env_name(name)}: other users see command lines)"
     if annotation is bool:
         option = typer.Option(f"{flag(name)}/--no-{flag(name)[2:]}", help=f"{text} {note}", show_default=False)
@@ -153,18 +100,3 @@ def _metavar(field: FieldInfo) -> str:
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     names = {int: "N", float: "X", Path: "PATH", SecretStr: "SECRET"}
     return names.get(kinds[0], "TEXT")
-
-
-def _is_secret(field: FieldInfo) -> bool:
-    return SecretStr in (get_args(field.annotation) or (field.annotation,))
-
-
-def _explain(settings: type[BaseSettings], item: Any, values: Values) -> str:
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if not item["loc"]:
-        return message
-    name = str(item["loc"][0])
-    where = flag(name) if name in values else env_name(name)
-    field = settings.model_fields.get(name)
-    value = HIDDEN if field is not None and _is_secret(field) else str(shown(item["input"]))
-    return f"{where}={value}: {message[0].lower()}{message[1:]}"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
-from services.cli.options import without_password
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir
 from services.scheduler.core.policy.presets import parse
 from shared.errors import ConfigurationError
 from shared.keys import Keys
+from shared.options import without_password
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
 

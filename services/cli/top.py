@@ -24,9 +24,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
-from services.cli.options import without_password
 from services.cli.policy import redis_address
 from shared.keys import CLASSES
+from shared.options import without_password
 from shared.settings import CommonSettings, LauncherSettings
 from shared.stack_view import HISTORY, HISTORY_S, StackReader, View
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from kernels.cpu.build import VARIANTS, cpu_flags, prebuilt_path
-from services.cli.options import Values, build, without_password
 from services.launcher import redis_server
 from services.launcher.check import Check
 from services.launcher.gpu_checks import judge
@@ -21,6 +20,7 @@ from services.launcher.gpu_facts import Facts, device_files, gather
 from services.launcher.rundir import RunDir
 from services.launcher.up import model_problem, port_problem
 from shared.errors import ConfigurationError
+from shared.options import Values, build, without_password
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30

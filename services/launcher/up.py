@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic_settings import BaseSettings
 
-from services.cli.options import Values, build, env_name, fields_of, flag, without_password
 from services.launcher import redis_server
 from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
@@ -25,6 +24,7 @@ from services.launcher.screen import Screen
 from services.launcher.service import ServiceSpec
 from services.launcher.supervisor import Supervisor
 from shared.errors import ConfigurationError
+from shared.options import Values, build, env_name, fields_of, flag, without_password
 from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.app import EVERYTHING, SERVICES, run_tool
-from services.cli.options import build, env_name, fields_of, flag, shown, source, without_password
+from services.cli.options import build
 from shared.errors import ConfigurationError
+from shared.options import env_name, fields_of, flag, shown, source, without_password
 from shared.settings import GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
 

@@ -1,0 +1,97 @@
+"""Build settings from the options of a command line: every field is an option, and every error names it.
+
+Used by the command line and the launcher. An option is passed on as the text that was typed; pydantic reads it, so the
+command line and the environment obey the same rules.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
+from shared.errors import ConfigurationError
+
+HIDDEN = "********"
+Values = dict[str, Any]
+S = TypeVar("S", bound=BaseSettings)
+
+
+def flag(name: str) -> str:
+    """Return the option of a field: `--max-seqs` for `max_seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """Return the environment variable of a field."""
+    return f"ORCINUS_{name.upper()}"
+
+
+def fields_of(*classes: type[BaseSettings]) -> dict[str, FieldInfo]:
+    """Return the fields of all classes; the first class with a name describes it."""
+    fields: dict[str, FieldInfo] = {}
+    for settings in classes:
+        for name, field in settings.model_fields.items():
+            fields.setdefault(name, field)
+    return fields
+
+
+def build(settings: type[S], values: Values) -> S:
+    """Return the settings of one service from its options in `values`, the environment and the defaults.
+
+    Raises ConfigurationError naming the option or variable, the value and the limit.
+    """
+    given = {name: value for name, value in values.items() if name in settings.model_fields}
+    try:
+        return settings(**given)
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(_explain(settings, item, given) for item in error.errors())) from None
+
+
+def source(settings: BaseSettings, name: str, values: Values) -> str:
+    """Return the source of a setting: option, environment, default, or derived from other settings."""
+    if name in values:
+        return "option"
+    if name in EnvSettingsSource(type(settings))():
+        return "environment"
+    return "derived" if name in settings.model_fields_set else "default"
+
+
+def shown(value: Any) -> Any:
+    """Return a value that may be printed: secrets hidden, paths as text."""
+    if isinstance(value, SecretStr):
+        return HIDDEN if value.get_secret_value() else ""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) and "://" in value:
+        return without_password(value)
+    return value
+
+
+def without_password(url: str) -> str:
+    """Return a URL with its password hidden."""
+    scheme, _, rest = url.partition("://")
+    if found := re.match(r"([^/?#]*)@", rest):
+        user, colon, _ = found[1].partition(":")
+        rest = f"{user}:{HIDDEN}@{rest[found.end() :]}" if colon else f"{HIDDEN}@{rest[found.end() :]}"
+    rest = re.sub(r"([?&]password=)[^&]*", rf"\g<1>{HIDDEN}", rest)
+    return f"{scheme}://{rest}"
+
+
+def is_secret(field: FieldInfo) -> bool:
+    return SecretStr in (get_args(field.annotation) or (field.annotation,))
+
+
+def _explain(settings: type[BaseSettings], item: Any, values: Values) -> str:
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not item["loc"]:
+        return message
+    name = str(item["loc"][0])
+    where = flag(name) if name in values else env_name(name)
+    field = settings.model_fields.get(name)
+    value = HIDDEN if field is not None and is_secret(field) else str(shown(item["input"]))
+    return f"{where}={value}: {message[0].lower()}{message[1:]}"
