@@ -18,7 +18,7 @@ import uvloop
 from shared.keys import GROUP
 from shared.settings import DEMO_MODEL
 from tests.chaos.harness.checker import check_rest
-from tests.chaos.harness.kinds import KINDS
+from tests.chaos.harness.faults import KINDS
 from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.rest import SEQUENCES, observe, unfinished
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos

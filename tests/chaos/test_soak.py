@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from tests.chaos.soak.__main__ import Soak, soak
-from tests.chaos.soak.plot import draw
+from tests.chaos.soak.samples import draw
 from tests.chaos.soak.trend import FLOORS, by_minute, trend
 
 MINUTES = 22
@@ -40,7 +40,7 @@ def test_every_process_and_redis_are_looked_at_and_drawn(short: Soak, tmp_path: 
     assert {name.split()[0] for name in names} == set(FLOORS)
     assert max(short.samples.column("pending redis")) > 0
     assert max(short.samples.column("blocks scheduler")) > 0
-    draw(short, tmp_path / "soak.png")
+    draw(short.samples, short.warm_up_s, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").stat().st_size > 10_000
 
 

@@ -27,8 +27,7 @@ except ModuleNotFoundError as error:
 
 from bench.result import provenance, write
 from shared.settings import DEMO_MODEL
-from tests.chaos.harness.faults import AT_ONCE
-from tests.chaos.harness.kinds import KINDS
+from tests.chaos.harness.faults import AT_ONCE, KINDS
 from tests.chaos.harness.run import SLOTS, Result, Scenario, chaos
 from tests.chaos.harness.stack import NotReadyError
 

@@ -29,9 +29,8 @@ from tests.chaos.harness.checker import (
 )
 from tests.chaos.harness.client import session
 from tests.chaos.harness.clock import Deadline
-from tests.chaos.harness.faults import AT_ONCE, Faults
+from tests.chaos.harness.faults import AT_ONCE, KINDS, Faults
 from tests.chaos.harness.history import DONE, SLOW, History, Injected, Outcome, Plan, Rest
-from tests.chaos.harness.kinds import KINDS
 from tests.chaos.harness.load import Load, Template, templates, undisturbed, with_stop
 from tests.chaos.harness.pauses import Gap, gaps, longest, read_refills
 from tests.chaos.harness.rest import epochs, said, settled, unfinished

@@ -21,7 +21,7 @@ import uvloop
 from bench.result import provenance, write
 from shared.settings import DEMO_MODEL
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos
-from tests.chaos.soak.samples import Samples
+from tests.chaos.soak.samples import Samples, draw
 from tests.chaos.soak.trend import Trend, by_minute, trend
 
 WARM_UP_S = 480.0
@@ -97,9 +97,7 @@ def main(argv: list[str]) -> int:
     if options.output:
         write(options.output, figures)
     if options.plot:
-        from tests.chaos.soak.plot import draw
-
-        draw(found, options.plot)
+        draw(found.samples, found.warm_up_s, options.plot)
     shown = {name: value for name, value in figures.items() if name not in ("minutes", "trends")}
     print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
     return 1 if found.result.violations or found.growing else 0

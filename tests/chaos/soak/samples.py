@@ -1,4 +1,4 @@
-"""What a soak looks at every second: memory, files and threads of each process, and what Redis and the scheduler hold.
+"""Sample a soak every second, and draw it: memory, files and threads of each process, Redis, the scheduler.
 
 Streams that fill for an hour before they are trimmed (docs/redis.md) are taken off Redis's memory.
 """
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 from redis.exceptions import RedisError
@@ -17,6 +18,11 @@ from shared.keys import CLASSES, GROUP
 from tests.chaos.harness.stack import SHARD, ChaosStack
 
 EVERY_S = 1.0
+PANELS = {
+    "rss_mib": "resident memory, MiB", "fds": "open files", "threads": "threads", "memory_mib": "Redis's memory, MiB",
+    "keys": "keys in Redis", "tokens": "entries of the token streams", "entries": "requests in the streams",
+    "pending": "pending entries", "blocks": "KV blocks in use",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -89,3 +95,26 @@ async def _of_scheduler(stack: ChaosStack) -> dict[str, float]:
         "blocks scheduler": stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"],
         "sequences scheduler": stats["running"] + stats["waiting"] + stats["parked"],
     }
+
+
+def draw(samples: Samples, warm_up_s: float, path: Path) -> None:
+    """Draw one panel for each kind of quantity, all samples, the warm-up shaded. Needs matplotlib.
+
+    path: the format is that of its ending.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    minutes = [at / 60 for at in samples.at_s]
+    for axes, (kind, title) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
+        for name in samples.rows[0]:
+            if name.split()[0] == kind:
+                axes.plot(minutes, samples.column(name), linewidth=0.8, label=name.split()[1])
+        axes.axvspan(minutes[0], warm_up_s / 60, color="0.9")
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("minutes")
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 1:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=90)
