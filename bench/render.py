@@ -26,7 +26,7 @@ import jinja2
 from bench.result import ROOT, read
 
 TEMPLATES = Path(__file__).parent / "templates"
-_SECTION = re.compile(r"(<!-- render: ([\w-]+)(?: ([\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_SECTION = re.compile(r"^(<!-- render: ([\w-]+)(?: ([\w-]+))? -->\n).*?^(<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> Iterator[Path]:
