@@ -1,1 +1,1 @@
-"""The KV cache of a worker: its size, its host tier, and copies between tiers and peers."""
+"""The KV cache of a worker: its size (`cache`), its host tier, and the transfers between tiers and from peers."""
