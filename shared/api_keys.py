@@ -1,7 +1,7 @@
 """API keys as `orcinus keys` makes them and gateways check them: the text, its digest, and the record in Redis.
 
 A key is `sk-orc-ID-SECRET`: ID finds the record, SECRET is 32 random bytes. Redis holds the digest of the whole text
-and never the text. A plain SHA-256 is enough for it: nobody can search 256 random bits.
+and never the text. A plain SHA-256 is enough for it: 256 random bits cannot be searched.
 """
 
 from __future__ import annotations

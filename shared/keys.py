@@ -1,7 +1,7 @@
 """Every Redis key of Orcinus, by name.
 
 All keys of one model carry the literal hash tag `{model}`, so that they share one Cluster slot.
-`docs/redis.md` says who writes each key and how long it lives.
+`docs/redis.md` says which service writes each key and how long it lives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The record of one token's log-probabilities, as it crosses gRPC and Redis and lies in `logprobs:{id}:{choice}`.
 
 Little-endian: the sampled token's as float32, then the k most likely ids as int32 (-1 where the vocabulary has fewer),
-then theirs as float32, best first, equal ones by id. `wanted` is k + 1 everywhere, so that 0 says that nobody asked.
+then theirs as float32, best first, equal ones by id. `wanted` is k + 1 everywhere, so 0 means none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 
 def record_bytes(wanted: int) -> int:
-    """Bytes of one token's record; 0 where nobody asked.
+    """Bytes of one token's record; 0 without log-probabilities.
 
     >>> [record_bytes(wanted) for wanted in (0, 1, 6)]
     [0, 4, 44]
@@ -68,7 +68,7 @@ def unpack_records(records: bytes, wanted: int) -> list[TokenLogprobs]:
 
 
 def split_records(records: bytes, sizes: Int32, rows: int) -> npt.NDArray[np.object_]:
-    """[rows] bytes: each row's part, empty where nobody asked.
+    """[rows] bytes: each row's part, empty without log-probabilities.
 
     Raises ValueError when the sizes are not those of so many rows and bytes.
     """

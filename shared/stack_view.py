@@ -1,7 +1,7 @@
 """One look at what a stack says of itself in Redis: for the page of the gateway and for `orcinus top`.
 
 `StackReader.look` is two or three round trips; what it returns is plain JSON. The keys are those of docs/redis.md, so
-everything here can be had by anybody who can read Redis.
+everything here can be had by every reader of Redis.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DISCOVER_S = 10.0
 EVENTS = 50
 HISTORY_S = 300
 HISTORY_ROWS = 60
-"""Read at a time, so that nobody waits for long: a row has some seventy fields."""
+"""Rows read at a time, so that other readers wait for a short time: a row has some seventy fields."""
 
 HISTORY = (
     "time_ms", "tok_s", "ttft_ms_p50", "ttft_ms_p99", "tbt_ms_p50", "tbt_ms_p99", "running", "waiting", "swapped",

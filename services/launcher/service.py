@@ -88,7 +88,7 @@ class Service:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
-        self.signal_group(signal.SIGKILL)  # before reaping: until then nobody else can have this group id
+        self.signal_group(signal.SIGKILL)  # before reaping: until then no other process group can have this id
         code = process.wait()
         self.process = None
         return code

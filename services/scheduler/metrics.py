@@ -26,7 +26,7 @@ DECODE, PREFILL = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A metric family whose values are fields of `stats:{shard}`; `fields` maps each field to the value of `label`."""
+    """A metric family with values from fields of `stats:{shard}`; `fields` maps each field to the value of `label`."""
 
     name: str
     text: str
@@ -60,7 +60,7 @@ P = "orcinus_scheduler_"
 REPORTED = (
     Reported(P + "running_sequences", "Sequences in slots", {"running": ""}),
     Reported(P + "waiting_sequences", "Sequences waiting for a slot, by class", _by_class("waiting"), "class"),
-    Reported(P + "swapped_sequences", "Waiting sequences whose KV is in the host tier", {"swapped": ""}),
+    Reported(P + "swapped_sequences", "Waiting sequences with their KV in the host tier", {"swapped": ""}),
     Reported(P + "parked_sequences", "Sequences set aside: in quarantine, or without a gateway", {"parked": ""}),
     Reported(P + "queued_tokens", "Tokens waiting to be computed", {"queued_tokens": ""}),
     Reported(
@@ -112,7 +112,7 @@ REPORTED = (
     ),
     Reported(
         P + "not_handed_over",
-        "Sequences whose hand-over a full host tier delayed",
+        "Sequences that a full host tier kept from a hand-over at first",
         {"not_handed_over": ""},
         counter=True,
     ),
@@ -126,7 +126,7 @@ REPORTED = (
     ),
     Reported(
         P + "slo_violations",
-        "Requests whose first token came after ttft_slo_ms, by class",
+        "Requests with a first token after ttft_slo_ms, by class",
         _by_class("slo_violations"),
         "class",
         counter=True,

@@ -1,7 +1,7 @@
 """Requests that get no step for a while: suspected of killing a worker, or without a gateway.
 
 Bisection finds the request that kills workers: after a step in which a worker died, the requests of the step run in
-halves until one is alone. Quarantine parks and resumes requests in the core: suspects, and requests whose gateway is
+halves until one is alone. Quarantine parks and resumes requests in the core: suspects, and those of a gateway that is
 gone until another gateway adopts them or ABANDONED_S has passed (docs/protocol.md#faults). A request stays parked while
 one of the two reasons holds; one on trial always runs, because all others wait for it. No clock and no Redis here: the
 service reports deaths, arrivals, tokens and ends.
@@ -136,7 +136,7 @@ ABANDONED_S = 300.0
 GATEWAY_GONE_S = 2.0
 """Time for which a heartbeat must be missing: a Redis that was away has no heartbeats at first."""
 NEVER_SEEN_S = 10.0
-"""The same for a gateway whose heartbeat this scheduler has never seen."""
+"""The same for a gateway that this scheduler has never seen."""
 REPLICA_WAIT_S = 3.0
 """Time for which the trial waits for the worker that died; then another replica is emptied for it."""
 
@@ -168,7 +168,7 @@ class Quarantine:
     # Suspicion
 
     def link_lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
-        """Park the requests of the oldest step of a worker whose link broke, until it is known whether the worker died.
+        """Park the requests of the oldest step of a worker with a broken link, until its fate is known.
 
         `linked` or `find_dead` tells; until then the requests might kill another worker. in_step, at_worker: as in
         Bisection.died.
@@ -185,7 +185,7 @@ class Quarantine:
             self._core.assign_dock(now_ns)  # the replica that joined is empty
 
     def find_dead(self, silent: Callable[[str], bool], now_ns: int) -> None:
-        """Count the silent ones of the workers whose links broke as dead.
+        """Count the silent ones of the workers with broken links as dead.
 
         Without a replica for a trial no request becomes a suspect: another shard may take it.
         """
@@ -250,7 +250,7 @@ class Quarantine:
     # Gateways
 
     def check_gateways(self, alive: Set[str], now_ns: int) -> None:
-        """Park requests whose gateway is gone, resume those whose gateway is back, end those that waited too long.
+        """Park requests without their gateway, resume those with a gateway again, end those that waited too long.
 
         Called about once a second. alive: those of `gateways` that have a heartbeat.
         """

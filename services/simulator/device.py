@@ -31,7 +31,7 @@ class Ticket(NamedTuple):
     swap_out: Int32
     swap_in: Int32
     swap_ns: int
-    peers: Int32  # whose host tiers this replica knows of from this step on
+    peers: Int32  # of which this replica knows the host tiers from this step on
     cells: Int64  # of the sequences that get a token, in the order of slots
 
 

@@ -220,14 +220,14 @@ def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]
 
 
 def _of(
-    who: npt.NDArray[np.bool_], workload: Workload, seen: Recorder, kept: npt.NDArray[np.bool_], seconds: float
+    chosen: npt.NDArray[np.bool_], workload: Workload, seen: Recorder, kept: npt.NDArray[np.bool_], seconds: float
 ) -> dict[str, Any]:
-    """Figures of the requests in `who`: [requests] bool, as are those that `kept` their limits."""
-    done = np.flatnonzero(who & (seen.e2e_ns >= 0))
+    """Figures of the requests in `chosen`: [requests] bool, as are those that `kept` their limits."""
+    done = np.flatnonzero(chosen & (seen.e2e_ns >= 0))
     ttft, e2e, worst, tokens = seen.ttft_ns[done], seen.e2e_ns[done], seen.worst_ns[done], seen.tokens[done]
     output, prompt = int(tokens.sum()), int(workload.prompt[done].sum())
     good = int(np.count_nonzero((ttft <= GOOD_TTFT_NS) & (worst <= GOOD_GAP_NS)))
-    count = int(np.count_nonzero(who))
+    count = int(np.count_nonzero(chosen))
     return {
         "requests": count,
         "finished": int(done.size),
@@ -239,7 +239,7 @@ def _of(
         "normalized_latency_ms": _milliseconds(e2e / np.maximum(tokens, 1)),
         "e2e_ms": _milliseconds(e2e),
         "worst_gap_ms": _milliseconds(worst),
-        "slo_violations": round(1 - int(np.count_nonzero(kept & who)) / max(count, 1), 5),
+        "slo_violations": round(1 - int(np.count_nonzero(kept & chosen)) / max(count, 1), 5),
     }
 
 

@@ -40,7 +40,7 @@ class Workload:
     priority: Int64 = field(default_factory=_none)  # default: 2, normal
     ttft_slo_ns: Int64 = field(default_factory=_none)
     tbt_slo_ns: Int64 = field(default_factory=_none)
-    group: Int64 = field(default_factory=_none)  # whose shared prefix the prompt begins with; -1: nobody's
+    group: Int64 = field(default_factory=_none)  # number of the shared prefix; -1 means none
     tenant: Int64 = field(default_factory=_none)  # default: all of one
     prefix_tokens: int = 0  # of a shared prefix; counted in `prompt`
 

@@ -184,7 +184,7 @@ class Intake:
     async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
         """Add everything that this shard has claimed and does not hold, oldest first, with the tokens of the records.
 
-        Called after a restart, and after a claim whose answer was lost. Returns the number of requests.
+        Called after a restart, and after a claim with a lost answer. Returns the number of requests.
         """
         total = 0
         async for found in self._pages(self._shard):
@@ -208,7 +208,7 @@ class Intake:
                 yield found
 
     async def stranded(self, held: int) -> bool:
-        """Return whether more than `held` requests are pending: a claim whose answer was lost leaves such requests."""
+        """Return whether more than `held` requests are pending: a claim with a lost answer leaves such requests."""
         counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
         return sum(len(rows) for rows in counts) > held
 

@@ -66,7 +66,7 @@ FLUSH_S = 3.0
 
 
 def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
-    """Return (gateway, serialized TokenBatch) for each gateway of one outcome, whose rows are sorted by gateway."""
+    """Return (gateway, serialized TokenBatch) for each gateway of one outcome; its rows are sorted by gateway."""
     rows = len(outcome.requests)
     if rows == 0:
         return []

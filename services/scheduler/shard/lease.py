@@ -87,7 +87,7 @@ class Lease:
             return await script([self.key, *keys], args)
 
     async def write(self, *commands: Sequence[Value]) -> None:
-        """Run write commands, whose second word is the key: all of them, or none when the shard is lost.
+        """Run write commands, the second word of each a key: all of them, or none when the shard is lost.
 
         Raises LeaseLostError.
         """

@@ -61,7 +61,7 @@ class UnreadableWarnings:
 LOOK_S = 0.5
 """Interval between two looks for further workers."""
 AVOID_S = 5.0
-"""Time for which a worker whose link was lost is taken again only if there is no other."""
+"""Time for which a worker with a lost link is taken again only if there is no other."""
 MAX_PATIENCE = 64
 
 
@@ -181,7 +181,7 @@ class Fleet:
             self._said = True
 
     def _not_before(self) -> dict[str, float]:
-        """Return when workers whose links brought no answer are dialled again, by identity."""
+        """Return when workers without an answer are dialled again, by identity."""
         return {
             name: self._failed[name] + backoff_s(count - 1)
             for name, count in self._attempts.items()
