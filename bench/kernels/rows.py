@@ -27,7 +27,7 @@ def rows(plan: Plan) -> list[Maker]:
         "norm": norm,
         "add_norm": add_norm,
         "rope_and_write": rope_and_write,
-        "gated": gated,
+        "act_and_mul": act_and_mul,
         "select": select,
         "linear": linear,
         "logits": logits,
@@ -67,7 +67,7 @@ def add_norm(count: int, bench: Bench) -> Case:
     return _case(bench, "add_norm", shape, work, (4.0 * x.nbytes, 0.0), lambda x: _exact(2 * x, weight), peers)
 
 
-def gated(count: int, bench: Bench) -> Case:
+def act_and_mul(count: int, bench: Bench) -> Case:
     width = bench.plan.model.intermediate
     x = _random(bench, count, 2 * width)
     work = _work(bench, x, 1.5 * x.nbytes, lambda x, _prepared, _i: bench.clock.ops.act_and_mul(x, "silu"))
@@ -81,7 +81,7 @@ def gated(count: int, bench: Bench) -> Case:
         return F.silu(gate) * up
 
     peers: Peers = {"F.silu * up": lambda: [partial(eager, y) for y in _clones(bench, x, work.copies)]}
-    return _case(bench, "gated", f"{count} x {width}", work, (1.5 * x.nbytes, 0.0), exact, peers)
+    return _case(bench, "act_and_mul", f"{count} x {width}", work, (1.5 * x.nbytes, 0.0), exact, peers)
 
 
 def embed(count: int, bench: Bench) -> Case:

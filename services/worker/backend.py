@@ -8,6 +8,7 @@ the operator asks for by name is used or refused, never replaced.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +25,9 @@ from kernels.ops import AnyOps
 from services.worker.models.config import DTYPES, DecoderConfig
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError
-from shared.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
 log = logging.getLogger("orcinus.worker")
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from services.worker.in_flight import GRAMMAR, InFlightStep, InFlightSteps, Mark
 from services.worker.kv.cache import plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
-from services.worker.metrics import StepLog
 from services.worker.models.checkpoint import Progress, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
@@ -36,12 +35,15 @@ from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
 from services.worker.slots import SlotTable
+from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.grammars import Grammars
 from shared.ids import identity
-from shared.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
 log = logging.getLogger("orcinus.worker")
 

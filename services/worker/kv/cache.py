@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +22,9 @@ from kernels.ops import CacheShape
 from services.worker.models.config import DecoderConfig
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
-from shared.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
 POOL_SHARE, GPU_POOL_SHARE = 0.2, 0.9
 """Of the free memory for a pool without --kv-blocks. A GPU is the worker's alone; what is left is for what torch's

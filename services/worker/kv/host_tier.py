@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,7 +15,9 @@ from services.worker.kv.peers import Peers
 from services.worker.kv.share_folder import NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
-from shared.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
 FOLDER_SHARE = 0.5
 """Of what is free in --kv-share-dir, at most, for a tier without --host-blocks: another worker may be about to take the

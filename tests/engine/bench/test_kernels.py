@@ -23,7 +23,7 @@ OPERATIONS = {
     "norm",
     "add_norm",
     "rope_and_write",
-    "gated",
+    "act_and_mul",
     "select",
     "linear",
     "logits",
@@ -78,8 +78,8 @@ def test_a_case_that_fails_is_a_row_that_says_so_and_the_others_go_on(monkeypatc
     def broken(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(CpuOps, "gated", broken)
-    rows = run(["--device", "cpu", "--quick", "--repeats", "1", "--ops", "gated", "select"], 1)["rows"]
+    monkeypatch.setattr(CpuOps, "act_and_mul", broken)
+    rows = run(["--device", "cpu", "--quick", "--repeats", "1", "--ops", "act_and_mul", "select"], 1)["rows"]
     assert [row["us"] is None for row in rows] == [True, False]
     assert rows[0]["said"] == "RuntimeError: no such kernel"
 
