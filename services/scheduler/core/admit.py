@@ -196,11 +196,11 @@ class Admission:
             placer.pop(sequence)
             draft.chosen = None
             for other in draft.free:
-                other.passed += 1
+                other.route.passed += 1
             if sequence.swapped and not reads(replica, sequence):
                 shared.routing.evict(sequence)  # to compute it again here is cheaper than to wait there
             taken.append(sequence)
-            spent += 0 if sequence.swapped else max(sequence.known - sequence.hits, 1)
+            spent += 0 if sequence.swapped else max(sequence.known - sequence.prefix.hits, 1)
             if sequence.pinned:
                 break
         if not taken:
@@ -280,7 +280,7 @@ class Admission:
         rows = []
         for candidate in candidates:
             sequence, hit = candidate.sequence, candidate.hit
-            cached = sequence.computed if sequence.host.size else (hit.gpu.size + hit.host.size) * size
+            cached = sequence.computed if sequence.swapped else (hit.gpu.size + hit.host.size) * size
             request, prompt = sequence.record.request, sequence.prompt.size
             rows.append(
                 (prompt + sequence.outputs.size, sequence.longest(limits) - 1, cached, request.priority, prompt)
@@ -321,7 +321,7 @@ class Admission:
         for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence = candidate.sequence
             if sequence.lost:
-                shared.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.hits, 0)
+                shared.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.prefix.hits, 0)
                 sequence.lost = 0
             if candidate.loads:
                 self._load(replica, slot, candidate)
@@ -343,20 +343,17 @@ class Admission:
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
         """The row gets blocks for its KV on the host, of this replica or a peer, and waits until it is there."""
-        table, sequence = replica.table, candidate.sequence
-        host = sequence.host if sequence.swapped else candidate.hit.host
+        table, sequence, saved = replica.table, candidate.sequence, candidate.sequence.saved
+        host = saved.blocks if saved is not None else candidate.hit.host
         gpu = replica.pool.take(host.size)
         table.append(slot, gpu)
-        if (source := replica.peers.source(sequence)) is not None:
-            replica.transfers.load(slot, host, gpu, False, source.number, source.host)
-        else:
-            replica.transfers.load(slot, host, gpu, shared=not sequence.swapped)
-        if sequence.swapped:
-            table.planned[slot] = table.filled[slot] = sequence.computed
+        replica.transfers.load(slot, host, gpu, saved, replica.peers.source(sequence))
+        if saved is not None:
+            table.planned[slot] = table.filled[slot] = saved.tokens
         else:
             table.planned[slot] = int(table.held[slot]) * table.block_size
         table.hold(slot, sequence)
-        sequence.host, sequence.computed = EMPTY, 0
+        sequence.saved = None
 
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:

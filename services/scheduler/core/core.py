@@ -22,7 +22,7 @@ from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.prefix import Hasher
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
-from services.scheduler.core.sequence import NO_KEYS, Record, Sequence, State, check_records
+from services.scheduler.core.sequence import NO_KEYS, PrefixState, Record, Sequence, State, check_records
 from services.scheduler.core.types import (
     CLASSES,
     EMPTY,
@@ -92,7 +92,7 @@ class Core:
             self._hasher = Hasher(limits.block_size, seed=0)
             for record in self._records.values():
                 for sequence in record.sequences:
-                    sequence.keys = NO_KEYS
+                    sequence.prefix.keys = NO_KEYS
         # One size of blocks has keys: who joins with another shares no prefixes.
         hasher = self._hasher if self._hasher is not None and self._hasher.block_size == limits.block_size else None
         replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self.microbatches or limits.stages)
@@ -149,7 +149,9 @@ class Core:
             keys = hasher.keys(prompt, request.salt) if hasher else NO_KEYS  # here, as it is no part of an iteration
             for choice in range(number * request.n, (number + 1) * request.n):
                 outputs = request.outputs[choice] if request.outputs else EMPTY
-                record.sequences.append(Sequence(record, choice, self._sequences, prompt, outputs, keys=keys))
+                record.sequences.append(
+                    Sequence(record, choice, self._sequences, prompt, outputs, prefix=PrefixState(keys))
+                )
                 self._sequences += 1
         record.left = len(record.sequences)
         out = self.collector()
@@ -210,14 +212,16 @@ class Core:
         if record := self._records.get(request_id):
             self._parked[request_id] = record
             for sequence in record.sequences:
-                if sequence.state is State.RUNNING and self.replicas[sequence.replica].set_aside(sequence.slot):
+                if sequence.state is State.RUNNING and not self.replicas[sequence.replica].transfers.loads(
+                    sequence.slot
+                ):
+                    self.replicas[sequence.replica].release(sequence.slot)
                     sequence.state = State.PARKED
                     self._pending.checkpoint(sequence)
                 elif sequence.state is State.WAITING:
                     sequence.state = State.PARKED
                     self._placer.drop(sequence)
-                    if sequence.swapped:
-                        self.replicas[sequence.replica].evict(sequence)
+                    self._evict(sequence)
 
     def resume(self, request_id: str, now_ns: int) -> None:
         """What was parked of a request waits again, in its old place."""
@@ -355,11 +359,15 @@ class Core:
         """Takes a sequence out of its slot or of the waiting, to end it. Its unanswered results will be dropped."""
         before, sequence.state = sequence.state, State.ENDED
         if before is State.RUNNING:
-            self.replicas[sequence.replica].leave(sequence.slot)
+            self.replicas[sequence.replica].release(sequence.slot)
         elif before is State.WAITING:
             self._placer.drop(sequence)
-        if sequence.swapped:
-            self.replicas[sequence.replica].evict(sequence)
+        self._evict(sequence)
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Give up the KV of a sequence in a host tier, if it has any there."""
+        if sequence.saved is not None:
+            self.replicas[sequence.saved.replica].evict(sequence)
 
     def _drop(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
         self.withdraw(sequence)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
 from services.scheduler.core.policy.base import Mode, Policy
-from services.scheduler.core.replica import Replica
+from services.scheduler.core.replica import KV, Replica
 from services.scheduler.core.routing import Routing
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Bool
@@ -107,18 +107,13 @@ class Shared:
         if how is None:
             decodes = self.routing.roles and replica.limits.role == DECODE  # what loses its KV goes back to a prefill
             how = Mode.SWAP if decodes else self.policy.relief.mode(replica, slot)
-        swap = how is Mode.SWAP and replica.can_swap(slot)
         self.counters.preemptions += 1
         draft.preempted += 1
         fresh = len(draft.enters)
-        planned = int(replica.table.planned[slot])
-        sequence = replica.preempt(slot, swap)
+        sequence = replica.release(slot, KV.SWAP if how is Mode.SWAP else KV.DROP)
         if fresh:
             draft.enters = [enter for enter in draft.enters if enter.slot != slot]
             if len(draft.enters) < fresh:  # the worker was not told of it yet
                 replica.freed.remove(slot)
         sequence.preemptions += 1
-        if not swap:
-            sequence.lost = planned
-        known.checkpoint(sequence)
-        self.placer.push(sequence, now_ns)
+        self.placer.requeue(sequence, now_ns, known)

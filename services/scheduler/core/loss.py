@@ -28,30 +28,26 @@ def lose(
     lost.departed.clear()
     placer.changes += 1  # those who owed a step may enter now
     for slot in np.flatnonzero(lost.table.active).tolist():
-        lost_tokens, load = int(lost.table.planned[slot]), lost.transfers.from_peer(slot)
-        sequence = lost.leave(slot)
-        sequence.unanswered, sequence.lost = 0, lost_tokens
+        load = lost.transfers.from_peer(slot)
+        sequence = lost.release(slot)
+        sequence.unanswered = 0
         if load is not None:
             load.tier = None  # the sequence has its references again
-            sequence.host, sequence.computed, sequence.replica, sequence.lost = load.host, lost_tokens, load.peer, 0
-        known.checkpoint(sequence)
-        placer.push(sequence, now_ns)
+            sequence.saved, sequence.lost = load.saved, 0
+        placer.requeue(sequence, now_ns, known)
+    lost.departed.clear()
     lost.transfers.let_go()
     for other in others:
         other.peers.lost(lost)
         for slot in other.transfers.abandon(lost.number):
-            lost_tokens = int(other.table.planned[slot])
-            sequence = other.leave(slot)
-            sequence.lost = lost_tokens
-            known.checkpoint(sequence)
-            placer.push(sequence, now_ns)
+            placer.requeue(other.release(slot), now_ns, known)
     for sequence in [s for record in records for s in record.sequences]:
-        if sequence.swapped and sequence.replica == lost.number:
+        if sequence.saved_at(lost.number):
             sequence.lost = sequence.computed
             if sequence.state is State.WAITING:
                 placer.unswapped(sequence, now_ns)
             else:
-                sequence.host, sequence.computed = EMPTY, 0
+                sequence.saved = None
     aside = lost.handed + (lost.sharing.ready if lost.sharing is not None else [])
     for sequence in aside:
         placer.back(sequence, now_ns)
@@ -64,15 +60,14 @@ def clear(replica: Replica, but: Iterable[Record], placer: Placer, known: Collec
     stay = {id(record) for record in but}
     for slot in np.flatnonzero(replica.table.active).tolist():
         sequence = replica.table.sequence[slot]
-        if id(sequence.record) not in stay and replica.set_aside(slot):
-            known.checkpoint(sequence)
-            placer.push(sequence, now_ns)
+        if id(sequence.record) not in stay and not replica.transfers.loads(slot):
+            placer.requeue(replica.release(slot), now_ns, known)
 
 
 def check_replicas(alive: list[Replica], records: Iterable[Record], lookahead: int) -> None:
     """Raise RuntimeError when a replica breaks an invariant of docs/protocol.md#steps."""
-    swapped = [s for record in records for s in record.sequences if s.swapped]
+    saved = [s.saved for record in records for s in record.sequences if s.saved is not None]
     for replica in alive:
-        held = [s.host for s in swapped if s.replica == replica.number]
+        held = [kv.blocks for kv in saved if kv.replica == replica.number]
         held += [blocks for other in alive for blocks in other.transfers.held_of(replica.host)]
         replica.check(lookahead, np.concatenate([EMPTY, *held]))

@@ -93,7 +93,7 @@ class Peers:
 
     def source(self, sequence: Sequence) -> Replica | None:
         """The peer in whose host tier its KV lies, whether all of it is there yet or not; None: in none."""
-        return self.readable.get(sequence.replica) if sequence.swapped else None
+        return self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
 
 
 def told(news: News) -> list[Peer]:

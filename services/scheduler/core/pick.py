@@ -48,7 +48,7 @@ class Picker:
         if on_dock and not routing.waiting_on_dock():
             return None
         most = len(placer) if on_dock else LOOK_PAST
-        late = next((sequence for sequence in draft.free if sequence.passed >= MOST_PASSED), None)
+        late = next((sequence for sequence in draft.free if sequence.route.passed >= MOST_PASSED), None)
         head = self._best(replica, draft, heads, most, now_ns) if late is None else None
         if head is not None and head.unanswered:
             return head

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from services.scheduler.core.apart import Apart, Takers
+from services.scheduler.core.outcome import Collector
 from services.scheduler.core.policy.base import Order, Queue
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.types import CLASSES, EMPTY
+from services.scheduler.core.types import CLASSES
 
 ONE_QUEUE = (None,)
 
@@ -60,6 +61,15 @@ class Placer:
         self.changes += 1
         self._of(sequence).push(sequence, now_ns)
         self._count(sequence, 1)
+
+    def requeue(self, sequence: Sequence, now_ns: int, out: Collector, aside: bool = False) -> None:
+        """Let a sequence that has left its row wait again, in its old place, or outside the queue until back()."""
+        out.checkpoint(sequence)
+        if aside:
+            sequence.state = State.WAITING
+            self.aside(sequence)
+        else:
+            self.push(sequence, now_ns)
 
     def turns(self, replica: int) -> tuple[Takers | None, ...]:
         """The queues that a replica looks at: of the swapped those that are for it, and of all others."""
@@ -130,7 +140,7 @@ class Placer:
         if apart:
             self._of(sequence).drop(sequence)
         self._count(sequence, -1)
-        sequence.host, sequence.computed, sequence.offered = EMPTY, 0, -1
+        sequence.saved, sequence.route.generation = None, -1
         self._count(sequence, 1)
         if apart:
             self._queue.push(sequence, now_ns)

@@ -6,6 +6,7 @@ tiers is in transfers.py, what is known of prefixes in sharing.py.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,11 @@ from services.scheduler.core.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
 from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.prefix import Contents, Hasher
-from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.sequence import SavedKV, Sequence, State
 from services.scheduler.core.sharing import Prefix, Sharing
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.transfers import Transfers
-from services.scheduler.core.types import EMPTY, Int32, Limits, Rows
+from services.scheduler.core.types import Int32, Limits, Rows
 
 LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
 
@@ -41,6 +42,14 @@ class InFlight:
     prefill_context: float
     moved: int  # blocks that it moves between the tiers
     peers: dict[int, Replica | None]  # whose host tiers it tells of; None: gone
+
+
+class KV(enum.Enum):
+    """What becomes of the KV of a row that is released."""
+
+    DROP = "drop"
+    SWAP = "swap"
+    HAND_OVER = "hand over"
 
 
 @dataclass(slots=True)
@@ -128,85 +137,63 @@ class Replica:
         table.promised[slots] = blocks
         self.outstanding += int(np.maximum(blocks - table.held[slots], 0).sum())
 
-    def leave(self, slot: int) -> Sequence:
-        """Takes the sequence out of `slot`; slot and blocks may be used by the next step."""
-        return self._leave(slot, keep=False)
+    def release(self, slot: int, kv: KV = KV.DROP) -> Sequence:
+        """Take the sequence out of its row, with the outputs applied so far; row and blocks are free for the next step.
 
-    def preempt(self, slot: int, swap: bool) -> Sequence:
-        """As leave(), but what is in flight for the sequence will still be applied to it, and with `swap` its KV moves
-        to the host tier, which must have the room. See docs/protocol.md#steps."""
-        since = int(self.table.since[slot])
-        sequence = self._leave(slot, keep=swap)
-        if sequence.unanswered:
-            self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step))
-        return sequence
-
-    def hand_over(self, slot: int) -> Sequence:
-        """As preempt() with swap, so that another replica goes on. What is cached of it stays cached here, and what
-        results confirm later will be."""
-        since, table = int(self.table.since[slot]), self.table
-        held = table.blocks[slot, : table.held[slot]].copy()
+        Results in flight still count for it, unless it has ended. DROP gives its KV up. SWAP moves it to the host tier,
+        or gives it up where the tier has no room (can_swap). HAND_OVER moves it, so that another replica goes on; what
+        is cached of it stays cached here, and what results confirm later will be.
+        """
+        table = self.table
+        sequence: Sequence = table.sequence[slot]
+        if kv is KV.SWAP and not self.can_swap(slot):
+            kv = KV.DROP
+        since, computed = int(table.since[slot]), int(table.planned[slot])
+        if self.transfers.from_peer(slot) is not None:
+            table.filled[slot] = 0  # its peer may be lost before all is here
+        self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
+        prefix = None
         if self.sharing is not None:
-            self.sharing.leaves(slot, table.sequence[slot])
-        prefix = Prefix(held, int(table.registered[slot]), int(table.content[slot]))
-        sequence = self._leave(slot, keep=True, stay=True)
-        if sequence.unanswered:
-            gone = Departed(sequence, since, self.next_step, prefix if self.sharing is not None else None)
-            self.departed.setdefault(slot, []).append(gone)
-        self.handed.append(sequence)
+            self.sharing.leaves(slot, sequence)
+            if kv is KV.HAND_OVER:
+                held = table.blocks[slot, : table.held[slot]].copy()
+                prefix = Prefix(held, int(table.registered[slot]), int(table.content[slot]))
+        if not self.transfers.loads(slot):  # else the worker was not told of the row yet
+            self.freed.append(slot)
+        copied = self.transfers.leaves(slot)
+        blocks = table.leave(slot)
+        if kv is not KV.DROP:
+            host = self.transfers.out(blocks, stay=kv is KV.HAND_OVER)
+            sequence.saved = SavedKV(self.number, host, computed, self.transfers.queued_out)
+        else:
+            sequence.lost = computed
+            landing = np.isin(blocks, copied) if copied.size else None
+            self.pool.give(blocks if landing is None else blocks[~landing])
+            if landing is not None:
+                self.pool.drain(blocks[landing])
+        if sequence.unanswered and sequence.state is not State.ENDED:
+            self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step, prefix))
         return sequence
 
     def confirmed(self, slot: int, step: int, end: int) -> None:
-        """A result has confirmed the KV of a row's sequence that was handed over meanwhile, up to `end` tokens."""
+        """Note that a result has confirmed the KV of a handed-over sequence up to `end` tokens."""
         for gone in self.departed.get(slot, ()):
             if gone.sequence.state is State.ENDED:
                 continue  # a stop may have cut its tokens
             if gone.since <= step < gone.until and gone.prefix is not None and self.sharing is not None:
                 self.sharing.confirmed(gone.sequence, gone.prefix, end)
 
-    def set_aside(self, slot: int) -> bool:
-        """Preempts by recompute what is not to run for a while; False where KV is just coming back for it."""
-        if self.transfers.loads(slot):
-            return False
-        lost = int(self.table.planned[slot])
-        self.preempt(slot, swap=False).lost = lost
-        return True
-
     def evict(self, sequence: Sequence) -> None:
-        """A sequence without a slot gives up its KV in the host tier, if it has any there."""
-        if sequence.swapped:
-            self.host.give(sequence.host)
-            sequence.host, sequence.computed, sequence.lost = EMPTY, 0, sequence.computed
-            sequence.offered = -1  # others may take it now
+        """Give up the KV of a sequence without a slot that lies in this host tier."""
+        if sequence.saved is not None:
+            self.host.give(sequence.saved.blocks)
+            sequence.lost, sequence.saved = sequence.saved.tokens, None
+            sequence.route.generation = -1  # other replicas may take it now
 
     def can_swap(self, slot: int) -> bool:
-        """Has the host tier room for the KV of this row, and is all of it in its blocks?"""
+        """Return whether the host tier has room for the KV of this row, and all of it is in its blocks."""
         held = int(self.table.held[slot])
         return 0 < held <= self.host.free + self.host.cached and not self.transfers.loads(slot)
-
-    def _leave(self, slot: int, keep: bool, stay: bool = False) -> Sequence:
-        table = self.table
-        sequence: Sequence = table.sequence[slot]
-        if self.transfers.from_peer(slot) is not None:
-            table.filled[slot] = 0  # its peer may be lost before all is here
-        self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
-        if self.sharing is not None:
-            self.sharing.leaves(slot, sequence)
-        computed = int(table.planned[slot])
-        if not self.transfers.loads(slot):  # else the worker was not told of the row yet
-            self.freed.append(slot)
-        copied = self.transfers.leaves(slot)
-        blocks = table.leave(slot)
-        if keep:
-            sequence.host, sequence.computed = self.transfers.out(blocks, stay), computed
-            sequence.saved = self.transfers.queued_out
-        elif copied.size:
-            landing = np.isin(blocks, copied)
-            self.pool.give(blocks[~landing])
-            self.pool.drain(blocks[landing])
-        else:
-            self.pool.give(blocks)
-        return sequence
 
     def acknowledged(self, out_gpu: Int32, in_host: Int32) -> None:
         """Copies between the tiers are complete. Raises ValueError for one that was not under way."""

@@ -161,7 +161,8 @@ class Results:
             if stopped is not None:
                 finish[stopped] = Finish.STOP
             for i in np.flatnonzero(done).tolist():
-                sequence = replica.leave(int(slots[i]))
+                table.sequence[slots[i]].state = State.ENDED
+                sequence = replica.release(int(slots[i]))
                 self._core.completed(sequence)
                 self._core.end(sequence, Finish(int(finish[i])), "", out)
         if (order := audience.order) is not None:

@@ -14,20 +14,20 @@ import numpy as np
 
 from services.scheduler.core.outcome import Collector
 from services.scheduler.core.placer import Placer
+from services.scheduler.core.replica import KV, Replica
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import DECODING
 from services.scheduler.core.types import DECODE, PREFILL
 
 if TYPE_CHECKING:
     from services.scheduler.core.draft import Shared
-    from services.scheduler.core.replica import Replica
 
-Could = Callable[["Replica", Sequence], bool]
+Could = Callable[[Replica, Sequence], bool]
 
 
 def reads(replica: Replica, sequence: Sequence) -> bool:
     """Is the KV of the waiting `sequence` in a host tier that this replica can read, or will it be?"""
-    return sequence.swapped and (sequence.replica == replica.number or replica.peers.source(sequence) is not None)
+    return sequence.saved_at(replica.number) or replica.peers.source(sequence) is not None
 
 
 def handed(replica: Replica, sequence: Sequence) -> bool:
@@ -58,11 +58,10 @@ def suits(replica: Replica, sequence: Sequence, alive: Iterable[Replica], could:
         )
     if role != DECODE:
         return True
-    if reads(replica, sequence) and (prefilled(sequence) or sequence.replica == replica.number):
+    if reads(replica, sequence) and (prefilled(sequence) or sequence.saved_at(replica.number)):
         return True
     return not any(
-        (feeds(other, replica) or (sequence.swapped and other.number == sequence.replica)) and could(other, sequence)
-        for other in alive
+        (feeds(other, replica) or sequence.saved_at(other.number)) and could(other, sequence) for other in alive
     )
 
 
@@ -97,10 +96,9 @@ class HandOver:
                 continue
             counters.handed += 1
             counters.handed_blocks += int(table.held[slot])
-            replica.hand_over(slot)
-            known.checkpoint(sequence)
-            sequence.state = State.WAITING
-            self._shared.placer.aside(sequence)
+            replica.release(slot, KV.HAND_OVER)
+            replica.handed.append(sequence)
+            self._shared.placer.requeue(sequence, now_ns, known, aside=True)
 
 
 def release(replica: Replica, placer: Placer, now_ns: int) -> None:

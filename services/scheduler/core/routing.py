@@ -117,7 +117,7 @@ class Routing:
     def evict(self, sequence: Sequence) -> None:
         """It gives up its KV in the host tier of the replica where it ran."""
         for replica in self.alive:
-            if replica.number == sequence.replica:
+            if sequence.saved_at(replica.number):
                 replica.evict(sequence)
 
     def regroup(self) -> None:
@@ -166,7 +166,7 @@ class Routing:
             return False
         if self._shared.closed and not handed(replica, sequence):
             return False
-        if sequence.swapped and sequence.replica != replica.number:
+        if sequence.swapped and not sequence.saved_at(replica.number):
             source = replica.peers.source(sequence)
             if source is None and replica.available < replica.blocks_for(sequence.known):
                 return False  # nobody gives up his KV to wait for memory elsewhere
@@ -183,18 +183,18 @@ class Routing:
         """May this replica run `sequence`, whatever its role, and to its end?"""
         if self.confined and (sequence.record.request.id in self.confined) != (replica.number == self.dock):
             return False
-        if sequence.swapped and sequence.replica == replica.number:
+        if sequence.saved_at(replica.number):
             return True
         return self._holds(replica, sequence)
 
     def goes(self, sequence: Sequence, takers: list[Replica]) -> bool:
         """Could one of these go on with a running sequence? Asked in each step: who finds none is known by it, until
         there are other replicas."""
-        if sequence.stays == self._generation:
+        if sequence.route.stays == self._generation:
             return False
         if any(self.could(taker, sequence) for taker in takers):
             return True
-        sequence.stays = self._generation
+        sequence.route.stays = self._generation
         return False
 
     def _holds(self, replica: Replica, sequence: Sequence) -> bool:
@@ -225,20 +225,20 @@ class Routing:
         """Should it take this one before all that stand behind it? It is its best, or enough have gone before."""
         if not self.takes(replica, sequence, now_ns):
             return False
-        if len(self.alive) == 1 or sequence.passed >= MOST_PASSED or not sequence.offers:
+        if len(self.alive) == 1 or sequence.route.passed >= MOST_PASSED or not sequence.route.offers:
             return True
-        return sequence.offers.get(replica.number, NEVER) <= min(sequence.offers.values())
+        return sequence.route.offers.get(replica.number, NEVER) <= min(sequence.route.offers.values())
 
     def since(self, replica: Replica, sequence: Sequence, now_ns: int) -> int:
         """The moment from which this replica may take it; decided when it is asked for first."""
-        if sequence.offered != self._generation:
+        if sequence.route.generation != self._generation:
             self._decide(sequence, now_ns)
-        return sequence.offers.get(replica.number, NEVER)
+        return sequence.route.offers.get(replica.number, NEVER)
 
     def entered(self, sequences: list[Sequence]) -> None:
         """They have slots now: what was decided of them is done."""
         for sequence in sequences:
-            sequence.offered, sequence.passed = -1, 0
+            sequence.route.generation, sequence.route.passed = -1, 0
             for sent in self._sent.values():
                 sent.pop(sequence, None)
 
@@ -248,9 +248,9 @@ class Routing:
 
     def _decide(self, sequence: Sequence, now_ns: int) -> None:
         able = [replica for replica in self.alive if self.may_enter(replica, sequence)]
-        sequence.offered, sequence.offers = self._generation, {}
+        sequence.route.generation, sequence.route.offers = self._generation, {}
         if not able:
-            sequence.offered = -1  # asked again: it owes a step, or nobody is allowed to run it
+            sequence.route.generation = -1  # asked again: it owes a step, or nobody is allowed to run it
             return
         hits = [self._hit(replica, sequence) for replica in able]
         costs = [self._cost(replica, sequence, hit) for replica, hit in zip(able, hits, strict=True)]
@@ -259,9 +259,9 @@ class Routing:
             costs = [self._cost(replica, sequence, 0) for replica in able]
             best = min(range(len(able)), key=costs.__getitem__)
         for replica, cost in zip(able, costs, strict=True):
-            sequence.offers[replica.number] = now_ns + int(cost - costs[best])
+            sequence.route.offers[replica.number] = now_ns + int(cost - costs[best])
         if sequence.swapped and any(self._saving(replica, sequence) for replica in self.alive):
-            sequence.offered = -1  # asked again when others can read its KV, too
+            sequence.route.generation = -1  # asked again when others can read its KV, too
         self._send(able[best], sequence, hits[best])
 
     @staticmethod
@@ -273,8 +273,8 @@ class Routing:
         """Notes that it is about to run there, for those who are decided before it does."""
         self._sent[replica.number][sequence] = max(sequence.known - hit, 1)
         done = hit // replica.limits.block_size
-        if replica.sharing is not None and sequence.keys.size - done >= LEAST_KEYS:
-            self._starting[int(sequence.keys[done])] = (replica.number, sequence.keys)
+        if replica.sharing is not None and sequence.prefix.keys.size - done >= LEAST_KEYS:
+            self._starting[int(sequence.prefix.keys[done])] = (replica.number, sequence.prefix.keys)
             if len(self._starting) > STARTING:
                 self._starting.popitem(last=False)
 
@@ -285,14 +285,14 @@ class Routing:
             return sequence.computed
         if replica.sharing is None or not self._affinity:
             return 0
-        blocks = replica.sharing.peek(sequence.keys)
-        if sequence.keys.size - blocks >= LEAST_KEYS:
-            computing = replica.sharing.computing(int(sequence.keys[blocks]))
-            number, starting = self._starting.get(int(sequence.keys[blocks]), (-1, None))
+        blocks = replica.sharing.peek(sequence.prefix.keys)
+        if sequence.prefix.keys.size - blocks >= LEAST_KEYS:
+            computing = replica.sharing.computing(int(sequence.prefix.keys[blocks]))
+            number, starting = self._starting.get(int(sequence.prefix.keys[blocks]), (-1, None))
             theirs = computing if computing is not None else starting if number == replica.number else None
             if theirs is not None:
-                both = min(theirs.size, sequence.keys.size)
-                differ = theirs[:both] != sequence.keys[:both]
+                both = min(theirs.size, sequence.prefix.keys.size)
+                differ = theirs[:both] != sequence.prefix.keys[:both]
                 blocks = max(blocks, int(differ.argmax()) if differ.any() else both)
         return min(int(blocks * size * self._affinity), sequence.known - 1)
 
@@ -311,7 +311,7 @@ class Routing:
         cost += steps * load.step_ns * (1 + CROWD * crowd / load.most)
         cost += steps * crowd * load.row_ns  # what those who run there lose
         if reads(replica, sequence):
-            cost += replica.swap_ns_per_block * sequence.host.size
+            cost += replica.swap_ns_per_block * (sequence.saved.blocks.size if sequence.saved is not None else 0)
         lacking = crowd + 1 - load.most
         if lacking > 0 or replica.available < replica.blocks_for(rest):
             cost += max(lacking, 1) * load.slot_ns

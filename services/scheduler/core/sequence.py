@@ -41,6 +41,35 @@ class Record:
     error: str = ""
 
 
+@dataclass(slots=True, frozen=True)
+class SavedKV:
+    """Where the KV of a sequence without a slot lies: in the host tier of one replica."""
+
+    replica: int
+    blocks: Int32  # of that tier, in the order of the block table
+    tokens: int  # whose KV lies there
+    copied: int  # blocks that the replica has copied out in all when all of it is there (Transfers.copied_out)
+
+
+@dataclass(slots=True)
+class PrefixState:
+    """What the prefix cache remembers of a sequence."""
+
+    keys: UInt64 = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
+    hits: int = 0  # tokens that were cached when it was looked up last
+    waited_for: int = 0  # key of a block that it has waited for long enough while another sequence computed it
+
+
+@dataclass(slots=True)
+class RouteState:
+    """What the router has decided of a waiting sequence. A generation numbers the sets of replicas; -1 is none."""
+
+    offers: dict[int, int] = field(default_factory=dict)  # replica -> from when (ns) it may take the sequence
+    generation: int = -1  # for which `offers` holds
+    passed: int = 0  # later ones that another replica took before it, while it might have been taken there
+    stays: int = -1  # generation in which no other replica can go on with it
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request. `outputs` is current only while the sequence has no slot."""
@@ -59,17 +88,10 @@ class Sequence:
     checkpointed: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
-    keys: UInt64 = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
-    waited_for: int = 0  # key of a block that it has waited for long enough while another one computed it
-    hits: int = 0  # tokens that the prefix cache held when it was last asked
-    host: Int32 = field(default_factory=lambda: EMPTY)  # its KV in the host tier of `replica`, while it is swapped out
-    computed: int = 0  # tokens whose KV lies there
-    saved: int = 0  # blocks (Transfers.queued_out) that the replica has copied out when all of it is there
     lost: int = 0  # tokens whose KV it gave up when it left its slot
-    offers: dict[int, int] = field(default_factory=dict)  # replica -> from when (ns) it may take it, while it waits
-    passed: int = 0  # later ones that another replica took before it, while it might have been taken there
-    stays: int = -1  # the set of replicas (Routing) of which no other one can go on with it; -1: not asked
-    offered: int = -1  # the set of replicas (Routing) for which `offers` holds; -1: not decided
+    saved: SavedKV | None = None  # its KV, while it is swapped out
+    prefix: PrefixState = field(default_factory=PrefixState)  # of the prefix cache
+    route: RouteState = field(default_factory=RouteState)  # of the router
 
     @property
     def priority(self) -> int:
@@ -77,7 +99,16 @@ class Sequence:
 
     @property
     def swapped(self) -> bool:
-        return self.host.size > 0
+        return self.saved is not None
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV lies in a host tier."""
+        return self.saved.tokens if self.saved is not None else 0
+
+    def saved_at(self, replica: int) -> bool:
+        """Return whether its KV lies in the host tier of that replica."""
+        return self.saved is not None and self.saved.replica == replica
 
     @property
     def known(self) -> int:

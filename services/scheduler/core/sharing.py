@@ -70,13 +70,13 @@ class Sharing:
 
     def chain(self, sequence: Sequence, tokens: Int32) -> UInt64:
         """The keys of all full blocks of `tokens`, which are the sequence's; kept with it."""
-        have, count = sequence.keys.size, tokens.size // self._size
+        have, count = sequence.prefix.keys.size, tokens.size // self._size
         if have < count:
             salt = sequence.record.request.salt
-            before = int(sequence.keys[-1]) if have else 0
+            before = int(sequence.prefix.keys[-1]) if have else 0
             more = self._hasher.keys(tokens[have * self._size : count * self._size], salt, before)
-            sequence.keys = np.concatenate([sequence.keys, more]) if have else more
-        return sequence.keys
+            sequence.prefix.keys = np.concatenate([sequence.prefix.keys, more]) if have else more
+        return sequence.prefix.keys
 
     def find(self, sequences: list[Sequence]) -> list[Hit]:
         """What is cached for each; at least one token of a sequence is left to compute. Takes no references."""
@@ -91,7 +91,7 @@ class Sharing:
             if self._host.cached and gpu.size < keys.size:
                 host = self._host.find(keys[gpu.size :], tokens[gpu.size * self._size :], parent)
                 parent = int(self._host.content[host[-1]]) if host.size else parent
-            sequence.hits = (gpu.size + host.size) * self._size
+            sequence.prefix.hits = (gpu.size + host.size) * self._size
             hits.append(Hit(gpu, host, parent))
         return hits
 
@@ -104,7 +104,7 @@ class Sharing:
         """The keys of the sequence that computes that block now; None: nobody does."""
         owner = self._computing.get(key)
         sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
-        return sequence.keys if sequence is not None else None
+        return sequence.prefix.keys if sequence is not None else None
 
     def root(self, sequence: Sequence) -> int:
         """The parent of its first block."""
@@ -112,7 +112,7 @@ class Sharing:
 
     def next_key(self, sequence: Sequence, blocks: int) -> int:
         """The key of its block after the first `blocks`, if there are enough for others to wait for; else 0."""
-        return int(sequence.keys[blocks]) if sequence.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
+        return int(sequence.prefix.keys[blocks]) if sequence.prefix.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
 
     def entered(self, slots: Rows, sequences: list[Sequence], hits: list[Hit]) -> None:
         """The sequences took these slots with these blocks; what they compute from there on others may wait for."""
@@ -124,22 +124,22 @@ class Sharing:
         table.filled[slots] = np.maximum(table.filled[slots], found * size)
         self.hit_tokens += int(found.sum()) * size
         for slot, sequence, done in zip(slots.tolist(), sequences, blocks, strict=True):
-            if sequence.keys.size - done >= LEAST_SHARED_BLOCKS:
+            if sequence.prefix.keys.size - done >= LEAST_SHARED_BLOCKS:
                 self._own(slot, sequence, done)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
         follow; -1 if there is none, it is of a lower class and so may take long, or enough wait for it already, or
         the sequence has waited for that block before."""
-        if sequence.keys.size - blocks < LEAST_SHARED_BLOCKS:
+        if sequence.prefix.keys.size - blocks < LEAST_SHARED_BLOCKS:
             return -1
-        key = int(sequence.keys[blocks])
-        owner = self._computing.get(key) if key != sequence.waited_for else None
+        key = int(sequence.prefix.keys[blocks])
+        owner = self._computing.get(key) if key != sequence.prefix.waited_for else None
         if owner is None or self._table.priority[owner.slot] > sequence.priority or len(owner.waiting) >= MOST_ASIDE:
             return -1
-        theirs = self._table.sequence[owner.slot].keys
+        theirs = self._table.sequence[owner.slot].prefix.keys
         end = blocks + LEAST_SHARED_BLOCKS
-        return owner.slot if np.array_equal(theirs[blocks:end], sequence.keys[blocks:end]) else -1
+        return owner.slot if np.array_equal(theirs[blocks:end], sequence.prefix.keys[blocks:end]) else -1
 
     def wait(self, sequence: Sequence, slot: int, until_ns: int) -> None:
         """Sets `sequence` aside until `slot` has registered its next blocks, at most until then."""
@@ -151,7 +151,7 @@ class Sharing:
             if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
                 late = [s for s, until in owner.waiting if until <= now_ns]
                 for sequence in late:
-                    sequence.waited_for = owner.key
+                    sequence.prefix.waited_for = owner.key
                 self._release(late)
                 owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
 
@@ -216,7 +216,7 @@ class Sharing:
         table.registered[rows] += np.array(sizes, np.int32)
 
     def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
-        key = int(sequence.keys[blocks])
+        key = int(sequence.prefix.keys[blocks])
         if key not in self._computing:
             self._owners[slot] = self._computing[key] = Owner(slot, key)
 
@@ -225,11 +225,11 @@ class Sharing:
         slot = owner.slot
         done = int(self._table.registered[slot])
         sequence: Sequence = self._table.sequence[slot]
-        if done < sequence.keys.size and int(sequence.keys[done]) == owner.key:
+        if done < sequence.prefix.keys.size and int(sequence.prefix.keys[done]) == owner.key:
             return
         del self._owners[slot]
         self._disown(owner)
-        if sequence.keys.size - done >= LEAST_SHARED_BLOCKS:
+        if sequence.prefix.keys.size - done >= LEAST_SHARED_BLOCKS:
             self._own(slot, sequence, done)
 
     def _disown(self, owner: Owner) -> None:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from services.scheduler.core.blocks import BlockPool
-from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sequence import SavedKV, Sequence
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32
+
+
+class HostTier(Protocol):
+    """A replica, as far as its host tier is read by another one."""
+
+    number: int
+    host: BlockPool
 
 
 @dataclass(slots=True)
@@ -29,6 +37,7 @@ class Load:
     shared: bool  # a cold prefix, which stays on the host; else a swapped sequence's own
     left: int  # blocks not acknowledged yet
     orphan: bool = False  # the sequence has gone; nobody waits for it
+    saved: SavedKV | None = None  # what is loaded, of a swapped sequence
     peer: int = -1  # the replica in whose host tier it lies; -1: this one
     tier: BlockPool | None = None  # that tier; None: the own, or the peer is lost
 
@@ -74,7 +83,7 @@ class Transfers:
 
     def saved(self, sequence: Sequence) -> bool:
         """Is all of its KV in the host tier, so that another process may read it? It was swapped out here."""
-        return self.copied_out >= sequence.saved
+        return sequence.saved is not None and self.copied_out >= sequence.saved.copied
 
     def keep(self, blocks: Int32) -> None:
         """Copies cold prefix blocks, which nobody refers to, to the host tier and frees them."""
@@ -91,17 +100,21 @@ class Transfers:
         self.swapped_blocks += blocks.size
         self.queued_out += blocks.size
 
-    def load(
-        self, slot: int, host: Int32, gpu: Int32, shared: bool, peer: int = -1, tier: BlockPool | None = None
-    ) -> None:
-        """The row of `slot` holds `gpu` already and waits until they have the content of `host`: blocks of this
-        replica, or of the host tier of another one, whose references the load has from now on."""
-        if shared:
+    def load(self, slot: int, host: Int32, gpu: Int32, saved: SavedKV | None, source: HostTier | None = None) -> None:
+        """Copy the content of `host` into `gpu`, which the row of `slot` holds already.
+
+        saved: None for a cached prefix, which stays on the host. source: the replica whose host tier `saved` lies in,
+        if it is another one; the load has its references from now on.
+        """
+        tier = source.host if source is not None else None
+        if saved is None:
             self._host.share(host)
         elif tier is None:
             self._host.drain(host)
+        peer = source.number if source is not None else -1
         self._in.append((host, gpu, peer))
-        load = Load(slot, int(self._table.since[slot]), host, gpu, shared, host.size, peer=peer, tier=tier)
+        since = int(self._table.since[slot])
+        load = Load(slot, since, host, gpu, saved is None, host.size, saved=saved, peer=peer, tier=tier)
         self._loads.append(load)
         self._loading[slot] = load
         self.swapped_blocks += host.size

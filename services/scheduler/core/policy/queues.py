@@ -368,13 +368,13 @@ class ByPrefix:
     def head(self, now_ns: int) -> Sequence | None:
         if len(self._heap) > LOOKED_AT:
             return self._heap.first()
-        made_of = now_ns, sum([sequence.hits for sequence in self._ranked])
+        made_of = now_ns, sum([sequence.prefix.hits for sequence in self._ranked])
         if made_of != self._made_of:
-            self._ranked = sorted(self._heap, key=lambda s: (s.hits, -arrival(s), -s.number))
-            self._made_of = now_ns, sum([sequence.hits for sequence in self._ranked])
+            self._ranked = sorted(self._heap, key=lambda s: (s.prefix.hits, -arrival(s), -s.number))
+            self._made_of = now_ns, sum([sequence.prefix.hits for sequence in self._ranked])
         while self._ranked and not (self._ranked[-1] in self._heap and self._ranked[-1].state is State.WAITING):
             gone = self._ranked.pop()
-            self._made_of = now_ns, self._made_of[1] - gone.hits
+            self._made_of = now_ns, self._made_of[1] - gone.prefix.hits
         return self._ranked[-1] if self._ranked else None
 
     def pop(self, sequence: Sequence) -> None:

@@ -65,7 +65,7 @@ def test_who_is_swapped_out_where_he_alone_may_run_does_not_wait_for_all_prompts
             number = len(h.requests)
             h.add(request(f"r{number}", 20, 10 if number % 3 else 50, seed=number))
         h.step_once()
-        swapped = [s for s in h.core._placer if s.swapped and s.replica == 0]
+        swapped = [s for s in h.core._placer if s.saved_at(0)]
         waits = {s: waits.get(s, 0) + 1 for s in swapped}
         longest = max(longest, *waits.values(), 0)
     assert h.core.stats()["preemptions"] > 10 and longest < 80

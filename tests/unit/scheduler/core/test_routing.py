@@ -345,7 +345,7 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
         chunk = 64 - len(rows)
         token = c[1] + step / chunk
         owed = sum(int(table.known[s] - table.planned[s]) for s in rows if table.known[s] - table.planned[s] > 1)
-        keys = sequence.keys.tolist()
+        keys = sequence.prefix.keys.tolist()
         index = replica.pool._index._block_of
         hit = 4 * len(list(itertools.takewhile(index.__contains__, keys)))
         rest = 45 - min(hit, 44)

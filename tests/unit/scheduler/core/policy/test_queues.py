@@ -23,7 +23,7 @@ from services.scheduler.core.policy.order import (
     start_by,
 )
 from services.scheduler.core.policy.queues import LATE_EVERY, Heap, arrival, quarter_octave
-from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.sequence import SavedKV, Sequence, State
 from tests.unit.scheduler.core.policy.rows import drained, waiting
 
 MS, S = 1_000_000, 1_000_000_000
@@ -54,7 +54,7 @@ class Model:
         return min(self.waiting, key=lambda s: (s.known, s.number))
 
     def prefix(self, now: int) -> Sequence:
-        return min(self.waiting, key=lambda s: (-s.hits, arrival(s), s.number))
+        return min(self.waiting, key=lambda s: (-s.prefix.hits, arrival(s), s.number))
 
     def classes(self, now: int) -> Sequence:
         return min(self.waiting, key=lambda s: self.rank(s, now))
@@ -141,9 +141,9 @@ def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(order: str, 
         if kind == "push":
             priority, tokens, ttft, hits = values
             sequence = waiting(number, now - number % 3 * S, tokens, priority, ttft)
-            sequence.hits = int(hits) * 16
+            sequence.prefix.hits = int(hits) * 16
             if hits == 5:
-                sequence.host = np.zeros(1, np.int32)
+                sequence.saved = SavedKV(0, np.zeros(1, np.int32), 1, 0)
             push(sequence)
         elif kind == "tick":
             now += at * 10 * MS
@@ -213,24 +213,24 @@ def test_every_32nd_admission_is_of_the_longest_waiting_of_the_late_while_urgent
 def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
     queue = LongestPrefix().queue()
     sequences = [waiting(i, i) for i in range(129)]
-    sequences[77].hits = 64
+    sequences[77].prefix.hits = 64
     for sequence in sequences:
         queue.push(sequence, 0)
     assert queue.head(1).number == 0
     queue.pop(sequences[0])
     assert queue.head(1).number == 77
-    sequences[99].hits = 128
+    sequences[99].prefix.hits = 128
     assert queue.head(1).number == 99, "it was looked up since"
 
 
 def test_a_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
     queue = FirstCome(True).queue()
     swapped = waiting(5, 5)
-    swapped.host = np.zeros(2, np.int32)
+    swapped.saved = SavedKV(0, np.zeros(2, np.int32), 2, 0)
     for sequence in (waiting(1, 1), swapped, waiting(9, 9)):
         queue.push(sequence, 10)
     assert queue.head(10).number == 5
-    swapped.host = np.zeros(0, np.int32)
+    swapped.saved = None
     assert [s.number for s in drained(queue, 10)] == [1, 5, 9]
 
 
