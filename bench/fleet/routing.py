@@ -14,7 +14,8 @@ import numpy as np
 
 from bench.fleet.replica import Replica
 
-GUARD, SLACK_TOKENS = 1.3, 8192  # as services/scheduler/core/routing.py: prefixes count up to so much above the mean
+# As services/scheduler/core/placement/router.py: prefixes count up to so much above the mean.
+GUARD, SLACK_TOKENS = 1.3, 8192
 
 
 class Router(ABC):

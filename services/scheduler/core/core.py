@@ -11,18 +11,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.scheduler.core.draft import Shared
-from services.scheduler.core.figures import figures, of_replica, ttft_ns
-from services.scheduler.core.loss import check_replicas, clear, lose
-from services.scheduler.core.outcome import Collector, Names
-from services.scheduler.core.passes import Passes
-from services.scheduler.core.placer import Placer
+from services.scheduler.core.invariants import check_records, check_replicas
+from services.scheduler.core.kv.prefix_index import Hasher
+from services.scheduler.core.loss import clear, lose
+from services.scheduler.core.outcome import Names, OutcomeBuilder
+from services.scheduler.core.placement.router import Router
+from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import parse
-from services.scheduler.core.prefix import Hasher
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
-from services.scheduler.core.sequence import NO_KEYS, PrefixState, Record, Sequence, State, check_records
+from services.scheduler.core.sequence import NO_KEYS, PrefixState, Record, Sequence, State
+from services.scheduler.core.state import SchedulerState
+from services.scheduler.core.stats import figures, of_replica, ttft_ns
 from services.scheduler.core.types import (
     CLASSES,
     EMPTY,
@@ -35,6 +36,7 @@ from services.scheduler.core.types import (
     StepPlan,
     StepResult,
 )  # fmt: skip
+from services.scheduler.core.waiting import WaitingQueue
 
 
 class Core:
@@ -70,13 +72,13 @@ class Core:
         self._records: dict[str, Record] = {}
         self._parked: dict[str, Record] = {}  # of which something was set aside by park()
         self._names = Names()
-        self._placer = Placer(self.policy.order)
-        self._shared = Shared(self.policy, self._placer, max_seqs, lookahead, step_tokens, affinity=affinity)
-        self._routing = self._shared.routing
-        self._passes = Passes(self._shared)
-        self._results = Results(self, self._routing, self._placer, self._names, checkpoint_tokens, checkpoint_ns)
+        self._waiting = WaitingQueue(self.policy.order)
+        self._state = SchedulerState(self.policy, self._waiting, max_seqs, lookahead, step_tokens)
+        self._router = Router(self._state, affinity)
+        self._planner = Planner(self._state, self._router)
+        self._results = Results(self, self._router, self._waiting, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
-        self._pending = Collector()  # known in calls that return no Outcome; goes out with the next one
+        self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
@@ -98,9 +100,9 @@ class Core:
         replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self.microbatches or limits.stages)
         replica.table.stagger = max(self._checkpoint_tokens, 1)
         self.replicas[number : number + 1] = [replica]
-        self._routing.joined(replica, self.alive)
-        for sequence in list(self._placer):
-            finish, error = self._routing.examine(sequence)
+        self._router.joined(replica, self.alive)
+        for sequence in list(self._waiting):
+            finish, error = self._router.examine(sequence)
             if finish is not Finish.RUNNING:
                 self._drop(sequence, finish, error, self._pending)
         return number
@@ -114,18 +116,18 @@ class Core:
         self._moved += lost.transfers.swapped_blocks
         self._hit += lost.sharing.hit_tokens if lost.sharing is not None else 0
         lost.alive = False
-        lose(lost, self.alive, self._records.values(), self._placer, self._pending, now_ns)
-        self._routing.lost(self.alive)
+        lose(lost, self.alive, self._records.values(), self._waiting, self._pending, now_ns)
+        self._router.lost(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """These requests run alone on one replica, the dock, and on no other; nobody else enters there. The dock is the
         next replica that joins and fits most, or that of assign_dock(), until it is lost or fits none who is left."""
-        self._routing.confine({name: self._records[name] for name in request_ids if name in self._records})
+        self._router.confine({name: self._records[name] for name in request_ids if name in self._records})
 
     def assign_dock(self, now_ns: int) -> None:
         """If those confined wait for a dock, the replica that fits most of them becomes it, and is emptied."""
-        if (chosen := self._routing.assign_dock()) is not None:
-            clear(chosen, self._routing.confined.values(), self._placer, self._pending, now_ns)
+        if (chosen := self._router.assign_dock()) is not None:
+            clear(chosen, self._router.confined.values(), self._waiting, self._pending, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Takes a request in, with the outputs it has already after a restart. One that can never run ends at once.
@@ -220,7 +222,7 @@ class Core:
                     self._pending.checkpoint(sequence)
                 elif sequence.state is State.WAITING:
                     sequence.state = State.PARKED
-                    self._placer.drop(sequence)
+                    self._waiting.drop(sequence)
                     self._evict(sequence)
 
     def resume(self, request_id: str, now_ns: int) -> None:
@@ -249,7 +251,7 @@ class Core:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
         self._change_policy(now_ns)
         here = replica < len(self.replicas) and self.replicas[replica].alive
-        step = self._passes.iterate(self.replicas[replica], now_ns, out) if here else None
+        step = self._planner.plan(self.replicas[replica], now_ns, out) if here else None
         return step, out.build() if out else None
 
     def apply(self, result: StepResult, now_ns: int) -> Outcome:
@@ -267,7 +269,7 @@ class Core:
         The name of that in force undoes what was asked for before. Prefix caching stays. Raises ValueError: no policy.
         """
         self._next_policy = None if (asked := parse(policy)).name == self.policy.name else asked
-        self._routing.close(self._next_policy is not None)
+        self._router.close(self._next_policy is not None)
 
     # -- what the core knows
 
@@ -287,20 +289,20 @@ class Core:
 
     @property
     def waiting_count(self) -> int:
-        return len(self._placer)
+        return len(self._waiting)
 
     def look_again_ns(self, replica: int) -> int:
         """The moment from which `replica` may take one of the waiting that is held for another now; 0: none is."""
         changes, until_ns = self.replicas[replica].nobody
-        return until_ns if changes == self._placer.changes else 0
+        return until_ns if changes == self._waiting.changes else 0
 
     def predicted_ttft_ns(self, priority: int = CLASSES - 1) -> int:
         """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
-        return ttft_ns(self._shared, self._routing.for_prompts, priority)
+        return ttft_ns(self._state, self._router.for_prompts, priority)
 
     def stats(self) -> dict[str, float | int]:
         """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""
-        fields = figures(self._shared, self.alive, self._records.values(), self._parked.values())
+        fields = figures(self._state, self._router, self.alive, self._records.values(), self._parked.values())
         return fields | {
             "swapped_blocks": fields["swapped_blocks"] + self._moved,
             "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._hit,
@@ -311,26 +313,26 @@ class Core:
         }
 
     def replica_stats(self, number: int) -> dict[str, int]:
-        return of_replica(self._shared, self.replicas[number])
+        return of_replica(self._state, self._router, self.replicas[number])
 
     def check(self) -> None:
         """Raise RuntimeError when an invariant of docs/protocol.md#steps is broken."""
-        self._placer.check()
+        self._waiting.check()
         check_replicas(self.alive, self._records.values(), self.lookahead)
-        check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._placer))
+        check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._waiting))
 
     # -- ends; also called by Results
 
-    def collector(self) -> Collector:
+    def collector(self) -> OutcomeBuilder:
         """For the next Outcome, beginning with what had to wait for one."""
-        out, self._pending = self._pending, Collector()
+        out, self._pending = self._pending, OutcomeBuilder()
         return out
 
     def completed(self, sequence: Sequence) -> None:
         """A sequence ended by itself; policies learn how long outputs are."""
         self.policy.memory.finished(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
 
-    def end(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
+    def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
         """A sequence that holds nothing any more is over; with its last sequence the request is."""
         sequence.state, sequence.finish = State.ENDED, finish
         out.checkpoint(sequence)
@@ -361,7 +363,7 @@ class Core:
         if before is State.RUNNING:
             self.replicas[sequence.replica].release(sequence.slot)
         elif before is State.WAITING:
-            self._placer.drop(sequence)
+            self._waiting.drop(sequence)
         self._evict(sequence)
 
     def _evict(self, sequence: Sequence) -> None:
@@ -369,12 +371,12 @@ class Core:
         if sequence.saved is not None:
             self.replicas[sequence.saved.replica].evict(sequence)
 
-    def _drop(self, sequence: Sequence, finish: Finish, error: str, out: Collector) -> None:
+    def _drop(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
         self.withdraw(sequence)
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)
 
-    def _end_all(self, record: Record, finish: Finish, error: str, out: Collector) -> None:
+    def _end_all(self, record: Record, finish: Finish, error: str, out: OutcomeBuilder) -> None:
         for sequence in record.sequences:
             if sequence.state is not State.ENDED:
                 self._drop(sequence, finish, error, out)
@@ -384,24 +386,24 @@ class Core:
         policy = self._next_policy
         if policy is None or any(r.table.count or r.inflight for r in self.replicas if r.alive):
             return
-        self.policy = self._shared.policy = policy
+        self.policy = self._state.policy = policy
         self._next_policy = None
-        self._placer.rebuild(policy.order, now_ns)
-        self._routing.close(False)
+        self._waiting.rebuild(policy.order, now_ns)
+        self._router.close(False)
         for replica in self.replicas:
             replica.refusal = replica.beneficiary = None
             replica.memory, replica.tokens = policy.parts_of(replica.number)
 
-    def _take_in(self, sequence: Sequence, now_ns: int, out: Collector) -> None:
+    def _take_in(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
         """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""
         request = sequence.record.request
         before = request.finished[sequence.choice] if request.finished else Finish.RUNNING
         if before is not Finish.RUNNING:
             self.end(sequence, before, "", out)
             return
-        finish, error = self._routing.examine(sequence)
+        finish, error = self._router.examine(sequence)
         if finish is Finish.RUNNING:
-            self._placer.push(sequence, now_ns)
+            self._waiting.push(sequence, now_ns)
             return
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)

@@ -10,15 +10,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.scheduler.core.outcome import Collector
-from services.scheduler.core.placer import Placer
+from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, State
-from services.scheduler.core.types import EMPTY
+from services.scheduler.core.waiting import WaitingQueue
 
 
 def lose(
-    lost: Replica, others: Iterable[Replica], records: Iterable[Record], placer: Placer, known: Collector, now_ns: int
+    lost: Replica,
+    others: Iterable[Replica],
+    records: Iterable[Record],
+    waiting: WaitingQueue,
+    out: OutcomeBuilder,
+    now_ns: int,
 ) -> None:
     """Empties `lost` into the waiting. others: the replicas that are left; records: of all requests."""
     lost.inflight.clear()
@@ -26,7 +30,7 @@ def lose(
     for departed in [gone for each in lost.departed.values() for gone in each]:
         departed.sequence.unanswered = 0
     lost.departed.clear()
-    placer.changes += 1  # those who owed a step may enter now
+    waiting.changes += 1  # those who owed a step may enter now
     for slot in np.flatnonzero(lost.table.active).tolist():
         load = lost.transfers.from_peer(slot)
         sequence = lost.release(slot)
@@ -34,40 +38,31 @@ def lose(
         if load is not None:
             load.tier = None  # the sequence has its references again
             sequence.saved, sequence.lost = load.saved, 0
-        placer.requeue(sequence, now_ns, known)
+        waiting.requeue(sequence, now_ns, out)
     lost.departed.clear()
     lost.transfers.let_go()
     for other in others:
         other.peers.lost(lost)
         for slot in other.transfers.abandon(lost.number):
-            placer.requeue(other.release(slot), now_ns, known)
+            waiting.requeue(other.release(slot), now_ns, out)
     for sequence in [s for record in records for s in record.sequences]:
         if sequence.saved_at(lost.number):
             sequence.lost = sequence.computed
             if sequence.state is State.WAITING:
-                placer.unswapped(sequence, now_ns)
+                waiting.unswapped(sequence, now_ns)
             else:
                 sequence.saved = None
     aside = lost.handed + (lost.sharing.ready if lost.sharing is not None else [])
     for sequence in aside:
-        placer.back(sequence, now_ns)
+        waiting.back(sequence, now_ns)
     lost.handed.clear()
     lost.freed.clear()
 
 
-def clear(replica: Replica, but: Iterable[Record], placer: Placer, known: Collector, now_ns: int) -> None:
+def clear(replica: Replica, but: Iterable[Record], waiting: WaitingQueue, out: OutcomeBuilder, now_ns: int) -> None:
     """What runs there waits again, but for the sequences of these requests and those whose KV is just coming back."""
     stay = {id(record) for record in but}
     for slot in np.flatnonzero(replica.table.active).tolist():
         sequence = replica.table.sequence[slot]
         if id(sequence.record) not in stay and not replica.transfers.loads(slot):
-            placer.requeue(replica.release(slot), now_ns, known)
-
-
-def check_replicas(alive: list[Replica], records: Iterable[Record], lookahead: int) -> None:
-    """Raise RuntimeError when a replica breaks an invariant of docs/protocol.md#steps."""
-    saved = [s.saved for record in records for s in record.sequences if s.saved is not None]
-    for replica in alive:
-        held = [kv.blocks for kv in saved if kv.replica == replica.number]
-        held += [blocks for other in alive for blocks in other.transfers.held_of(replica.host)]
-        replica.check(lookahead, np.concatenate([EMPTY, *held]))
+            waiting.requeue(replica.release(slot), now_ns, out)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.sequence import Record, Sequence
-from services.scheduler.core.table import Audience
+from services.scheduler.core.table import DeliveryRows
 from services.scheduler.core.types import Finish, FinishedRequest, Int32, Outcome, Records
 
 
@@ -48,7 +48,7 @@ class Names:
 class Columns:
     """The rows of one step: one token each, in the audience's order."""
 
-    audience: Audience
+    audience: DeliveryRows
     first: Int32
     tokens: Int32
     finish: npt.NDArray[np.uint8]
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Collector:
+class OutcomeBuilder:
     """What one call makes known, until build()."""
 
     rows: list[Row] = field(default_factory=list)

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.core.blocks import BlockPool
-from services.scheduler.core.peers import Peers
+from services.scheduler.core.kv.blocks import BlockPool
+from services.scheduler.core.kv.prefix_cache import Prefix, Sharing
+from services.scheduler.core.kv.prefix_index import Contents, Hasher
+from services.scheduler.core.kv.transfers import Transfers
+from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
 from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
-from services.scheduler.core.prefix import Contents, Hasher
 from services.scheduler.core.sequence import SavedKV, Sequence, State
-from services.scheduler.core.sharing import Prefix, Sharing
 from services.scheduler.core.table import Int64, SlotTable
-from services.scheduler.core.transfers import Transfers
 from services.scheduler.core.types import Int32, Limits, Rows
 
+COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted,
+COLD_BLOCKS = 32  # or so many, or a quarter of a small pool
 LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
 
 
@@ -63,7 +65,7 @@ class Departed:
 
 
 @dataclass(slots=True)
-class Last:
+class LastStep:
     """What the last step was made of, for the stats."""
 
     tokens: int = 0
@@ -99,7 +101,7 @@ class Replica:
         self.pool = BlockPool(limits.blocks, indexed, self.contents)
         self.host = BlockPool(limits.host_blocks, indexed, self.contents)
         self.transfers = Transfers(self.pool, self.host, self.table)
-        self.peers = Peers()
+        self.peers: Peers[Replica] = Peers()
         self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
         self.sharing = Sharing(self.pool, self.host, self.table, self.contents, hasher) if hasher else None
         self.model = StepTime()
@@ -116,7 +118,7 @@ class Replica:
         self.beneficiary: Sequence | None = None  # for whom others yielded; nobody enters before it is asked
         self.nobody = (-1, 0)  # none of the waiting is for this replica: at this Placer.changes, until this moment (ns)
         self.alive = True
-        self.last = Last()
+        self.last = LastStep()
 
     @property
     def available(self) -> int:
@@ -129,6 +131,34 @@ class Replica:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
+
+    def save_cold_prefixes(self) -> None:
+        """When few blocks are free, copy the coldest cached ones that were found again to the host tier."""
+        pool, total = self.pool, self.pool.total
+        if self.sharing is None or not self.host.total:
+            return
+        share = max(total // COLD_SHARE, min(COLD_BLOCKS, total // 4), 1)
+        if pool.free >= share or not pool.cached or self.transfers.pending:
+            return
+        cold = pool.coldest(share)
+        cold = cold[pool.reused(cold)]
+        if cold.size and cold.size <= self.host.available and self.available >= cold.size:
+            self.transfers.keep(cold)
+
+    def rollback(self, rows: Rows, tokens: Int32) -> None:
+        """Take back refused tokens of decoding rows, [n] both, and the blocks that only they needed.
+
+        Blocks that were reserved for a row are reserved again. Raises ValueError as SlotTable.rollback.
+        """
+        table, size = self.table, self.limits.block_size
+        table.rollback(rows, tokens)
+        for row in rows.tolist():
+            needed, held = -(-int(table.planned[row]) // size), int(table.held[row])
+            if needed < held:
+                self.pool.give(table.blocks[row, needed:held].copy())
+                promised = int(table.promised[row])
+                self.outstanding += max(promised - needed, 0) - max(promised - held, 0)
+                table.held[row], table.capacity[row] = needed, needed * size
 
     def promise(self, slots: Rows, blocks: Int64) -> None:
         """Keeps so many blocks in all for each of these rows, which take them as they grow; [n] both. Those that they
@@ -232,31 +262,3 @@ class Replica:
     def answered(self, step: InFlight) -> None:
         del self.inflight[step.id]
         self.inflight_of[step.microbatch] -= 1
-
-    def check(self, lookahead: int, host: Int32) -> None:
-        """Raise RuntimeError on a broken invariant of docs/protocol.md#steps. host: blocks of the host tier that
-        sequences and loads, here and at other replicas, refer to, once for each reference."""
-        table = self.table
-        table.check(lookahead + 1)
-        tables = [table.blocks[s, : table.held[s]] for s in np.flatnonzero(table.active)]
-        self.pool.check(np.concatenate([*tables, self.transfers.kept]))
-        self.host.check(host)
-        self.transfers.check()
-        owed = int(np.maximum(table.promised - table.held, 0)[table.active].sum())
-        if owed != self.outstanding or self.outstanding > self.pool.free + self.pool.cached:
-            raise RuntimeError(f"{owed} blocks are promised, {self.outstanding} counted, {self.pool.free} free")
-        if len(self.inflight) > self.microbatches * (lookahead + 1):
-            raise RuntimeError(f"{len(self.inflight)} steps in flight")
-        if any(gone.sequence.slot >= 0 for each in self.departed.values() for gone in each):
-            raise RuntimeError("a preempted sequence has a slot again while a step of it is unanswered")
-        unanswered = np.zeros(table.slots, np.int64)
-        owners: dict[int, set[int]] = {}
-        for step in self.inflight.values():
-            mine = step.slots[table.since[step.slots] <= step.id]
-            np.add.at(unanswered, mine, 1)
-            for slot in mine.tolist():
-                owners.setdefault(slot, set()).add(step.microbatch)
-        if not np.array_equal(unanswered, table.unanswered):
-            raise RuntimeError("unanswered steps are counted wrongly")
-        if any(len(batches) > 1 for batches in owners.values()):
-            raise RuntimeError("a sequence is in flight in two microbatches")

@@ -6,23 +6,19 @@ lost their slot since the step was sent.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.outcome import Collector, Columns, Names
-from services.scheduler.core.placer import Placer
+from services.scheduler.core.outcome import Columns, Names, OutcomeBuilder
+from services.scheduler.core.placement.disaggregation import release
+from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import InFlight, Replica
-from services.scheduler.core.roles import release
-from services.scheduler.core.routing import Routing
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Bool, RowIndex
 from services.scheduler.core.types import Finish, Int32, Outcome, Records, Rows, StepResult
-
-if TYPE_CHECKING:
-    from services.scheduler.core.core import Core
-
+from services.scheduler.core.waiting import WaitingQueue
 
 _NONE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
 _NONE.setflags(write=False)
@@ -33,16 +29,38 @@ def none_finish(count: int) -> npt.NDArray[np.uint8]:
     return _NONE[:count] if count <= _NONE.size else np.zeros(count, np.uint8)
 
 
+class Endings(Protocol):
+    """How results end sequences; the scheduler does."""
+
+    def collector(self) -> OutcomeBuilder:
+        """Return the builder of the next Outcome, with what had to wait for one."""
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence out of its row or of the waiting, to end it."""
+
+    def completed(self, sequence: Sequence) -> None:
+        """Note that a sequence ended by itself."""
+
+    def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
+        """End a sequence that holds nothing any more."""
+
+
 class Results:
     """Applies answers. A result counts for a slot only if its sequence had it when the step was sent."""
 
     def __init__(
-        self, core: Core, routing: Routing, placer: Placer, names: Names, checkpoint_tokens: int, checkpoint_ns: int
+        self,
+        endings: Endings,
+        router: Router,
+        waiting: WaitingQueue,
+        names: Names,
+        checkpoint_tokens: int,
+        checkpoint_ns: int,
     ) -> None:
         self.tokens_total = 0
-        self._core = core
-        self._routing = routing
-        self._placer = placer
+        self._endings = endings
+        self._router = router
+        self._waiting = waiting
         self._names = names
         self._checkpoint_tokens = checkpoint_tokens
         self._checkpoint_ns = checkpoint_ns
@@ -56,11 +74,11 @@ class Results:
             slots = self._answered(replica, step, result)
         if tokens.size != slots.size:
             raise ValueError(f"the result of step {step.id} has {tokens.size} tokens for {slots.size} slots")
-        out = self._core.collector()
+        out = self._endings.collector()
         replica.answered(step)
         self._learn(replica, step, result)
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
-            self._routing.regroup()
+            self._router.regroup()
         if step.ends.size and replica.sharing is not None:
             self._filled(replica, step, [e[0] for e in result.errors])
         mine: Bool | None = None  # rows that still have the sequence of the step; None: all
@@ -84,9 +102,9 @@ class Results:
                 if slot in replica.departed:
                     replica.settle(slot, step.id)  # after the failures, which are its last answer's to tell
         if replica.handed:
-            release(replica, self._placer, now_ns)
+            release(replica, self._waiting, now_ns)
         if result.swap_out_acks.size:
-            self._placer.changes += 1  # peers may read it now
+            self._waiting.changes += 1  # peers may read it now
         return out.build(columns)
 
     @staticmethod
@@ -133,7 +151,7 @@ class Results:
         tokens: Int32,
         logprobs: Records | None,
         now_ns: int,
-        out: Collector,
+        out: OutcomeBuilder,
     ) -> Columns:
         """One token for each of `slots`: [n] int32 both."""
         table = replica.table
@@ -163,8 +181,8 @@ class Results:
             for i in np.flatnonzero(done).tolist():
                 table.sequence[slots[i]].state = State.ENDED
                 sequence = replica.release(int(slots[i]))
-                self._core.completed(sequence)
-                self._core.end(sequence, Finish(int(finish[i])), "", out)
+                self._endings.completed(sequence)
+                self._endings.end(sequence, Finish(int(finish[i])), "", out)
         if (order := audience.order) is not None:
             first, tokens, waits = first[order], tokens[order], waits[order]
             finish = finish[order] if ended else finish
@@ -179,7 +197,7 @@ class Results:
         count: Int32,
         going: Bool | None,
         now_ns: int,
-        out: Collector,
+        out: OutcomeBuilder,
     ) -> None:
         """Those of `slots` that go on and have 32 tokens or a second since their last checkpoint."""
         table = replica.table
@@ -206,7 +224,7 @@ class Results:
         out.checkpoints.extend(zip(ids, table.choice[which].tolist(), first, tokens, strict=True))
 
     @staticmethod
-    def checkpoint(replica: Replica, slot: int, out: Collector) -> None:
+    def checkpoint(replica: Replica, slot: int, out: OutcomeBuilder) -> None:
         """What one running sequence has beyond its last checkpoint."""
         table = replica.table
         begin, end = int(table.checkpointed[slot]), int(table.applied[slot])
@@ -224,7 +242,7 @@ class Results:
         token: int,
         logprobs: bytes,
         now_ns: int,
-        out: Collector,
+        out: OutcomeBuilder,
     ) -> None:
         """A token for a sequence that has lost its slot: applied and published if it was preempted, else dropped."""
         sequence = replica.owner(slot, step.id)
@@ -234,20 +252,20 @@ class Results:
         wait_ns = now_ns - (sequence.last_token_ns or sequence.record.arrived_ns)
         sequence.last_token_ns = now_ns
         if sequence.state is State.WAITING:
-            self._placer.grew(sequence)
+            self._waiting.grew(sequence)
         self.tokens_total += 1
         finish = sequence.verdict(sequence.longest(replica.limits))
         if finish is not Finish.RUNNING:
-            self._core.withdraw(sequence)
-            self._core.completed(sequence)
+            self._endings.withdraw(sequence)
+            self._endings.completed(sequence)
             sequence.finish = finish
         out.late(sequence, token, logprobs, wait_ns)
         if finish is not Finish.RUNNING:
-            self._core.end(sequence, finish, "", out)
+            self._endings.end(sequence, finish, "", out)
         else:
             out.checkpoint(sequence)
 
-    def _failed(self, replica: Replica, step: InFlight, slot: int, message: str, out: Collector) -> None:
+    def _failed(self, replica: Replica, step: InFlight, slot: int, message: str, out: OutcomeBuilder) -> None:
         """One sequence's part of the step failed: it ends alone."""
         sequence: Sequence | None
         if replica.table.since[slot] <= step.id:
@@ -256,6 +274,6 @@ class Results:
             sequence = replica.owner(slot, step.id)
         if sequence is None or sequence.state is State.ENDED:
             return
-        self._core.withdraw(sequence)
+        self._endings.withdraw(sequence)
         out.row(sequence, Finish.ERROR, message)
-        self._core.end(sequence, Finish.ERROR, message, out)
+        self._endings.end(sequence, Finish.ERROR, message, out)

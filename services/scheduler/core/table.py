@@ -24,7 +24,7 @@ FREE, PREFILLING, DECODING, LOADING = range(4)  # phases of a row
 
 
 @dataclass(slots=True)
-class Audience:
+class DeliveryRows:
     """Whom the tokens of some rows are for, in the order in which they are published (by gateway)."""
 
     roster: int
@@ -125,7 +125,7 @@ class SlotTable:
         self._every_int32: Int32 = np.arange(slots, dtype=np.int32)
         self._first: Rows = self._every[:0]
         self._free = list(range(slots))
-        self._audiences: dict[int, Audience] = {}
+        self._audiences: dict[int, DeliveryRows] = {}
 
     def first_rows(self, count: int) -> Rows:
         """Return [count] rows: 0..count-1. The same object as long as `count` stays the same."""
@@ -140,6 +140,31 @@ class SlotTable:
     def wire(self, slots: Rows) -> Int32:
         """Return `slots` as they go to the worker; do not write to it."""
         return self._every_int32[: slots.size] if slots is self._first else slots.astype(np.int32)
+
+    def advance_decodes(self, rows: RowIndex) -> None:
+        """Plan one token of decoding rows: the sampled one is known as a placeholder."""
+        self.decoding[:, rows] += 1
+
+    def advance(self, rows: Rows, ends: Int32) -> Bool:
+        """Plan rows up to `ends` tokens; return [n] bool: the row samples. Sampled tokens are placeholders."""
+        known = self.known[rows]
+        samples: Bool = ends >= known
+        self.planned[rows] = ends
+        self.known[rows] = np.where(samples, ends + 1, known)
+        self.unanswered[rows] += 1
+        self.set_phase(rows)
+        return samples
+
+    def rollback(self, rows: Rows, tokens: Int32) -> None:
+        """Take back the last tokens[i] planned tokens of decoding rows, whose placeholders were refused.
+
+        Their blocks stay in the row. Raises ValueError where a step is unanswered or an applied token would go.
+        """
+        if (self.unanswered[rows] > 0).any() or (self.known[rows] - tokens < self.applied[rows]).any():
+            raise ValueError("rollback: a row has a step unanswered or no such placeholders; apply its result first")
+        self.planned[rows] -= tokens
+        self.known[rows] -= tokens
+        self.set_phase(rows)
 
     def set_phase(self, slots: Rows) -> None:
         """Set the phase of rows that have their KV by what is left to plan."""
@@ -246,6 +271,15 @@ class SlotTable:
         self.held[slots] = held
         self.capacity[slots] = held * self.block_size
 
+    def append_one(self, rows: Rows, blocks: Int32) -> Int32:
+        """Put one block at the end of each row's block table; return `blocks`."""
+        held = self.held[rows]
+        self.blocks[rows, held] = blocks
+        held += 1
+        self.held[rows] = held
+        self.capacity[rows] = held * self.block_size
+        return blocks
+
     def append(self, s: int, blocks: Int32) -> None:
         """Puts `blocks` at the end of one row's block table."""
         held = int(self.held[s])
@@ -266,7 +300,7 @@ class SlotTable:
         hit &= count >= self.floor[rows]
         return hit
 
-    def audience(self, slots: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> Audience:
+    def audience(self, slots: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> DeliveryRows:
         """Whom the tokens of `slots` are for. Kept per microbatch: in steady decode it is the same at every step."""
         kept = self._audiences.get(microbatch)
         if (
@@ -281,7 +315,7 @@ class SlotTable:
             order = np.argsort(gateway_ids, kind="stable")
             gateway_ids = gateway_ids[order]
         chosen = slots if order is None else slots[order]
-        self._audiences[microbatch] = audience = Audience(
+        self._audiences[microbatch] = audience = DeliveryRows(
             self.roster,
             slots,
             order,

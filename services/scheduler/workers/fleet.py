@@ -13,7 +13,7 @@ import time
 import grpc
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.peers import unread
+from services.scheduler.core.placement.eligibility import unread
 from services.scheduler.core.replica import Replica
 from services.scheduler.requests.claims import Claims
 from services.scheduler.tasks import end

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 from services.cli import app as cli
 from services.gateway.delivery.stream import Offer, RequestStream, Row
-from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.core import Core
+from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.shard.lease import Lease
 from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared import redis_client

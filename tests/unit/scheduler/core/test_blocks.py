@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.kv.blocks import BlockPool
+from services.scheduler.core.kv.prefix_index import IDLE_SALTS, UNSALTED, Contents
 from services.scheduler.core.policy.memory import Peak
-from services.scheduler.core.prefix import IDLE_SALTS, UNSALTED, Contents
 
 
 def peak_blocks(held: np.ndarray, steps: np.ndarray, size: int) -> int:

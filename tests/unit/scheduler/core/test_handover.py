@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.draft import Draft
 from services.scheduler.core.policy.base import Mode
+from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import CLASS_NAMES, Limits
 from services.scheduler.workers.fleet import UnreadableWarnings
 from tests.unit.scheduler.core.test_roles import D, P, counters, house, until
@@ -124,14 +125,14 @@ def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
 def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
     """Mode often in so many steps of the prefill replica a replica is asked whether it could run a sequence."""
     calls = 0
-    could = h.core._routing.could
+    could = h.core._router.could
 
     def counted(replica: Replica, sequence: Sequence) -> bool:
         nonlocal calls
         calls += 1
         return could(replica, sequence)
 
-    monkeypatch.setattr(h.core._routing, "could", counted)
+    monkeypatch.setattr(h.core._router, "could", counted)
     for _ in range(steps):
         assert h.plan(0) is not None
         h.answer(0)
@@ -218,7 +219,8 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
     h.plan(0)
     h.answer(0)
     out = h.core.collector()
-    h.core._shared.preempt(h.core.replicas[0], Draft(0, 0, 0), 0, h.now, out, Mode.SWAP)
+    preempter = Preempter(h.core._state, h.core._router)
+    preempter.preempt(StepBuilder(h.core.replicas[0], 0, 0, 0), 0, h.now, out, Mode.SWAP)
     h.take(out.build())
     assert h.core.stats()["swapped"] == 1
     h.plan(0)

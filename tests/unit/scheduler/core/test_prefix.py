@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.core.blocks import BlockPool
-from services.scheduler.core.prefix import UNSALTED, Contents, Hasher
+from services.scheduler.core.kv.blocks import BlockPool
+from services.scheduler.core.kv.prefix_index import UNSALTED, Contents, Hasher
 
 SIZE = 2
 SALTS = [b"", b"one", b"two"]

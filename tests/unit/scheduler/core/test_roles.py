@@ -13,7 +13,7 @@ import pytest
 
 from protos import worker_pb2
 from services.scheduler.core.core import Core
-from services.scheduler.core.draft import Counters
+from services.scheduler.core.state import Counters
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from shared.columns import pack, unpack
@@ -33,7 +33,7 @@ def house(*limits: Limits, policy: str = "orcinus", lookahead: int = 1, lag: int
 
 
 def counters(h: House) -> Counters:
-    return h.core._shared.counters
+    return h.core._state.counters
 
 
 def until(h: House, done: Callable[[], object], step: Callable[[], object]) -> None:

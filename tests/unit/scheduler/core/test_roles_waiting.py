@@ -65,7 +65,7 @@ def test_who_is_swapped_out_where_he_alone_may_run_does_not_wait_for_all_prompts
             number = len(h.requests)
             h.add(request(f"r{number}", 20, 10 if number % 3 else 50, seed=number))
         h.step_once()
-        swapped = [s for s in h.core._placer if s.saved_at(0)]
+        swapped = [s for s in h.core._waiting if s.saved_at(0)]
         waits = {s: waits.get(s, 0) + 1 for s in swapped}
         longest = max(longest, *waits.values(), 0)
     assert h.core.stats()["preemptions"] > 10 and longest < 80
@@ -101,7 +101,7 @@ def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
     for i in range(2):
         h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
     until(h, lambda: h.core.replicas[1].table.count == 2, h.step_once)
-    picker, decode = h.core._passes._admission._picker, h.core.replicas[1]
+    picker, decode = h.core._planner._admission._picker, h.core.replicas[1]
     h.add(request("realtime", 8, 4, seed=9, priority=0))
     assert picker.first(decode, h.now) is None and picker.first(h.core.replicas[0], h.now) is not None
     h.finish()

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.core import routing
 from services.scheduler.core.core import Core
-from services.scheduler.core.routing import MOST_PASSED, NEVER, TIMED
+from services.scheduler.core.placement import router as routing
+from services.scheduler.core.placement.router import MOST_PASSED, NEVER, TIMED
 from services.scheduler.core.types import Finish, Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
 
@@ -232,7 +232,7 @@ def test_a_dock_is_emptied_where_no_replica_joins() -> None:
     h.core.confine({"r0"})
     h.core.resume("r0", h.now)
     h.core.assign_dock(h.now)
-    dock = h.core._routing.dock
+    dock = h.core._router.dock
     for _ in range(4):
         h.step_once()
     assert where(h, "r0") == dock
@@ -265,7 +265,7 @@ def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
     h.core.assign_dock(h.now)
     for _ in range(3):
         h.step_once()
-    assert where(h, "r0") == 1 and h.core._routing.dock == 1
+    assert where(h, "r0") == 1 and h.core._router.dock == 1
     h.core.confine(())
     run_to_end(h)
     assert len(h.published["r0", 0]) == 60
@@ -274,10 +274,10 @@ def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
 def test_a_replica_that_joins_is_the_dock_only_if_no_other_fits_more_of_those_on_trial() -> None:
     h = of_two_sizes()
     assert h.join(SMALL) == 0
-    assert h.core._routing.dock == -1
+    assert h.core._router.dock == -1
     h.core.confine({"r1", "r2"})
     assert h.join(SMALL) == 3
-    assert h.core._routing.dock == 3
+    assert h.core._router.dock == 3
     h.core.confine(())
     run_to_end(h)
 
@@ -287,14 +287,14 @@ def test_the_dock_moves_on_for_those_on_trial_who_do_not_fit_it() -> None:
     h.lose(1)
     h.core.confine({"r0", "r1", "r2"})
     h.core.assign_dock(h.now)
-    assert h.core._routing.dock == 2
+    assert h.core._router.dock == 2
     assert h.join(LIMITS) == 0
-    assert h.core._routing.dock == 2, "two of them fit it"
+    assert h.core._router.dock == 2, "two of them fit it"
     h.step_once()
     assert where(h, "r0") == -1
     h.core.confine({"r0"})  # the others got a token each
     h.core.assign_dock(h.now)
-    assert h.core._routing.dock == 0
+    assert h.core._router.dock == 0
     h.step_once()
     assert where(h, "r0") == 0
     h.core.confine(())
@@ -309,8 +309,8 @@ def test_no_replica_is_emptied_for_those_on_trial_who_fit_none() -> None:
     h.core.confine({"r0"})
     h.core.assign_dock(h.now)
     h.step_once()
-    assert where(h, "bystander") == 2 and h.core._routing.dock == -1
-    assert h.join(LIMITS) == 0 and h.core._routing.dock == 0
+    assert where(h, "bystander") == 2 and h.core._router.dock == -1
+    assert h.join(LIMITS) == 0 and h.core._router.dock == 0
     h.core.confine(())
     run_to_end(h)
 
@@ -334,7 +334,7 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
             h.take(h.core.cancel(name, h.now))
     h.add(with_prefix("asked", rng.randint(0, 3), 77))
     (sequence,) = h.core._records["asked"].sequences
-    since = [h.core._routing.since(replica, sequence, h.now) for replica in h.core.replicas]
+    since = [h.core._router.since(replica, sequence, h.now) for replica in h.core.replicas]
     times = []
     known = max(h.core.replicas, key=lambda replica: replica.model.observed)
     for replica in h.core.replicas:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.prefix import Contents, Index, Int64, Mask, Prompt, UInt64
+from services.scheduler.core.kv.prefix_index import Contents, Index, Int64, Mask, Prompt, UInt64
 from services.scheduler.core.types import EMPTY, Int32
 
 ONE = np.int32(1)  # with the type of the counts and indices as wide as addresses, numpy's ufunc.at is 20 times faster

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from services.scheduler.core.draft import Shared
+from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, State
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.types import CLASS_NAMES, CLASSES, Priority
 
 
 def figures(
-    shared: Shared, alive: list[Replica], records: Iterable[Record], parked: Collection[Record]
+    state: SchedulerState, router: Router, alive: list[Replica], records: Iterable[Record], parked: Collection[Record]
 ) -> dict[str, float | int]:
     """The fields that follow from the waiting and the replicas. `records`: all there are, as they came; `parked`: those
     of them that are set aside."""
-    oldest = first_arrivals(shared, records)
-    counters, placer = shared.counters, shared.placer
+    oldest = first_arrivals(state, records)
+    counters, waiting = state.counters, state.waiting
     return {
         "iteration": counters.iteration,
         "running": sum(r.table.count for r in alive),
-        "waiting": len(placer),
-        "swapped": placer.swapped,
+        "waiting": len(waiting),
+        "swapped": waiting.swapped,
         "parked": sum(s.state is State.PARKED for record in parked for s in record.sequences),
-        **{f"waiting_{name}": placer.counts[i] for i, name in enumerate(CLASS_NAMES)},
+        **{f"waiting_{name}": waiting.counts[i] for i, name in enumerate(CLASS_NAMES)},
         **{f"oldest_ns_{name}": oldest[i] for i, name in enumerate(CLASS_NAMES)},
         "step_tokens": sum(r.last.tokens for r in alive),
         "step_decode": sum(r.last.decode for r in alive),
@@ -44,23 +45,22 @@ def figures(
         "handed_over": counters.handed,
         "handed_over_blocks": counters.handed_blocks,
         "not_handed_over": counters.not_handed,
-        "queued_tokens": placer.tokens + sum(under_way(shared, r, Priority.LOW) for r in alive),
+        "queued_tokens": waiting.tokens + sum(under_way(state, r, Priority.LOW) for r in alive),
         **{
-            f"queued_tokens_{name}": before(shared, placer.class_tokens, i)
-            + sum(under_way(shared, r, i) for r in alive)
+            f"queued_tokens_{name}": before(state, waiting.class_tokens, i) + sum(under_way(state, r, i) for r in alive)
             for i, name in enumerate(CLASS_NAMES)
         },
-        **{f"behind_{name}": behind(shared, shared.routing.for_prompts, i) for i, name in enumerate(CLASS_NAMES)},
+        **{f"behind_{name}": behind(state, router, router.for_prompts, i) for i, name in enumerate(CLASS_NAMES)},
         "workers": len(alive),
     }
 
 
-def of_replica(shared: Shared, replica: Replica) -> dict[str, int]:
+def of_replica(state: SchedulerState, router: Router, replica: Replica) -> dict[str, int]:
     """What one replica has and does now, and what it has found in its prefix cache since it joined."""
     return {
         "number": replica.number,
-        "dock": int(replica.number == shared.routing.dock),
-        "slots": shared.most(replica),
+        "dock": int(replica.number == router.dock),
+        "slots": state.max_running(replica),
         "running": replica.table.count,
         "loading": len(replica.transfers.slots()),
         "in_flight": len(replica.inflight),
@@ -77,12 +77,12 @@ def of_replica(shared: Shared, replica: Replica) -> dict[str, int]:
     }
 
 
-def first_arrivals(shared: Shared, records: Iterable[Record]) -> list[int]:
+def first_arrivals(state: SchedulerState, records: Iterable[Record]) -> list[int]:
     """Of each class [4] the arrival of the first request that waits and never ran, in ns of the core's time; 0: none.
 
     Requests come to the core in the order of their class's stream, so most often the first records tell.
     """
-    oldest, counts = [0] * CLASSES, shared.placer.counts
+    oldest, counts = [0] * CLASSES, state.waiting.counts
     missing = {priority for priority, count in enumerate(counts) if count}
     for record in records:
         if not missing:
@@ -95,49 +95,49 @@ def first_arrivals(shared: Shared, records: Iterable[Record]) -> list[int]:
     return oldest
 
 
-def before(shared: Shared, by_class: list[int], priority: int) -> int:
+def before(state: SchedulerState, by_class: list[int], priority: int) -> int:
     """Of figures of the waiting [4], the sum of those that go before a request of that class that comes now; classes
     that waiting has lifted are not looked at."""
-    return sum(by_class[: priority + 1] if shared.policy.order.by_class else by_class)
+    return sum(by_class[: priority + 1] if state.policy.order.by_class else by_class)
 
 
-def under_way(shared: Shared, replica: Replica, priority: int) -> int:
+def under_way(state: SchedulerState, replica: Replica, priority: int) -> int:
     """Tokens of running prompts, all but the last of each, that go before those of such a request: where the urgent may
     take slots (Relief.takes) their prompts go before running ones of lower classes."""
     table = replica.table
-    first = priority if urgent(shared, priority) else Priority.LOW
+    first = priority if urgent(state, priority) else Priority.LOW
     owed = (table.known - table.planned - 1).clip(min=0)
     return int(owed[table.priority <= first].sum())
 
 
-def urgent(shared: Shared, priority: int) -> bool:
+def urgent(state: SchedulerState, priority: int) -> bool:
     """May a request of that class take slots from running ones of lower classes?"""
-    return shared.policy.relief.takes and priority <= Priority.HIGH
+    return state.policy.relief.takes and priority <= Priority.HIGH
 
 
-def behind(shared: Shared, replicas: list[Replica], priority: int) -> int:
-    """How many of the waiting need a slot that somebody gives up by himself before such a request can have one.
+def behind(state: SchedulerState, router: Router, replicas: list[Replica], priority: int) -> int:
+    """Return how many of the waiting need a slot that is given up by itself before such a request can have one.
 
-    For the urgent those of running sequences of lower classes are as good as free. replicas: those that compute
-    prompts. Where others load what they have computed, who waits for that takes no slot of theirs.
+    For the urgent, slots of running sequences of lower classes are as good as free. replicas: those that compute
+    prompts. Where other replicas load what they have computed, a sequence that waits for that takes no slot of theirs.
     """
-    placer = shared.placer
-    waiting = before(shared, placer.counts, priority)
-    if shared.routing.hands:
-        waiting -= before(shared, placer.swapped_counts, priority)
-    if urgent(shared, priority):
+    queue = state.waiting
+    ahead = before(state, queue.counts, priority)
+    if router.hands:
+        ahead -= before(state, queue.swapped_counts, priority)
+    if urgent(state, priority):
         for table in [replica.table for replica in replicas]:
-            waiting -= int((table.active & ~table.pinned & (table.priority >= Priority.NORMAL)).sum())
-    return max(waiting, 0)
+            ahead -= int((table.active & ~table.pinned & (table.priority >= Priority.NORMAL)).sum())
+    return max(ahead, 0)
 
 
-def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
+def ttft_ns(state: SchedulerState, replicas: list[Replica], priority: int) -> int:
     """ns until all prompt tokens that wait before a request of that class, or are under way, have run beside the
     present decodes, and one step more; 0 while no replica has answered a step.
 
     Full steps are asked of the model only where there is work for them: it has seen none where prompts are short.
     """
-    rest = float(before(shared, shared.placer.class_tokens, priority))
+    rest = float(before(state, state.waiting.class_tokens, priority))
     steps = []  # of each replica: prompt tokens of a full step, its decodes, their context
     for replica in replicas:
         if not replica.model.observed:
@@ -145,10 +145,10 @@ def ttft_ns(shared: Shared, replicas: list[Replica], priority: int) -> int:
         table, high = replica.table, replica.table.high
         owed = table.known[:high] - table.planned[:high]
         decodes = owed == 1
-        first = priority if urgent(shared, priority) else Priority.LOW
+        first = priority if urgent(state, priority) else Priority.LOW
         rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())
-        most = max(replica.tokens.max_tokens(replica, shared.step_tokens), running + 1)
+        most = max(replica.tokens.max_tokens(replica, state.step_tokens), running + 1)
         steps.append((replica.model, most - running, running, int(table.planned[:high][decodes].sum())))
     room = sum(chunk for _, chunk, _, _ in steps)
     if not room:

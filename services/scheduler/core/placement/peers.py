@@ -7,17 +7,22 @@ takes whom.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
-from services.scheduler.core.types import DECODE, PREFILL, Int32, Limits, Peer
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.types import Int32, Limits, Peer
 
-if TYPE_CHECKING:
-    from services.scheduler.core.replica import Replica
-    from services.scheduler.core.sequence import Sequence
 
-News = dict[int, "Replica | None"]
-NO_NEWS: News = {}  # shared: read only
+class Reader(Protocol):
+    """A replica, as far as other replicas read its host tier."""
+
+    number: int
+    limits: Limits
+
+
+R = TypeVar("R", bound=Reader)
+News = dict[int, R | None]
+NO_NEWS: dict[int, Any] = {}  # shared: read only
 
 
 def obstacle(reader: Limits, owner: Limits) -> str:
@@ -40,44 +45,33 @@ def can_read(reader: Limits, owner: Limits) -> bool:
     return not obstacle(reader, owner)
 
 
-def unread(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:
-    """Which decode replica cannot read which prefill replica, and why."""
-    found = []
-    for reader in (r for r in replicas if r.limits.role == DECODE):
-        for owner in (r for r in replicas if r.limits.role == PREFILL):
-            if not reader.peers.hopes(owner):
-                why = obstacle(reader.limits, owner.limits) or "it could not map the other one's host tier"
-                found.append((reader, owner, why))
-    return found
-
-
-class Peers:
+class Peers(Generic[R]):
     """Of one replica. `readable`: the others, by number, whose host tier it has acknowledged."""
 
     def __init__(self) -> None:
-        self.readable: dict[int, Replica] = {}
-        self._told: dict[int, Replica] = {}
-        self._refused: dict[int, Replica] = {}  # of those told of, whom the worker could not map
-        self.news: News = {}  # for the next step; None: gone
+        self.readable: dict[int, R] = {}
+        self._told: dict[int, R] = {}
+        self._refused: dict[int, R] = {}  # of those told of, whom the worker could not map
+        self.news: News[R] = {}  # for the next step; None: gone
 
-    def joined(self, other: Replica) -> None:
+    def joined(self, other: R) -> None:
         """`other` is there, and can be read."""
         self._told[other.number] = other
         self.news[other.number] = other
 
-    def lost(self, other: Replica) -> None:
+    def lost(self, other: R) -> None:
         """`other` is gone, if it was a peer at all."""
         if self._told.pop(other.number, None) is not None:
             self.readable.pop(other.number, None)
             self._refused.pop(other.number, None)
             self.news[other.number] = None
 
-    def take_news(self) -> News:
+    def take_news(self) -> News[R]:
         """What the step that is sealed tells."""
         news, self.news = self.news, {}
         return news
 
-    def acknowledged(self, told: News, numbers: Int32) -> bool:
+    def acknowledged(self, told: News[R], numbers: Int32) -> bool:
         """The worker has mapped these of the peers that a step has told of; True if it is known now of one whether it
         can be read. What was lost or replaced meanwhile cannot."""
         mapped, learned = set(numbers.tolist()), False
@@ -87,16 +81,16 @@ class Peers:
                 learned = True
         return learned
 
-    def hopes(self, other: Replica) -> bool:
+    def hopes(self, other: R) -> bool:
         """Can `other` be read, or will the worker say so yet?"""
         return self._told.get(other.number) is other and other.number not in self._refused
 
-    def source(self, sequence: Sequence) -> Replica | None:
+    def source(self, sequence: Sequence) -> R | None:
         """The peer in whose host tier its KV lies, whether all of it is there yet or not; None: in none."""
         return self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
 
 
-def told(news: News) -> list[Peer]:
+def to_wire(news: News[R]) -> list[Peer]:
     """As the worker is told."""
     return [
         Peer(number, other.limits.host_tier, other.limits.host_blocks) if other is not None else Peer(number, "", 0)

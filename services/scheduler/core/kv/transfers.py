@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.core.sequence import SavedKV, Sequence
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32
@@ -40,6 +40,20 @@ class Load:
     saved: SavedKV | None = None  # what is loaded, of a swapped sequence
     peer: int = -1  # the replica in whose host tier it lies; -1: this one
     tier: BlockPool | None = None  # that tier; None: the own, or the peer is lost
+
+
+@dataclass(slots=True, frozen=True)
+class Copies:
+    """Columns of the copies that one step orders; in_peers is empty where all come from the replica's own host tier."""
+
+    out_gpu: Int32
+    out_host: Int32
+    in_host: Int32
+    in_gpu: Int32
+    in_peers: Int32
+
+
+NO_COPIES = Copies(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
 
 
 class Transfers:
@@ -167,17 +181,14 @@ class Transfers:
         self._arrived.clear()
         return slots
 
-    def columns(self) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """GPU and host blocks of the swap-outs, host and GPU blocks of the swap-ins and their peers (empty: there are
-        none), for the step that is sealed."""
-        if not (self._out or self._in):
-            return EMPTY, EMPTY, EMPTY, EMPTY, EMPTY
+    def take_copies(self) -> Copies:
+        """Return what the step that is committed carries."""
         out, in_ = self._out or [(EMPTY, EMPTY)], self._in or [(EMPTY, EMPTY, -1)]
         self._out, self._in = [], []
         peers = EMPTY
         if any(peer >= 0 for _, _, peer in in_):
             peers = np.repeat(np.array([peer for _, _, peer in in_], np.int32), [host.size for host, _, _ in in_])
-        return (
+        return Copies(
             np.concatenate([gpu for gpu, _ in out]),
             np.concatenate([host for _, host in out]),
             np.concatenate([host for host, _, _ in in_]),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.scheduler.core.blocks import BlockPool
-from services.scheduler.core.prefix import Contents, Hasher
+from services.scheduler.core.kv.blocks import BlockPool
+from services.scheduler.core.kv.prefix_index import Contents, Hasher
 from services.scheduler.core.sequence import Sequence, State, UInt64
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Rows

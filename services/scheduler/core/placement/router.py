@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.core.peers import can_read
-from services.scheduler.core.roles import feeds, handed, reads, suits
+from services.scheduler.core.placement.eligibility import feeds, handed, reads, suits
+from services.scheduler.core.placement.peers import can_read
+from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, Sequence, State, UInt64
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.types import DECODE, PREFILL, Finish
-
-if TYPE_CHECKING:
-    from services.scheduler.core.draft import Shared
-    from services.scheduler.core.replica import Replica
 
 NEVER = 1 << 62  # ns
 CROWD = 0.125  # by how much a full replica counts as slower than its step times say: else the first would fill first
@@ -54,12 +51,12 @@ class Load:
     share_ns: float  # one sequence's part of a full batch's step: the replica's speed
 
 
-class Routing:
+class Router:
     """The replicas that are there, who may enter where, and since when."""
 
-    def __init__(self, shared: Shared, affinity: float = 1.0) -> None:
+    def __init__(self, state: SchedulerState, affinity: float = 1.0) -> None:
         """affinity: what a cached token counts, in tokens computed; 0: by load alone."""
-        self._shared = shared
+        self._state = state
         self._affinity = affinity
         self.alive: list[Replica] = []
         self.roles = False  # has any of several replicas one?
@@ -126,7 +123,7 @@ class Routing:
 
     def close(self, closed: bool) -> None:
         """From now on nobody enters but who was handed over, as his stream goes on; or, all may."""
-        self._shared.closed = closed
+        self._state.closed = closed
         self._changed(self.alive)
 
     def _changed(self, alive: list[Replica]) -> None:
@@ -142,8 +139,8 @@ class Routing:
         self._loads.clear()
         self._starting.clear()
         self._sent = {replica.number: {} for replica in alive}
-        self._shared.placer.changes += 1
-        self._shared.placer.split(self._takers if self.roles else None)
+        self._state.waiting.changes += 1
+        self._state.waiting.split(self._takers if self.roles else None)
 
     def examine(self, sequence: Sequence) -> tuple[Finish, str]:
         """RUNNING if it can go on with the replicas that are there (or none is yet), else how it ends, and why."""
@@ -164,7 +161,7 @@ class Routing:
         with another?"""
         if sequence.unanswered or not self.could(replica, sequence):
             return False
-        if self._shared.closed and not handed(replica, sequence):
+        if self._state.closed and not handed(replica, sequence):
             return False
         if sequence.swapped and not sequence.saved_at(replica.number):
             source = replica.peers.source(sequence)
@@ -336,14 +333,14 @@ class Routing:
         load = self._loads.get(replica.number)
         if load is not None and load.made_of == made_of:
             return load
-        high, most = table.high, self._shared.most(replica)
+        high, most = table.high, self._state.max_running(replica)
         known, planned = table.known[:high], table.planned[:high]
         owed = known - planned
         prompts = int(owed.sum(where=owed > 1))
         base, per_token, per_context, per_pair = self._speed(replica)
         running, context = table.count, int(planned.sum())
         step_ns = base + per_token * running + per_context * context
-        chunk = max(replica.tokens.max_tokens(replica, self._shared.step_tokens) - running, 1)
+        chunk = max(replica.tokens.max_tokens(replica, self._state.step_tokens) - running, 1)
         token_ns = per_token + step_ns / chunk
         flying = sum(
             base + per_token * step.tokens + per_context * step.decode_context + per_pair * step.prefill_context

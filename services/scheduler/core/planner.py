@@ -1,0 +1,146 @@
+"""Plan one iteration of one replica, from top to bottom.
+
+`Scheduler.plan` calls `Planner.plan` whenever a replica may have another step in flight. The planner asks the policy
+how much, preemption for room and admission for new sequences; the step builder takes the blocks. No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.admission import Admission
+from services.scheduler.core.outcome import OutcomeBuilder
+from services.scheduler.core.placement.disaggregation import HandOver
+from services.scheduler.core.placement.router import Router
+from services.scheduler.core.preemption import Preempter
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.state import SchedulerState
+from services.scheduler.core.step import StepBuilder
+from services.scheduler.core.table import DECODING, PREFILLING, Bool
+from services.scheduler.core.types import PREFILL, Priority, Rows, StepPlan
+
+
+class Planner:
+    """Builds steps for any replica under one policy."""
+
+    def __init__(self, state: SchedulerState, router: Router) -> None:
+        self._state = state
+        self._preempter = Preempter(state, router)
+        self._hand_over = HandOver(state, router)
+        self._admission = Admission(state, router, self._preempter)
+
+    def plan(self, replica: Replica, now_ns: int, out: OutcomeBuilder) -> StepPlan | None:
+        """Return the next step of `replica`, or None when nothing can run or enough is in flight.
+
+        1. Preempt first, so that freed slots and blocks are available below.
+        2. Decodes next: a running sequence that sits out a step adds to its time between tokens.
+        3. Chunks of running prompts before new sequences, as their blocks are reserved; an urgent sequence that waits
+           goes before chunks of lower classes.
+        4. New sequences take what is left of the token budget.
+        """
+        for microbatch in self._open(replica):
+            while True:
+                step = self._build(replica, microbatch, now_ns, out)
+                if step:
+                    return self._commit(step)
+                if not step.preempted:  # else all rows that were to run were preempted; those that kept memory run now
+                    break
+        return None
+
+    def _build(self, replica: Replica, microbatch: int, now_ns: int, out: OutcomeBuilder) -> StepBuilder:
+        state, table = self._state, replica.table
+        max_seqs = state.max_step_seqs(replica, table.count)
+        step = StepBuilder(replica, microbatch, max_seqs, replica.tokens.max_tokens(replica, state.step_tokens))
+        if table.limited:
+            self._preempter.for_latency_limits(step, now_ns, out)
+        if len(state.waiting):
+            state.policy.order.keep_slots(table, state.max_running(replica), len(state.waiting))
+            self._admission.make_room(step, now_ns, out)
+        self._admission.enter_loaded(step)
+        if replica.limits.role == PREFILL:
+            self._hand_over.plan(replica, now_ns, out)
+        self._decodes(step, now_ns, out)
+        urgent = self._admission.urgent_class(replica, now_ns)
+        self._chunks(step, now_ns, Priority.REALTIME, urgent)
+        self._admission.admit(step, now_ns, out)
+        if urgent < Priority.LOW:
+            self._chunks(step, now_ns, urgent + 1, Priority.LOW)
+        return step
+
+    def _decodes(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
+        """Schedule one token for each decoding row, as far as sequences, tokens and blocks allow."""
+        table = step.replica.table
+        rows = self._decoding(step)
+        limit = min(step.seqs_left, step.tokens_left)
+        if rows.size > limit:
+            rows = np.sort(self._state.policy.order.sort(table, rows, now_ns)[:limit])
+        if not rows.size:
+            return
+        edge, reserved = step.missing_blocks(rows)
+        if edge.size - reserved > step.replica.available:
+            rows = self._preempter.with_blocks(step, rows, now_ns, out)
+            edge, reserved = step.missing_blocks(rows)
+        step.decode(rows, edge, reserved)
+
+    def _chunks(self, step: StepBuilder, now_ns: int, first: int, last: int) -> None:
+        """Schedule further chunks of the prompts of classes first..last that run already."""
+        if not step.has_prompts or step.seqs_left <= 0 or step.tokens_left <= 0:
+            return
+        policy, table, high = self._state.policy, step.replica.table, step.replica.table.high
+        more = self._wants(step) & (table.phase[:high] == PREFILLING)
+        more &= step.n[:high] == 0  # a sequence that entered in this step has its chunk
+        if first > Priority.REALTIME or last < Priority.LOW:
+            more &= (table.priority[:high] >= first) & (table.priority[:high] <= last)
+        rows = np.flatnonzero(more)
+        if not rows.size:
+            return
+        self._admission.budget(step, now_ns)
+        if step.tokens_left <= 0:
+            return
+        rows = policy.order.sort(table, rows, now_ns)[: step.seqs_left]
+        before = table.planned[rows].astype(np.int64)
+        rest = table.known[rows] - before
+        lengths = policy.batch.chunks(rest, before, step.tokens_left, not step.prefill_tokens, step.empty)
+        if lengths.size:
+            step.schedule(rows[: lengths.size], lengths)
+
+    def _commit(self, step: StepBuilder) -> StepPlan:
+        """Commit the step; the policy's parts learn what it holds."""
+        state, replica = self._state, step.replica
+        plan = step.commit()
+        state.counters.iteration += 1
+        replica.memory.stepped(replica, step.preempted)
+        if state.policy.order.counts:
+            rows, tokens = step.scheduled
+            state.policy.order.served(replica.table.tenant[rows], replica.table.priority[rows], tokens)
+        return plan
+
+    def _open(self, replica: Replica) -> list[int]:
+        """Return the microbatches that may be planned, that with least in flight and planned longest ago first."""
+        lookahead, inflight, last = self._state.lookahead, replica.inflight_of, replica.last_planned
+        if replica.microbatches == 1:
+            return [0] if inflight.get(0, 0) <= lookahead else []
+        free = [m for m in range(replica.microbatches) if inflight.get(m, 0) <= lookahead]
+        return sorted(free, key=lambda m: (inflight.get(m, 0), last.get(m, 0)))
+
+    def _decoding(self, step: StepBuilder) -> Rows:
+        """Return the rows that lack one token, ascending; notes whether other rows have prompts to go on with."""
+        table, high = step.replica.table, step.replica.table.high
+        wants = self._wants(step)
+        decoding = wants & (table.phase[:high] == DECODING)
+        count = int(np.count_nonzero(decoding))
+        step.has_prompts = count < high and count < int(np.count_nonzero(wants))
+        return table.first_rows(high) if count == high else np.flatnonzero(decoding)
+
+    @staticmethod
+    def _wants(step: StepBuilder) -> Bool:
+        """Return [high] bool: the row has something to run and may be in a step of this microbatch.
+
+        A sequence is of the microbatch of its last step until that is answered; then any may take it, so the
+        microbatches balance. No row is planned past its limit: known counts the placeholders.
+        """
+        table, high = step.replica.table, step.replica.table.high
+        wants: Bool = table.known[:high] < table.limit[:high]
+        if step.replica.microbatches > 1:
+            wants &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == step.microbatch)
+        return wants

@@ -1,0 +1,43 @@
+"""What all passes of the planner share: the policy, the waiting sequences, the settings and the counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.replica import Replica
+from services.scheduler.core.waiting import WaitingQueue
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start, for the stats."""
+
+    iteration: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    handed: int = 0  # sequences that a prefill replica has swapped out for others to decode
+    handed_blocks: int = 0  # of them
+    not_handed: int = 0  # sequences that went on where they were, as its host tier had no room
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Shared by planner, results and router of one scheduler."""
+
+    policy: Policy
+    waiting: WaitingQueue
+    max_seqs: int
+    lookahead: int
+    step_tokens: int
+    counters: Counters = field(default_factory=Counters)
+    closed: bool = False  # the policy is about to change: only handed-over sequences enter (Router.close)
+
+    def max_running(self, replica: Replica) -> int:
+        """Return how many sequences may run at once on a replica."""
+        slots = replica.limits.slots
+        return self.policy.batch.max_running(min(self.max_seqs or slots, slots))
+
+    def max_step_seqs(self, replica: Replica, sequences: int) -> int:
+        """Return how many sequences may be in one step when `sequences` run."""
+        return self.policy.batch.max_step_seqs(sequences, self.max_running(replica), replica.microbatches)

@@ -1,0 +1,213 @@
+"""One step while it is planned: a column of tokens to compute for each row, and the blocks that they need.
+
+The planner schedules rows, decodes first; commit() makes the StepPlan. A builder is discarded only while it is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Columns
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.kv.transfers import NO_COPIES
+from services.scheduler.core.placement.peers import NO_NEWS, to_wire
+from services.scheduler.core.replica import InFlight, LastStep, Replica
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.table import Bool, Int64
+from services.scheduler.core.types import EMPTY, NO_ROWS, Enter, Int32, Rows, StepPlan
+
+Integer = TypeVar("Integer", np.int32, np.intp)
+ONES: Int32 = np.ones(4096, np.int32)
+TRUE: Bool = np.ones(4096, np.bool_)
+ONES.setflags(write=False)
+TRUE.setflags(write=False)
+
+
+class StepBuilder:
+    """The next step of one replica and microbatch."""
+
+    def __init__(self, replica: Replica, microbatch: int, max_seqs: int, max_tokens: int) -> None:
+        """max_seqs, max_tokens: what the step may hold."""
+        self.replica = replica
+        self.microbatch = microbatch
+        self.seqs_left = max_seqs
+        self.tokens_left = max_tokens
+        self.n: Int32 = np.zeros(replica.table.slots, np.int32)  # [slots] tokens to compute in this step
+        self.decodes: Rows = NO_ROWS
+        self.enters: list[Enter] = []
+        self.prefill_tokens = 0
+        self.preempted = 0  # sequences
+        self.has_prompts = False  # some running rows have more than one token to go
+        self.budgeted = False  # `tokens_left` is what the policy leaves for prompts
+        self.aside = 0  # sequences set aside for a prefix that another one computes
+        self.chosen: Sequence | None = None  # of the waiting, for this replica, and not popped yet
+        self.able: list[Sequence] = []  # of `skipped`, those that might enter here, too
+        self.skipped: list[Sequence] = []  # the waiting before the first that this replica should take
+        self._starts: Int32 = EMPTY
+        self._context = 0
+        self._prefill_context = 0.0
+        self._chunks: list[tuple[Rows, Int32, Int32, Bool]] = []  # rows, starts, lengths, samples
+        self._appends: list[tuple[Rows, Int32]] = []  # rows, blocks
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has a token to compute."""
+        return not self.decodes.size and not self._chunks
+
+    @property
+    def context(self) -> int:
+        """Sum of the context lengths of the decodes."""
+        return self._context
+
+    def __bool__(self) -> bool:
+        """Return whether there is something to send."""
+        replica = self.replica
+        return not self.empty or bool(self.enters or replica.transfers.pending or replica.peers.news)
+
+    def missing_blocks(self, rows: Rows) -> tuple[Rows, int]:
+        """Return the decoding rows whose next token needs a block, and for how many of them one is reserved."""
+        table = self.replica.table
+        index = table.rows(rows)
+        edge = rows[table.planned[index] == table.capacity[index]]
+        reserved = int(np.count_nonzero(table.promised[edge] > table.held[edge])) if edge.size else 0
+        return edge, reserved
+
+    def decode(self, rows: Rows, edge: Rows, reserved: int) -> None:
+        """Schedule one token of each decoding row; edge, reserved: missing_blocks(rows), which must be available."""
+        table = self.replica.table
+        if edge.size:
+            self._append(edge, table.append_one(edge, self.replica.pool.take(edge.size)), reserved)
+        index = table.rows(rows)
+        self.decodes, self._starts = rows, table.planned[index].copy()
+        self._context = int(self._starts.sum())
+        self.n[index] = 1
+        table.advance_decodes(index)
+        self._count(rows, rows.size)
+
+    def schedule(self, rows: Rows, tokens: Int64) -> None:
+        """Add tokens[i] tokens of rows[i] to the step and take their blocks, which must be reserved or available.
+
+        rows: [k], each at most once a step; tokens: [k], at least 1: a chunk of a prompt, or 1 plus drafts of a
+        decoding row. Raises ValueError when a row is scheduled already: two chunks of one sequence cannot share a step.
+        """
+        table, replica, size = self.replica.table, self.replica, self.replica.limits.block_size
+        if self.n[rows].any():
+            raise ValueError(f"rows {rows[self.n[rows] > 0].tolist()}: already in step {replica.next_step}; plan once")
+        starts, lengths = table.planned[rows], tokens.astype(np.int32)
+        ends = starts + lengths
+        held = table.held[rows]
+        more = np.maximum(-(-ends // size) - held, 0)
+        total = int(more.sum())
+        if total:
+            reserved = int(np.minimum(np.maximum(table.promised[rows] - held, 0), more).sum())
+            blocks = replica.pool.take(total)
+            table.fill(rows, more, blocks)
+            self._append(np.repeat(rows, more), blocks, reserved)
+        samples = table.advance(rows, ends)
+        self.n[rows] = lengths
+        self._chunks.append((rows, starts, lengths, samples))
+        spent = int(tokens.sum())
+        self.prefill_tokens += spent
+        self._prefill_context += float((tokens * (starts + (tokens + 1) / 2)).sum())
+        self._count(rows, spent)
+
+    def forget(self, row: int) -> None:
+        """Drop the entry of a row that was preempted again before the worker was told of it."""
+        fresh = len(self.enters)
+        if fresh:
+            self.enters = [enter for enter in self.enters if enter.slot != row]
+            if len(self.enters) < fresh:
+                self.replica.freed.remove(row)
+
+    def commit(self) -> StepPlan:
+        """Return the step as it goes on the wire; it is in flight from now on."""
+        replica, table = self.replica, self.replica.table
+        rows, starts, ends = self.decodes, self._starts, EMPTY
+        lengths, samples = ones(rows.size), trues(rows.size)
+        sampled = rows
+        if self._chunks:
+            chunk_rows, chunk_starts, chunk_lengths, chunk_samples = zip(*self._chunks, strict=True)
+            ends = joined(chunk_starts) + joined(chunk_lengths)
+            rows = np.concatenate([rows, *chunk_rows])
+            starts = np.concatenate([starts, *chunk_starts])
+            lengths = np.concatenate([lengths, *chunk_lengths])
+            samples = np.concatenate([samples, *chunk_samples])
+            sampled = rows[samples]
+        wire = table.wire(rows)
+        replica.save_cold_prefixes()
+        copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES
+        news = replica.peers.take_news() if replica.peers.news else NO_NEWS
+        decodes = self.decodes.size
+        step = InFlight(
+            id=replica.next_step,
+            microbatch=self.microbatch,
+            roster=table.roster,
+            slots=rows,
+            sampled=sampled,
+            sampled_wire=wire if sampled is rows else wire[samples],
+            decodes=decodes,
+            ends=ends,
+            tokens=decodes + self.prefill_tokens,
+            decode_context=self._context,
+            prefill_context=self._prefill_context,
+            moved=copies.out_gpu.size + copies.in_host.size,
+            peers=news,
+        )
+        freed, replica.freed = replica.freed, []
+        replica.sent(step)
+        replica.last = LastStep(step.tokens, decodes, self.prefill_tokens)
+        return StepPlan(
+            id=step.id,
+            replica=replica.number,
+            free_slots=np.array(freed, np.int32) if freed else EMPTY,
+            swap_out_gpu=copies.out_gpu,
+            swap_out_host=copies.out_host,
+            swap_in_host=copies.in_host,
+            swap_in_gpu=copies.in_gpu,
+            enters=self.enters,
+            append_slots=joined([rows for rows, _ in self._appends]).astype(np.int32) if self._appends else EMPTY,
+            append_blocks=joined([blocks for _, blocks in self._appends]) if self._appends else EMPTY,
+            chunk_slots=wire,
+            chunk_starts=starts,
+            chunk_lengths=lengths,
+            samples=samples,
+            microbatch=self.microbatch,
+            decode_tokens=decodes,
+            prefill_tokens=self.prefill_tokens,
+            peers=to_wire(news) if news else [],
+            swap_in_peers=copies.in_peers,
+        )
+
+    @property
+    def scheduled(self) -> tuple[Rows, Int32]:
+        """Rows of the step and their tokens, in the order of the step."""
+        rows = np.concatenate([self.decodes, *(chunk[0] for chunk in self._chunks)])
+        return rows, self.n[rows]
+
+    def _append(self, rows: Rows, blocks: Int32, reserved: int) -> None:
+        """Tell the worker of blocks at the end of these rows; so many of them were reserved."""
+        self.replica.outstanding -= reserved
+        self._appends.append((rows, blocks))
+
+    def _count(self, rows: Rows, tokens: int) -> None:
+        if self.replica.microbatches > 1:
+            self.replica.table.microbatch[rows] = self.microbatch
+        self.seqs_left -= rows.size
+        self.tokens_left -= tokens
+
+
+def ones(count: int) -> Int32:
+    """Return [count] int32 ones; read only."""
+    return ONES[:count] if count <= ONES.size else np.ones(count, np.int32)
+
+
+def trues(count: int) -> Bool:
+    """Return [count] bool, all true; read only."""
+    return TRUE[:count] if count <= TRUE.size else np.ones(count, np.bool_)
+
+
+def joined(columns: Columns[npt.NDArray[Integer]]) -> npt.NDArray[Integer]:
+    """Return one column of several."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)

@@ -1,0 +1,81 @@
+"""One column of tokens a step: schedule, commit and rollback."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.policy.presets import parse
+from services.scheduler.core.step import StepBuilder
+from services.scheduler.core.types import Limits, Rows, StepResult
+from tests.unit.scheduler.core.named import Named, house
+from tests.unit.scheduler.core.twin import request
+
+ROW: Rows = np.array([0])
+
+
+def decoding(block_size: int) -> Named:
+    h = house("sarathi", block_size=block_size)
+    h.add(request("a", 7, 40, seed=1))
+    for _ in range(2):
+        h.step()
+    return h
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("drafts", [0, 1, 5])
+def test_rollback_leaves_a_row_as_if_refused_tokens_were_never_planned(drafts: int, block_size: int) -> None:
+    """The step computes 1 + drafts tokens, of which only the first is accepted."""
+    facts = []
+    for scheduled in (1, 1 + drafts):
+        h = decoding(block_size)
+        replica, table = h.core.replicas[0], h.core.replicas[0].table
+        builder = StepBuilder(replica, 0, 8, 64)
+        builder.schedule(ROW, np.array([scheduled]))
+        plan = builder.commit()
+        assert plan.chunk_lengths.tolist() == [scheduled]
+        h.take(h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.array([9], np.int32)), h.now))
+        replica.rollback(ROW, np.array([scheduled - 1], np.int32))
+        h.core.check()
+        columns = (table.planned, table.known, table.applied, table.held, table.capacity, table.phase)
+        facts.append(([int(column[0]) for column in columns], replica.pool.free, replica.available))
+        step, _ = h.core.plan(h.now)
+        assert step is not None and step.chunk_starts.tolist() == [9] and step.chunk_lengths.tolist() == [1]
+    assert facts[0] == facts[1]
+
+
+def test_rollback_refuses_a_row_with_a_step_unanswered() -> None:
+    h = decoding(4)
+    assert h.plan() is not None
+    with pytest.raises(ValueError, match="unanswered"):
+        h.core.replicas[0].rollback(ROW, np.array([1], np.int32))
+
+
+def test_rollback_refuses_to_take_back_applied_tokens() -> None:
+    h = decoding(4)
+    with pytest.raises(ValueError, match="placeholders"):
+        h.core.replicas[0].rollback(ROW, np.array([1], np.int32))
+
+
+def test_a_row_is_scheduled_once_a_step() -> None:
+    h = decoding(4)
+    builder = StepBuilder(h.core.replicas[0], 0, 8, 64)
+    builder.schedule(ROW, np.array([1]))
+    with pytest.raises(ValueError, match="already in step"):
+        builder.schedule(ROW, np.array([1]))
+
+
+def test_new_sequence_has_one_chunk_a_step_while_an_urgent_one_waits() -> None:
+    """A capped chunk leaves budget; the pass for running prompts of lower classes must not spend it on the same row."""
+    h = Named(Core(parse("orcinus:batch=capped-64,tokens=fixed-1024"), lookahead=0), Limits(8, 1000, 4, 400, 2048))
+    h.add(request("low", 300, 4, seed=1, priority=3))
+    assert h.step() == {"low": (0, 64)}
+    h.add(request("urgent", 200, 4, seed=2, priority=0))
+    h.add(request("normal", 200, 4, seed=3, priority=2))
+    step = h.plan()
+    assert step is not None
+    assert sorted(step.chunk_lengths.tolist()) == [64, 64, 64]
+    assert np.unique(step.chunk_slots).size == 3
+    h.answer()
+    h.finish()
