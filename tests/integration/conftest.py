@@ -21,10 +21,18 @@ OTHER = "sk-other-9876543210"
 TEXT = "The quick brown fox 🐋 jumps over the lazy dog"
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for each process of pytest."""
     with RedisServer(tmp_path_factory.mktemp("redis"), "--maxmemory", "64mb") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """The shared server, empty."""
+    shared_redis.client.flushall()
+    return shared_redis
 
 
 @pytest.fixture(scope="module")
