@@ -77,6 +77,9 @@ test-unit: install-test ## pure parts, in process
 test-integration: install-test kernels-build ## each service beside a real Redis
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/integration)
 
+test-slow: install-test kernels-build ## what make test leaves out of these two
+	$(PY) -m pytest $(PARALLEL) tests/unit tests/integration -m slow
+
 test-stack: install-dev kernels-build ## all services as real processes
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/stack)
 
@@ -239,4 +242,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean

@@ -184,7 +184,7 @@ STAGES = {
     "install": "install-dev",
     "lint": "lint",
     "kernels-build": "kernels-build",
-    "test": "test test-deploy",
+    "test": "test test-slow test-deploy",
     "kernels-and-engine": "kernels-check",
     "stack-and-chaos": "test-stack test-chaos",
     "compose-test": "compose-test",
