@@ -141,7 +141,7 @@ def test_what_cannot_run_in_the_background_is_refused(gateway: GatewayProcess, f
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_when_its_gateway_ends_another_one_adopts_it_and_matches_its_stop_strings(
     gateway: GatewayProcess,
     scheduler: ScriptedScheduler,

@@ -9,6 +9,8 @@ import pytest
 from tests.support.docs import bad_input
 from tests.support.docs.bad_input import Answer, Asked
 
+pytestmark = pytest.mark.slow  # each kind of field is refused in test_api.py, too
+
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asked, list[Answer], list[Answer]]]:

@@ -24,6 +24,7 @@ def test_a_tenant_that_floods_nobody_is_served_what_it_sends() -> None:
     assert served(workload, seen, 30.0) == pytest.approx(sent, rel=0.2)
 
 
+@pytest.mark.slow
 def test_under_a_flood_the_others_get_their_first_token_long_before_the_one_who_floods() -> None:
     """Simulated time: the same on every machine."""
     workload, seen = run("orcinus", 2.0, 30.0, 1)

@@ -51,7 +51,10 @@ def erlang_c(servers: int, load: float) -> float:
     return busy / (busy + idle) / (servers * (1 - load))
 
 
-@pytest.mark.parametrize(("servers", "load"), [(1, 0.5), (3, 0.8), (8, 0.7)])
+@pytest.mark.parametrize(
+    ("servers", "load"),
+    [(1, 0.5), pytest.param(3, 0.8, marks=pytest.mark.slow), pytest.param(8, 0.7, marks=pytest.mark.slow)],
+)
 def test_one_queue_waits_as_long_as_the_formula_of_erlang_says(servers: int, load: float) -> None:
     assert waits_s(servers, "one-queue", load) == pytest.approx(erlang_c(servers, load), rel=0.08)
 

@@ -99,6 +99,7 @@ def test_hole_is_a_free_slot_between_running_ones() -> None:
     assert sorted(done.result.slots.tolist()) == [0, 1, 2, 3, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_curves_are_measured_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = printed(capsys, "--quick", "--parts", "running,waiting,blocks", "--plots", str(tmp_path / "new"))
@@ -126,6 +127,7 @@ def _cases(lines: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(line["case"] for line in lines))
 
 
+@pytest.mark.slow
 def test_tables_name_the_goals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["--quick", "--parts", "decode,admission,wire,cases,running"]) == 0
