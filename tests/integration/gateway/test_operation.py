@@ -204,6 +204,7 @@ def test_sigterm_lets_streams_end_and_leaves_nothing(tmp_path: Path, model: Path
     assert own_keys == []
 
 
+@pytest.mark.slow
 def test_sigterm_hands_over_streams_that_take_too_long(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     with running_gateway(tmp_path, model, redis_server, drain_s=0.2) as own:
         scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()

@@ -146,6 +146,7 @@ def test_table_four_follows_from_its_formula() -> None:
     assert literature_chunks.iteration_parts().reproduced
 
 
+@pytest.mark.slow
 def test_table_five_has_its_order_and_keeps_the_law_of_time() -> None:
     table = literature_chunks.chunk_sizes()
     assert table.reproduced

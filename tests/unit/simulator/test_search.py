@@ -37,7 +37,9 @@ def test_capacity_is_the_rate_from_which_the_device_falls_behind(
     assert scales == sorted(scales) and found["bounded_by"] == "limits"
 
 
-@pytest.mark.parametrize(("requests", "bounded"), [(8, "requests"), (400, "limits")])
+@pytest.mark.parametrize(
+    ("requests", "bounded"), [(8, "requests"), pytest.param(400, "limits", marks=pytest.mark.slow)]
+)
 def test_a_burst_that_fits_into_the_limit_is_no_capacity(
     requests: int, bounded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +63,7 @@ def test_capacity_that_no_load_keeps_ends_with_1(tmp_path: Path, capsys: pytest.
     assert "no rate keeps 99 % within their limits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_knee_is_the_smallest_budget_that_keeps_up_within_the_slos(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

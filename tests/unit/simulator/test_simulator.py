@@ -219,8 +219,9 @@ def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str
 
 
 @pytest.mark.parametrize("policy", ["orca", "sarathi", "orcinus"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(
+    ("microbatches", "lookahead"), [(1, 0), (1, 1), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)]
+)
 def test_every_requests_times_are_those_that_the_core_told(
     policy: str, microbatches: int, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,9 @@ class Preempted:
         self.most = max([self.most, *(sequence.preemptions for sequence in running if sequence is not None)])
 
 
-@pytest.mark.parametrize("policy", ["orcinus", "vllm", "trt-max-utilization"])
+@pytest.mark.parametrize(
+    "policy", ["orcinus", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vllm", "trt-max-utilization"))]
+)
 def test_blocks_four_and_a_half_percent_short_do_not_collapse_the_time_to_first_token(policy: str) -> None:
     """1,400 blocks are what 64 such sequences hold together, with a few preemptions; 4.5 % fewer make more of them, and
     the P99 TTFT grows by less than a fifth."""
