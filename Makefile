@@ -32,6 +32,8 @@ GPU := $(filter cuda,$(DEVICE))
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CUPY := $(shell sed -n 's/^cuda = \["\(.*\)"\]/\1/p' pyproject.toml)
 BACKEND := $(shell sed -n 's/^requires = \["\([^"]*\)"\]/\1/p' pyproject.toml)
+# Tests start hundreds of processes; each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 
 quoted = '$(subst ','\'',$(1))'
