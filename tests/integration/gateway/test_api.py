@@ -19,7 +19,7 @@ from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.docs.bad_fields import BAD, CHAT, NO_TOOLS
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
-from tests.support.stack import RedisServer
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.tokenizers import CONTEXT, write_model
 
 
@@ -31,11 +31,13 @@ def client(gateway: GatewayProcess, answers: None) -> Iterator[openai.OpenAI]:
 
 def post(gateway: GatewayProcess, path: str, body: Any, key: str = KEY, **options: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.post(gateway.url + path, json=body, headers=headers, timeout=60, **options)
+    return httpx.post(gateway.url + path, json=body, headers=headers, timeout=60, verify=PLAIN, **options)
 
 
 def get(gateway: GatewayProcess, path: str, key: str = KEY) -> httpx.Response:
-    return httpx.get(gateway.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
+    return httpx.get(
+        gateway.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60, verify=PLAIN
+    )
 
 
 # The official client
@@ -235,7 +237,7 @@ def test_a_broken_body_is_refused(gateway: GatewayProcess, content: bytes, statu
 def test_unknown_paths_methods_and_types_have_openais_shape(gateway: GatewayProcess) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     missing = get(gateway, "/v1/nothing")
-    wrong = httpx.get(gateway.url + "/v1/completions", headers=headers)
+    wrong = httpx.get(gateway.url + "/v1/completions", headers=headers, verify=PLAIN)
     form = httpx.post(gateway.url + "/v1/completions", data={"a": "b"}, headers=headers)
     resume = get(gateway, "/v1/requests/cmpl-x/stream")
     assert [a.status_code for a in (missing, wrong, form, resume)] == [404, 405, 415, 404]
@@ -260,21 +262,21 @@ def test_everything_but_health_needs_a_key(gateway: GatewayProcess, value: str) 
     headers = {"Authorization": value.encode("latin-1")} if value else {}
     paths = ["/v1/models", "/version", "/metrics", "/stats", "/openapi.json", "/v1/requests/x", "/nothing"]
     for path in paths:
-        answer = httpx.get(gateway.url + path, headers=headers)
+        answer = httpx.get(gateway.url + path, headers=headers, verify=PLAIN)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
     for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"):
-        assert httpx.post(gateway.url + path, json={}, headers=headers).status_code == 401
-    assert httpx.get(gateway.url + "/health", headers=headers).status_code == 200
+        assert httpx.post(gateway.url + path, json={}, headers=headers, verify=PLAIN).status_code == 401
+    assert httpx.get(gateway.url + "/health", headers=headers, verify=PLAIN).status_code == 200
 
 
 def test_metrics_are_on_the_ops_port_and_with_a_key_on_the_public_one(
     gateway: GatewayProcess, client: openai.OpenAI
 ) -> None:
     client.completions.create(model=gateway.name, prompt="x", max_tokens=3)
-    for text in (get(gateway, "/metrics").text, httpx.get(gateway.ops_url + "/metrics").text):
+    for text in (get(gateway, "/metrics").text, httpx.get(gateway.ops_url + "/metrics", verify=PLAIN).text):
         assert 'orcinus_gateway_requests_total{code="200",endpoint="/v1/completions"}' in text
         assert "orcinus_gateway_time_to_first_token_seconds_bucket" in text
-    stats = httpx.get(gateway.ops_url + "/stats").json()
+    stats = httpx.get(gateway.ops_url + "/stats", verify=PLAIN).json()
     assert stats["leases"] == ["shard-0"]
     assert stats["gateway"]["not_ready"] is None
 
@@ -292,7 +294,10 @@ def test_a_request_is_seen_and_cancelled_by_its_owner_only(
         assert claimed.id == name
         other = httpx.delete(gateway.url + f"/v1/requests/{name}", headers={"Authorization": f"Bearer {OTHER}"})
         assert other.status_code == 404
-        assert httpx.delete(gateway.url + f"/v1/requests/{name}", headers=headers).json()["cancelled"] is True
+        assert (
+            httpx.delete(gateway.url + f"/v1/requests/{name}", headers=headers, verify=PLAIN).json()["cancelled"]
+            is True
+        )
         scheduler.wait_control("cancel", name)
         scheduler.serve(claimed, [50, 51], finish=STOP)
     record = get(gateway, f"/v1/requests/{name}").json()

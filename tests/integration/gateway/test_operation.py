@@ -16,18 +16,20 @@ from tokenizers import Tokenizer
 from tests.integration.conftest import KEY
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.stack import ROOT, RedisServer
+from tests.support.stack import PLAIN, ROOT, RedisServer
 from tests.support.tokenizers import CONTEXT, write_model
 from tests.support.waiting import free_port, until
 
 
 def post(gateway: GatewayProcess, path: str, body: Any, key: str = KEY, **options: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.post(gateway.url + path, json=body, headers=headers, timeout=60, **options)
+    return httpx.post(gateway.url + path, json=body, headers=headers, timeout=60, verify=PLAIN, **options)
 
 
 def get(gateway: GatewayProcess, path: str, key: str = KEY) -> httpx.Response:
-    return httpx.get(gateway.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
+    return httpx.get(
+        gateway.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60, verify=PLAIN
+    )
 
 
 def test_a_schedulers_word_that_there_are_workers_makes_a_gateway_ready(
@@ -37,10 +39,10 @@ def test_a_schedulers_word_that_there_are_workers_makes_a_gateway_ready(
     with running_gateway(tmp_path, model, redis_server) as own:
         scheduler = ScriptedScheduler(redis_server.client, own.keys).lead(workers=0, max_model_len=100)
         redis_server.client.delete(own.keys.worker("worker-0"))
-        until("no worker", lambda: "no worker" in httpx.get(own.url + "/ready").json().get("reason", ""))
+        until("no worker", lambda: "no worker" in httpx.get(own.url + "/ready", verify=PLAIN).json().get("reason", ""))
         scheduler.stats(workers=1)
         own.wait_ready()
-        assert httpx.get(own.url + "/v1/models").json()["data"][0]["max_model_len"] == 100
+        assert httpx.get(own.url + "/v1/models", verify=PLAIN).json()["data"][0]["max_model_len"] == 100
 
 
 def test_without_a_scheduler_new_work_is_503_and_the_reason_is_told(
@@ -48,7 +50,7 @@ def test_without_a_scheduler_new_work_is_503_and_the_reason_is_told(
 ) -> None:
     scheduler.resign()
     until("not ready", lambda: gateway.status("/ready") == 503)
-    assert "scheduler" in httpx.get(gateway.url + "/health/ready").json()["reason"]
+    assert "scheduler" in httpx.get(gateway.url + "/health/ready", verify=PLAIN).json()["reason"]
     answer = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_scheduler")
     assert int(answer.headers["retry-after"]) >= 1
@@ -91,7 +93,7 @@ def test_health_progress_fails_while_work_stands_still(tmp_path: Path, model: Pa
         scheduler.stats(running=1, last_step=77)
         until("progress", lambda: own.status("/health/progress") == 200)
         scheduler.stats(running=0, last_step=77)
-        until("idle", lambda: httpx.get(own.url + "/stats").status_code == 404)  # no key: ops port only
+        until("idle", lambda: httpx.get(own.url + "/stats", verify=PLAIN).status_code == 404)  # no key: ops port only
         assert own.status("/health/progress") == 200
 
 
@@ -118,7 +120,7 @@ def test_a_hung_worker_or_scheduler_is_seen_though_the_statistics_say_that_nothi
         body = {"prompt": "x", "background": True}
         assert own.post("/v1/completions", body).status_code == 202
         until("no progress", lambda: own.status("/health/progress") == 503)
-        assert "no step was answered" in httpx.get(own.url + "/health/progress").json()["reason"]
+        assert "no step was answered" in httpx.get(own.url + "/health/progress", verify=PLAIN).json()["reason"]
         scheduler.resign()  # as when it hangs: the lease runs out, its last words stay
         until("not ready", lambda: own.status("/health/ready") == 503)
         assert own.status("/health/progress") == 503
@@ -142,7 +144,7 @@ def test_a_gateway_that_an_operator_asks_to_leave_drains_as_at_sigterm(
             claimed = scheduler.claim()
             redis_server.client.set(own.keys.drain("gateway", claimed.request.gateway), 1, px=60_000)
             until("not ready", lambda: own.status("/health/ready") == 503)
-            assert "shutting down" in httpx.get(own.url + "/health/ready").json()["reason"]
+            assert "shutting down" in httpx.get(own.url + "/health/ready", verify=PLAIN).json()["reason"]
             scheduler.serve(claimed, [50, 51])
             assert stream.read().endswith(b"data: [DONE]\n\n")
         assert own.process is not None
@@ -176,7 +178,7 @@ def test_a_gateway_waits_for_redis_alive_but_not_ready(tmp_path: Path, model: Pa
     server = RedisServer(tmp_path / "redis")
     with running_gateway(tmp_path, model, server) as own:
         assert own.status("/health/live") == 200
-        ready = httpx.get(own.url + "/health/ready")
+        ready = httpx.get(own.url + "/health/ready", verify=PLAIN)
         assert ready.status_code == 503
         assert "Redis" in ready.json()["reason"]
         assert own.post("/v1/completions", {"prompt": "x"}).status_code == 503
