@@ -25,7 +25,7 @@ from tests.support.waiting import free_port, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For requests over plain HTTP: httpx reads all certificate authorities for every call that names no context (34 ms)."""
+"""For requests over plain HTTP: httpx reads all certificate authorities for each call without a context (34 ms)."""
 START_S = 90.0
 PATIENT_MS = 10_000
 """The lease of a scheduler that no test kills: one that a busy machine stops for two seconds is not gone."""

@@ -16,7 +16,7 @@ from services.cli.app import app
 from shared.api_keys import KeyRecord
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.stack import RedisServer
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.waiting import until
 
 CONFIGURED = "sk-of-the-settings"
@@ -74,7 +74,7 @@ def asked(gateway: GatewayProcess, key: str, **body: Any) -> httpx.Response:
 
 
 def models(gateway: GatewayProcess, key: str) -> httpx.Response:
-    return httpx.get(gateway.url + "/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=10)
+    return httpx.get(gateway.url + "/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=10, verify=PLAIN)
 
 
 def test_a_made_key_opens_until_it_is_revoked_and_those_of_the_settings_go_on(

@@ -11,16 +11,19 @@ import pytest
 from tests.integration.conftest import KEY, OTHER
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_scheduler import ScriptedScheduler
+from tests.support.stack import PLAIN
 from tests.support.waiting import until
 
 
 def post(gateway: GatewayProcess, path: str, body: Any, key: str = KEY) -> httpx.Response:
-    return httpx.post(gateway.url + path, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    return httpx.post(
+        gateway.url + path, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60, verify=PLAIN
+    )
 
 
 def shard(gateway: GatewayProcess) -> dict[str, str]:
     """The statistics that the gateway has read."""
-    found: dict[str, str] = httpx.get(gateway.ops_url + "/stats").json()["shards"]["shard-0"]
+    found: dict[str, str] = httpx.get(gateway.ops_url + "/stats", verify=PLAIN).json()["shards"]["shard-0"]
     return found
 
 

@@ -201,7 +201,9 @@ def _empty_plan() -> StepPlan:
 
 
 @pytest.mark.parametrize("routing", ["round-robin", "random", "least-tokens", "two-choices", "prefix"])
-@pytest.mark.parametrize("policy", ["orca", "sarathi", "orcinus"])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("orca", "sarathi")), "orcinus"]
+)
 def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str, routing: str) -> None:
     rng = np.random.default_rng(7)
     n = 200
