@@ -25,6 +25,7 @@ from shared.options import without_password
 OLDEST = (6, 2)
 SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103
 SOCKET_RECORD = "socket-dir"
+VALKEY_MAGIC = b"VALKEY"  # Valkey 9 and later; before, Redis's
 MIB = 1 << 20
 
 
@@ -87,12 +88,12 @@ class LocalRedis:
 def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
     """Writes the configuration of a server whose data lies in run_dir/redis.
 
-    Raises ConfigurationError when the machine has no Redis binary.
+    Raises ConfigurationError when the machine has no Redis binary, or none that reads the data.
     """
-    binary = find_binary()
+    data = run_dir / "redis"
+    binary = _valkey_binary(data) if _written_by_valkey(data) else find_binary()
     if binary is None:
         raise ConfigurationError(missing_binary_message())
-    data = run_dir / "redis"
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)
     socket_dir = _socket_dir(run_dir)
@@ -169,6 +170,25 @@ def check_server(url: str, password: str | None = None, **options: Any) -> str:
 def version_text(server: dict[str, Any]) -> str:
     """Return the version to show of `INFO server`: Valkey's redis_version is the one that it is compatible with."""
     return f"Valkey {server['valkey_version']}" if "valkey_version" in server else str(server["redis_version"])
+
+
+def _written_by_valkey(data: Path) -> bool:
+    """Return whether the base of the append-only file is in Valkey's format, which no Redis reads."""
+    for base in data.glob("appendonlydir/*.base.rdb"):
+        with base.open("rb") as file:
+            if file.read(len(VALKEY_MAGIC)) == VALKEY_MAGIC:
+                return True
+    return False
+
+
+def _valkey_binary(data: Path) -> Path:
+    """Return the bundled Valkey, else that of PATH, which may be older. Raises ConfigurationError without any."""
+    binary = bundled_binary() or shutil.which("valkey-server")
+    if binary is None:
+        raise ConfigurationError(
+            f"{data}: written by Valkey, which Redis cannot read; install valkey-server, or move that directory away"
+        )
+    return Path(binary)
 
 
 def _socket_dir(run_dir: Path) -> Path:

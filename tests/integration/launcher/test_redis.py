@@ -139,6 +139,23 @@ def test_bundled_server_is_found_when_the_path_has_none(tmp_path: Path, monkeypa
         assert connection.info("server")["valkey_version"].startswith("9.")
 
 
+def test_data_of_valkey_is_opened_by_valkey_when_the_path_has_a_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with running(configure(tmp_path)) as connection:
+        connection.set("kept", "yes")
+    monkeypatch.setenv("PATH", f"{executable(tmp_path / 'redis-server').parent}:{path}")
+    assert find_binary() == tmp_path / "redis-server"
+    with running(configure(tmp_path)) as connection:
+        assert connection.get("kept") == b"yes"
+    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="written by Valkey, which Redis cannot read; install valkey-server"):
+        configure(tmp_path)
+
+
 def test_machine_without_redis_is_told_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
