@@ -12,7 +12,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from shared.settings import (
     SchedulerSettings,
     WorkerSettings,
 )
+
+if TYPE_CHECKING:
+    from services.gateway.processes.parent import Place
 
 app = typer.Typer(
     name="orcinus",
@@ -88,6 +91,13 @@ def up(
     raise typer.Exit(run_up(values, stop_with_parent))
 
 
+def _serve_gateway(settings: GatewaySettings, place: Place | None = None) -> int:
+    """Import and run a gateway: in this process, or in one of several that a parent forked."""
+    from services.gateway.main import run
+
+    return run(settings, place)
+
+
 @settings_command(app, "gateway", GatewaySettings)
 def gateway(values: Values) -> None:
     """Run the HTTP gateway."""
@@ -95,10 +105,8 @@ def gateway(values: Values) -> None:
     if settings.processes > 1:
         from services.gateway.processes.parent import run as run_several
 
-        raise typer.Exit(run_several(settings))
-    from services.gateway.main import run
-
-    raise typer.Exit(run(settings))
+        raise typer.Exit(run_several(settings, _serve_gateway))
+    raise typer.Exit(_serve_gateway(settings))
 
 
 @settings_command(app, "scheduler", SchedulerSettings)

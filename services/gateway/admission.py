@@ -14,7 +14,7 @@ from typing import Any
 from services.gateway.auth import Caller
 from services.gateway.cluster import RETRY_MOST_S, Forecast
 from services.gateway.errors import ApiError, memory_low
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec
 from shared.settings import GatewaySettings
 
 CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}

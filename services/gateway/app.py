@@ -10,17 +10,28 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from services.gateway.dashboard import pages
 from services.gateway.dashboard import routes as routes_dashboard
-from services.gateway.dashboard.guard import HostNames, PageHeaders
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
-from services.gateway.http.middleware import BodyLimit, RequestContext, RequireKey
-from services.gateway.http.write_timeout import CutSlow
+from services.gateway.http.middleware import (
+    OPEN_PATHS,
+    BodyLimit,
+    CutSlow,
+    HostNames,
+    PageHeaders,
+    RequestContext,
+    RequireKey,
+)
 from services.gateway.openai import completions as routes_generate
 from services.gateway.openai import document as schema
 from services.gateway.openai import info as routes_info
 from services.gateway.openai import responses as routes_responses
+from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.openai.responses import ResponsesBody
 from shared.settings import is_loopback
+
+BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 def public_app(gateway: Gateway) -> FastAPI:
@@ -34,7 +45,7 @@ def public_app(gateway: Gateway) -> FastAPI:
     app = _app(gateway, "Orcinus", needs_key=True)
     for router in routers:
         _include(app, router)
-    schema.install(app)
+    schema.install(app, BODIES, OPEN_PATHS)
     return app
 
 
@@ -43,8 +54,8 @@ def ops_app(gateway: Gateway) -> FastAPI:
     settings = gateway.settings
     open_here = is_loopback(settings.ops_host)
     names = [name.strip().lower() for name in settings.ops_names.split(",") if name.strip()]
-    pages = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
-    app = _app(gateway, "Orcinus ops", not open_here, pages)
+    guards = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
+    app = _app(gateway, "Orcinus ops", not open_here, guards)
     _include(app, routes_info.ops_router(gateway, on_public_port=False))
     _include(app, routes_dashboard.router(gateway))
     return app
@@ -58,9 +69,13 @@ def _include(app: FastAPI, router: APIRouter) -> None:
 def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
     middleware = [
         Middleware(CutSlow, seconds=gateway.settings.client_write_s, metrics=gateway.metrics),
-        Middleware(RequestContext, gateway=gateway),
+        Middleware(RequestContext, metrics=gateway.metrics, pages={*pages.FILES, pages.EVENTS}),
         *more,
-        *([Middleware(RequireKey, gateway=gateway)] if needs_key else []),
+        *(
+            [Middleware(RequireKey, keyring=gateway.keyring, open_paths={*OPEN_PATHS, *pages.FILES})]
+            if needs_key
+            else []
+        ),
         Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes),
     ]
     return FastAPI(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.openai.validate import Limits
 from services.gateway.progress import Progress, Seen
+from services.gateway.request import Limits
 from shared.keys import Keys
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings

@@ -19,13 +19,13 @@ from services.gateway.delivery.generation import Generation
 from services.gateway.delivery.stream import Position, RequestStream
 from services.gateway.errors import ApiError, handed_over, invalid, memory_low, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.openai.validate import GenerationSpec, Limits
 from services.gateway.processes.siblings import Siblings
-from services.gateway.tasks import end
+from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
 from shared import ids
 from shared.settings import GatewaySettings
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -39,7 +39,7 @@ class Gateway:
         self.model = model
         self.id = ids.process_id("gateway")
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
-        self.tracing = Tracing(settings, self.id)
+        self.tracing = Tracing(settings.otlp_endpoint, self.id) if settings.otlp_endpoint else None
         self.keyring = Keyring(settings)
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
@@ -66,7 +66,8 @@ class Gateway:
         await self.keyring.close()
         await self.reaper.close()
         await self.cluster.close()
-        await asyncio.to_thread(self.tracing.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -160,7 +161,7 @@ class Gateway:
             return await self.resume(spec.id, tenant, started, same_as=spec)  # no new work
         stream = self._open_stream(spec)
         generation = Generation(spec, self.model, stream, self.dispatcher, self.metrics, started)
-        generation.span = self.tracing.begin(spec, started)
+        generation.span = self.tracing.begin(spec, started) if self.tracing is not None else None
         try:
             is_new = await self.dispatcher.enqueue(spec, stream, caller, to_delivery(spec, self.model))
         except ApiError:

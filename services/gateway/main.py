@@ -23,10 +23,10 @@ from services.gateway.http.server import GRACE_S, Server, renew_certificates, sc
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.processes.parent import Place
 from services.gateway.processes.siblings import Siblings
-from services.gateway.tasks import end
 from services.gateway.text.tokenizer import ModelText
 from shared import logs
 from shared.settings import GatewaySettings
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -88,7 +88,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
         loop.add_signal_handler(signal.SIGINT, stop)
     loop.add_signal_handler(signal.SIGHUP, renew)
     if place is not None:
-        gateway.siblings = Siblings(place, gateway)
+        gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
     gateway.start()
     leaving: list[asyncio.Task[None]] = []

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.cluster import Cluster
+from services.gateway.request import GenerationSpec
 from shared.keys import CLASSES
 from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram
-
-if TYPE_CHECKING:
-    from services.gateway.cluster import Cluster
-    from services.gateway.openai.validate import GenerationSpec
 
 C = TypeVar("C", bound=Collector)
 P = "orcinus_gateway_"

@@ -1,4 +1,4 @@
-"""The span of a request at the gateway, with the attributes of OpenTelemetry's GenAI conventions. No prompt, no output.
+"""Send a span for each request, with the attributes of OpenTelemetry's GenAI conventions: no prompt, no output.
 
 The scheduler's spans (queue, prefill, decode) are its children: `Request.traceparent` carries it there.
 """
@@ -8,30 +8,26 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from shared.settings import GatewaySettings
+from services.gateway.errors import ApiError
+from services.gateway.request import GenerationSpec
 from shared.traces import Tracer, Value, traceparent
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span
 
-    from services.gateway.delivery.generation import Generation
-    from services.gateway.openai.validate import GenerationSpec
 
 OPERATIONS = {"chat": "chat", "completions": "text_completion"}
 
 
 class Tracing:
-    """Begins spans where a collector is set; else does nothing."""
+    """Begins the span of each request. A gateway without a collector has none."""
 
-    def __init__(self, settings: GatewaySettings, gateway_id: str) -> None:
-        """Raises ConfigurationError when a collector is set and the SDK is missing."""
-        endpoint = settings.otlp_endpoint
-        self._tracer = Tracer(endpoint, "gateway", gateway_id) if endpoint else None
+    def __init__(self, endpoint: str, gateway_id: str) -> None:
+        """Raise ConfigurationError when the SDK is missing."""
+        self._tracer = Tracer(endpoint, "gateway", gateway_id)
 
-    def begin(self, spec: GenerationSpec, started: float) -> RequestSpan | None:
-        """A span from `started` (time.monotonic()) on; the request carries it to the scheduler."""
-        if self._tracer is None:
-            return None
+    def begin(self, spec: GenerationSpec, started: float) -> RequestSpan:
+        """Begin a span at `started` (time.monotonic()); the request carries it to the scheduler."""
         from opentelemetry.trace import SpanKind
 
         operation = OPERATIONS.get(spec.endpoint, spec.endpoint)
@@ -49,36 +45,33 @@ class Tracing:
         wall_ns = time.time_ns() - int((time.monotonic() - started) * 1e9)
         span = self._tracer.begin(f"{operation} {spec.model}", spec.traceparent, wall_ns, attributes, SpanKind.SERVER)
         spec.traceparent = traceparent(span)
-        return RequestSpan(span, spec.id)
+        return RequestSpan(span, spec)
 
     def close(self) -> None:
-        if self._tracer is not None:
-            self._tracer.close()
+        self._tracer.close()
 
 
 class RequestSpan:
-    """Ends with the request's delivery."""
+    """The span of one request; ends with its delivery."""
 
-    def __init__(self, span: Span, request_id: str) -> None:
+    def __init__(self, span: Span, spec: GenerationSpec) -> None:
         self._span = span
-        self._request_id = request_id
+        self._spec = spec
 
     def first_token(self) -> None:
         self._span.add_event("first_token")
 
-    def end(self, generation: Generation) -> None:
-        """Usage, finish reasons, or why it failed."""
+    def end(self, output_tokens: int, reasons: list[str], is_done: bool, failure: ApiError | None) -> None:
+        """End the span with usage and finish reasons, or with the reason why the request failed."""
         from opentelemetry.trace import Status, StatusCode
 
-        span, usage = self._span, generation.usage
-        span.set_attribute("gen_ai.response.id", self._request_id)
-        span.set_attribute("gen_ai.response.model", generation.spec.model)
-        span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
-        span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
-        reasons = [choice.finish_reason or "" for choice in generation.choices]
+        span, spec = self._span, self._spec
+        span.set_attribute("gen_ai.response.id", spec.id)
+        span.set_attribute("gen_ai.response.model", spec.model)
+        span.set_attribute("gen_ai.usage.input_tokens", spec.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", output_tokens)
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
-        if not generation.done:
-            failure = generation.failure
+        if not is_done:
             span.set_attribute("error.type", (failure.code or "error") if failure else "client_left")
             span.set_status(Status(StatusCode.ERROR))
         span.end()

@@ -26,7 +26,6 @@ from services.scheduler.requests.intake import Claimed, Clock, Intake
 from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
-from services.scheduler.tasks import end, first_of, within
 from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext
@@ -36,6 +35,7 @@ from shared.ids import process_id
 from shared.keys import CLASSES
 from shared.redis_client import BLOCK_MS, Scripts, Unavailable, connect, persist
 from shared.settings import SchedulerSettings
+from shared.tasks import end, first_of, within
 
 log = logging.getLogger("orcinus.scheduler")
 

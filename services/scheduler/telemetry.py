@@ -21,12 +21,12 @@ from redis.asyncio import Redis
 from services.scheduler.core.types import Outcome
 from services.scheduler.metrics import Metrics
 from services.scheduler.shard.lease import Lease
-from services.scheduler.tasks import end
 from services.scheduler.tracing import RequestTimes
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import CLASSES, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.scheduler")
 

@@ -16,7 +16,7 @@ from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.reader import OPENINGS
+from services.gateway.text.tools.formats import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
 from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import OPTIONS, PRESETS, WAYS

@@ -15,10 +15,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.errors import unavailable
-from services.gateway.tasks import end
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 from shared.stack_view import HISTORY, HISTORY_S, StackReader, View
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 

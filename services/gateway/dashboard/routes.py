@@ -13,7 +13,7 @@ from services.gateway.dashboard.feed import Feed, Viewer
 from services.gateway.errors import unavailable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.sse import until_disconnect
-from services.gateway.tasks import end
+from shared.tasks import end
 
 
 def router(gateway: Gateway) -> APIRouter:

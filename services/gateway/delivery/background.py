@@ -20,10 +20,10 @@ from redis.exceptions import RedisError
 
 from services.gateway.delivery.generation import Generation
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError
-from services.gateway.tasks import end
 from shared.keys import Keys
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 

@@ -1,109 +1,92 @@
-"""From a checked request to the messages that cross Redis, and back for a gateway that goes on with it. Pure."""
+"""Translate between the gateway's objects and what crosses Redis: requests, deliveries, batches of tokens, records.
+
+Pure: the dispatcher does the calls.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
+from google.protobuf.message import Message
+from redis.exceptions import RedisError
 
 from protos import queue_pb2
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.delivery.stream import RequestStream, Row
+from services.gateway.errors import unavailable
+from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.reader import ToolUse
 from shared.columns import pack, unpack
 from shared.keys import CLASSES
-from shared.redis_client import PROMPT_APART_BYTES
+from shared.logprobs import split_records
+from shared.redis_client import PROMPT_APART_BYTES, Unreachable
+
+log = logging.getLogger("orcinus.gateway")
+
+
+_SPEC_FIELDS = {field.name for field in dataclasses.fields(GenerationSpec)}
+
+
+def _common(message: type[Message], *coded: str) -> tuple[str, ...]:
+    """Return the fields that a message and the spec have under one name, but those `coded` in another form."""
+    return tuple(field.name for field in message.DESCRIPTOR.fields if field.name in _SPEC_FIELDS.difference(coded))
+
+
+REQUEST_FIELDS = _common(queue_pb2.Request, "prompts")
+DELIVERY_FIELDS = _common(queue_pb2.Delivery, "stop_ids", "prompt_texts", "logprobs")
 
 
 def to_request(spec: GenerationSpec, gateway: str, tenant: str, salt: bytes) -> tuple[queue_pb2.Request, bytes]:
-    """The message for `requests:{class}` and, when they are big, its prompts for a key of their own."""
+    """Return the message for `requests:{class}` and, when they are big, its prompts for a key of their own."""
     prompts = queue_pb2.Prompts(tokens=[pack(prompt) for prompt in spec.prompts])
     apart = 4 * spec.prompt_tokens > PROMPT_APART_BYTES
-    fields: dict[str, Any] = {"class": CLASSES.index(spec.priority)}  # a keyword of Python
+    fields: dict[str, Any] = {name: getattr(spec, name) for name in REQUEST_FIELDS}
+    fields["class"] = CLASSES.index(spec.priority)
     request = queue_pb2.Request(
-        id=spec.id,
+        **fields,
         tenant=tenant,
         gateway=gateway,
         prompts=None if apart else prompts,
         prompts_apart=apart,
-        n=spec.n,
-        max_tokens=spec.max_tokens,
-        min_tokens=spec.min_tokens,
         stop_token_ids=pack(spec.stop_ids),
-        sampling=spec.sampling,
-        ttft_slo_ms=spec.ttft_slo_ms,
-        tbt_slo_ms=spec.tbt_slo_ms,
-        deadline_ms=spec.deadline_ms,
         cache_salt=salt,
         created_ms=time.time_ns() // 1_000_000,
-        traceparent=spec.traceparent,
-        background=spec.background,
-        **fields,
     )
     return request, prompts.SerializeToString() if apart else b""
 
 
 def to_delivery(spec: GenerationSpec, model: ModelText) -> bytes:
-    """All that another gateway needs to go on with the request; kept in its record."""
+    """Return all that another gateway needs to continue the request; kept in its record."""
+    text = model.text
     return queue_pb2.Delivery(
-        endpoint=spec.endpoint,
-        model=spec.model,
-        stop=spec.stop,
-        echo=spec.echo,
-        stream=spec.stream,
-        include_usage=spec.include_usage,
-        return_token_ids=spec.return_token_ids,
-        created=spec.created,
-        include_stop_str_in_output=spec.include_stop,
-        skip_special_tokens=spec.skip_special,
-        n=spec.n,
-        min_tokens=spec.min_tokens,
+        **{name: getattr(spec, name) for name in DELIVERY_FIELDS},
         stop_ids=pack(spec.stop_ids),
-        prompt_tokens=spec.prompt_tokens,
-        prompt_tails=[pack(model.text.tail(prompt, spec.skip_special)) for prompt in spec.prompts],
+        prompt_tails=[pack(text.tail(prompt, spec.skip_special_tokens)) for prompt in spec.prompts],
         prompt_texts=spec.prompt_texts if spec.echo else [],
-        body_sha256=spec.body_sha256,
-        background=spec.background,
         logprobs=0 if spec.logprobs is None else spec.logprobs + 1,
-        keep=spec.keep,
-        continuous_usage=spec.continuous_usage,
-        grammar_field=spec.grammar_field,
         tools_json=b"" if spec.tools is None else orjson.dumps(dataclasses.asdict(spec.tools)),
     ).SerializeToString()
 
 
 def from_delivery(request_id: str, stored: bytes, priority: str) -> GenerationSpec:
-    """What is needed to deliver the rest; it cannot be enqueued, as prompts and sampling are not there."""
+    """Return what is needed to deliver the rest. It cannot be enqueued: prompts and sampling are not stored."""
     wire = queue_pb2.Delivery.FromString(stored)
+    fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
+    fields["stop"] = list(wire.stop)
     return GenerationSpec(
+        **fields,
         id=request_id,
-        endpoint=wire.endpoint,
-        model=wire.model,
-        created=wire.created,
         prompts=[unpack(tail).tolist() for tail in wire.prompt_tails],
         prompt_texts=list(wire.prompt_texts),
-        n=wire.n,
         max_tokens=0,
-        min_tokens=wire.min_tokens,
-        stop=list(wire.stop),
         stop_ids=unpack(wire.stop_ids).tolist(),
         sampling=queue_pb2.Sampling(logprobs=wire.logprobs or int(wire.keep > 0)),
         priority=priority,
-        stream=wire.stream,
-        include_usage=wire.include_usage,
-        echo=wire.echo,
-        return_token_ids=wire.return_token_ids,
-        include_stop=wire.include_stop_str_in_output,
-        skip_special=wire.skip_special_tokens,
-        prompt_tokens=wire.prompt_tokens,
-        body_sha256=wire.body_sha256,
-        background=wire.background,
         logprobs=wire.logprobs - 1 if wire.logprobs else None,
-        keep=wire.keep,
-        continuous_usage=wire.continuous_usage,
-        grammar_field=wire.grammar_field,
         tools=_tools(wire.tools_json),
     )
 
@@ -113,3 +96,62 @@ def _tools(stored: bytes) -> ToolUse | None:
         return None
     use = orjson.loads(stored)
     return ToolUse(use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False))
+
+
+def failed(error: Exception) -> Exception:
+    """What the client hears when a question got no answer, or none of use; a bug of ours stays what it is."""
+    if isinstance(error, Unreachable):
+        return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
+    if isinstance(error, RedisError) and "OOM" in str(error):
+        return unavailable("Redis has no memory left for new requests", "redis_memory", 5)
+    if isinstance(error, RedisError):
+        log.error("Redis refused a request: %s", error)
+        return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
+    log.error("a question to Redis failed", exc_info=error)
+    return error
+
+
+def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
+    """(choice, finish) of the choices that a record says have ended; their `out` is whole."""
+    if record.get(b"state") == b"finished":
+        parts = record.get(b"finish", b"").split(b",")
+        return [(choice, int(part)) for choice, part in enumerate(parts[:choices]) if part]
+    found = [(choice, int(record.get(b"finish:%d" % choice, b"0"))) for choice in range(choices)]
+    return [(choice, finish) for choice, finish in found if finish]
+
+
+def entries_of(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of an XREAD of one stream, in either form in which redis-py gives them."""
+    if not reply:
+        return []
+    streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply]
+    found = streams[0]
+    # RESP3 wraps each stream's entries in one more list.
+    return found[0] if isinstance(reply, dict) and found and isinstance(found[0], list) else found
+
+
+def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
+    """Request, index of the first token, and row, of each row of a batch. Raises ValueError for one that is broken."""
+    choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
+    counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
+    logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
+    finish, offset = batch.finish, 0
+    for index, request_id in enumerate(batch.requests):
+        end = offset + counts[index]
+        error = batch.errors.get(index, "")
+        yield request_id, first[index], Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index])
+        offset = end
+
+
+def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
+    """How the choices ended that have; `missing` gave all their tokens."""
+    error = record.get(b"error", b"").decode("utf-8", "replace")
+    return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
+
+
+def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
+    """Puts what `missing` gave into a mailbox that gets nothing else."""
+    for first, row in rows:
+        stream.offer(row, first)
+    for row in ends(record, stream.choices):
+        stream.offer(row, stream.received[row.choice])

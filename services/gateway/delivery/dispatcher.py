@@ -1,8 +1,8 @@
-"""The gateway's traffic with Redis: one task writes and asks, one task reads tokens. No handler awaits Redis itself.
+"""Own the gateway's traffic with Redis: one task writes and asks, one task reads tokens. No handler awaits Redis.
 
-A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is ever read by the wrong
-request and no cancel is lost. Work runs in the order in which it was handed over; commands about requests (cancel,
-stop) outlive a Redis that is away, questions and new requests fail at once with 503. A job that fails ends alone.
+A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is read by the wrong
+request and no cancel is lost. Jobs run in the order in which they were handed over. Commands about requests (cancel,
+stop) outlive a Redis that is away; questions and new requests fail at once with 503. A job that fails ends alone.
 """
 
 from __future__ import annotations
@@ -13,29 +13,89 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from protos import queue_pb2
 from services.gateway.admission import Bounds
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
-from services.gateway.delivery.codec import to_request
-from services.gateway.delivery.records import ends, fill, missing, rows_of
-from services.gateway.delivery.replies import entries_of, failed, record_of
-from services.gateway.delivery.retries import Command, Retries
+from services.gateway.delivery.codec import ends, entries_of, failed, fill, rows_of, to_request
 from services.gateway.delivery.stream import Offer, RequestStream, Row
 from services.gateway.errors import ApiError, slow_client, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.openai.validate import GenerationSpec
-from services.gateway.tasks import end
+from services.gateway.request import GenerationSpec
+from shared.columns import unpack
 from shared.keys import Keys
 from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
 from shared.settings import GatewaySettings
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
+
+MOST_KEPT = 65_536
+"""About 1 KiB each."""
+MOST_REFUSALS = 60
+"""Once a second, so about a minute in which Redis has no memory or is a replica."""
+
+
+@dataclass(slots=True)
+class Command:
+    """What Redis has to be told about one request, until it was told."""
+
+    key: tuple[str, str]  # request id, kind
+    send: Callable[[], Awaitable[Any]]
+    refusals: int = 0
+
+    async def say(self) -> None:
+        """Twice at most: a connection that Redis closed shows only at its first use, and a command that is said twice
+        does no harm. Until the next round this process could be gone, and the command with it."""
+        try:
+            await self.send()
+        except RedisConnectionError:
+            await self.send()
+
+
+class Retries:
+    """Commands for the next try, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, str], Command] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def keep(self, command: Command) -> None:
+        """In place of an earlier one of the same key."""
+        known = self._waiting.pop(command.key, None)
+        if known is not None:
+            command.refusals = max(command.refusals, known.refusals)
+        elif len(self._waiting) >= MOST_KEPT:
+            request_id, kind = oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            log.error("%s of %s is dropped: %d commands wait for Redis", kind, request_id, MOST_KEPT)
+        self._waiting[command.key] = command
+
+    def refused(self, command: Command, error: Exception) -> None:
+        """Redis answered, but not as hoped: kept until MOST_REFUSALS."""
+        request_id, kind = command.key
+        command.refusals += 1
+        if command.refusals >= MOST_REFUSALS:
+            log.error("%s of %s is given up, Redis refused it %d times: %s", kind, request_id, MOST_REFUSALS, error)
+            return
+        if command.refusals == 1:
+            log.warning("%s of %s was refused by Redis and is tried again: %s", kind, request_id, error)
+        self.keep(command)
+
+    def take(self) -> list[Command]:
+        """All of them; they are to be tried now."""
+        waiting, self._waiting = self._waiting, {}
+        return list(waiting.values())
+
 
 MOST_JOBS = 4096
 SILENT_S = 5.0
@@ -190,11 +250,15 @@ class Dispatcher:
 
     async def raw_record(self, request_id: str) -> dict[bytes, bytes]:
         """The same as Redis has it: `delivery` is no text."""
-        return await self._ask(lambda: record_of(self._redis, self._keys.req(request_id)))
+
+        async def read() -> dict[bytes, bytes]:
+            return await self._redis.hgetall(self._keys.req(request_id))  # type: ignore[return-value]
+
+        return await self._ask(read)
 
     async def read(self, stream: RequestStream) -> None:
         """Puts what is recorded of a request into a mailbox that gets nothing else. Raises ApiError(503)."""
-        fill(stream, *await self._ask(lambda: missing(self._redis, self._keys, stream)))
+        fill(stream, *await self._ask(lambda: _missing(self._redis, self._keys, stream)))
 
     # The working task
 
@@ -379,7 +443,7 @@ class Dispatcher:
     async def _read_record(self, stream: RequestStream) -> None:
         if self._streams.get(stream.request_id) is not stream:
             return
-        record, rows = await missing(self._redis, self._keys, stream)
+        record, rows = await _missing(self._redis, self._keys, stream)
         if not record:
             stream.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
             return
@@ -397,3 +461,21 @@ class Dispatcher:
             # What the stream still holds of these is late now.
             at = stream.received[row.choice]
             self._settle(stream, row, at, stream.offer(row, at))
+
+
+async def _missing(redis: Redis, keys: Keys, stream: RequestStream) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
+    """`req:{id}` (empty when it is gone), and from `out` what the mailbox has not: (index of the first token, row)."""
+    pipe: Any = redis.pipeline(transaction=True)
+    pipe.hgetall(keys.req(stream.request_id))
+    before, size = list(stream.received), stream.record_bytes
+    for choice, have in enumerate(before):
+        pipe.getrange(keys.out(stream.request_id, choice), 4 * have, -1)
+        if size:
+            pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
+    record, *found = await pipe.execute()
+    outputs, logprobs = (found[::2], found[1::2]) if size else (found, [b""] * len(found))
+    rows = []
+    for choice, output in enumerate(outputs):
+        if tokens := unpack(output[: len(output) // 4 * 4]).tolist():
+            rows.append((before[choice], Row(choice, tokens, logprobs=logprobs[choice][: size * len(tokens)])))
+    return record, rows

@@ -16,7 +16,7 @@ from typing import Protocol
 from services.gateway.delivery.stream import NOTHING, Position, RequestStream, Row
 from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import Logprobs
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
@@ -115,10 +115,10 @@ class ChoiceText:
     # fmt: on
 
     def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int], index: int = 0) -> None:
-        self._detokenizer = model.text.start(prompt, spec.skip_special)
-        self._matcher = StopMatcher(spec.stop, spec.include_stop)
+        self._detokenizer = model.text.start(prompt, spec.skip_special_tokens)
+        self._matcher = StopMatcher(spec.stop, spec.include_stop_str_in_output) if spec.stop else None
         self._stop_ids = frozenset(spec.stop_ids)
-        self._include = spec.include_stop
+        self._include = spec.include_stop_str_in_output
         self._min_tokens = spec.min_tokens
         self._tells_offsets = spec.logprobs is not None and spec.endpoint == "completions"
         self._length = 0  # of the text of all tokens so far, held back or not
@@ -168,20 +168,26 @@ class ChoiceText:
             piece = self._detokenizer.feed(token)
             self._length += len(piece)
             text += self._match(piece)
-            if self._matcher.matched is not None:
+            if self._has_matched:
                 self.finish_reason = "stop"
                 return text, tokens[:used], True
         if finish_reason is not None:
             self.finish_reason = finish_reason
-            text += self._match(self._detokenizer.flush()) + self._matcher.flush()
-            if self._matcher.matched is not None:  # it ended with what stands for half a character
+            text += self._match(self._detokenizer.flush())
+            if self._matcher is not None:
+                text += self._matcher.flush()
+            if self._has_matched:  # it ended with what stands for half a character
                 self.finish_reason = "stop"
                 return text, tokens, True
         return text, tokens, False
 
+    @property
+    def _has_matched(self) -> bool:
+        return self._matcher is not None and self._matcher.matched is not None
+
     def _match(self, text: str) -> str:
-        if not text:
-            return ""
+        if not text or self._matcher is None:
+            return text
         if self.count <= self._min_tokens:  # stop strings end nothing before min_tokens
             return text
         return self._matcher.feed(text)
@@ -226,7 +232,7 @@ class Generation:
         self.failure: ApiError | None = None
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
-        self.logprobs = Logprobs(spec, model.text, self.choices)
+        self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
         self.is_plain = (
@@ -326,7 +332,8 @@ class Generation:
 
     def _keep_logprobs(self, row: Row, known: int, tokens: list[int]) -> None:
         """tokens: those of the row that count and that the client has not; `known` of it were before them."""
-        if size := self.spec.record_bytes:
+        if self.logprobs is not None:
+            size = self.spec.record_bytes
             records = row.logprobs[size * known : size * (known + len(tokens))]
             self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
 
@@ -336,7 +343,8 @@ class Generation:
             return
         self._closed = True
         if self.span is not None:
-            self.span.end(self)
+            ends = [choice.finish_reason or "" for choice in self.choices]
+            self.span.end(self.usage.completion_tokens, ends, self.done, self.failure)
         if self.done:
             reasons = [choice.finish_reason for choice in self.choices]
             took_s = time.monotonic() - self._started

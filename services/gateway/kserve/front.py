@@ -23,13 +23,12 @@ from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
 from services.gateway.kserve.tls import Certificate
-from services.gateway.openai.bodies import CompletionBody
+from services.gateway.openai.bodies import CompletionBody, parse_body
 from services.gateway.openai.info import VERSION
-from services.gateway.openai.parse import parse_body
 from services.gateway.openai.sse import SLOW_FLUSH_S
 from services.gateway.openai.validate import check_model, completion_spec
-from services.gateway.tasks import end
 from shared.errors import ConfigurationError
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 

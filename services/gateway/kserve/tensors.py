@@ -15,7 +15,7 @@ import orjson
 
 from protos import kserve_pb2 as kserve
 from services.gateway.errors import ApiError, invalid, shown
-from services.gateway.openai.parse import parse_json
+from services.gateway.openai.bodies import parse_json
 from shared.keys import CLASSES
 
 INPUTS = (("text_input", "BYTES", (-1,)), ("sampling_parameters", "BYTES", (1,)), ("stream", "BOOL", (1,)))

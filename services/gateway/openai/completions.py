@@ -17,12 +17,12 @@ from services.gateway.auth import Caller
 from services.gateway.delivery.generation import Generation, Usage
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
-from services.gateway.openai.bodies import ChatBody, CompletionBody
+from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.parse import parse_body
 from services.gateway.openai.response import ClientLeft, answer, collect
 from services.gateway.openai.sse import EventStream, EventWriter
-from services.gateway.openai.validate import GenerationSpec, chat_spec, completion_spec
+from services.gateway.openai.validate import chat_spec, completion_spec
+from services.gateway.request import GenerationSpec
 from shared import ids
 
 T = TypeVar("T", bound=BaseModel)

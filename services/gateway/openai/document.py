@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from services.gateway.http.middleware import OPEN_PATHS
-from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, ErrorAnswer, TokenizeBody
-from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.bodies import ErrorAnswer
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 _REF = "#/components/schemas/{model}"
 _MEANING = {
     400: "a field is wrong; `param` names it",
@@ -52,20 +50,20 @@ def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": description, "content": content}}
 
 
-def install(app: FastAPI) -> None:
-    """Adds the bodies' schemas and the key to the document."""
+def install(app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: Collection[str]) -> None:
+    """Add the bodies' schemas and the key to the document. open_paths: paths that need no key."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            for kind in BODIES:
+            for kind in bodies:
                 own = kind.model_json_schema(ref_template=_REF)
                 schemas.update(own.pop("$defs", {}))
                 schemas[kind.__name__] = own
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
-            for path in OPEN_PATHS & schema["paths"].keys():
+            for path in schema["paths"].keys() & set(open_paths):
                 for operation in schema["paths"][path].values():
                     operation["security"] = []
                     operation["responses"].pop("401", None)

@@ -14,7 +14,7 @@ from services.gateway.gateway import Gateway, unknown_request
 from services.gateway.openai.bodies import DetokenizeBody, TokenizeBody
 from services.gateway.openai.completions import json_response, read_body
 from services.gateway.openai.document import body_of, errors
-from services.gateway.openai.results import result, status
+from services.gateway.openai.response import result, status
 from services.gateway.openai.validate import THREAD_TOKENS, check_model, decode, encode_messages, encode_text
 
 VERSION = metadata.version("orcinus")

@@ -1,18 +1,26 @@
-"""`/v1/responses`: a conversation as OpenAI's newer clients ask for it. Stateless: a response refers to no other.
+"""Serve `/v1/responses`, stateless: a conversation as OpenAI's newer clients send it.
 
-To Redis it is a chat request whose id begins with `resp_`; so is what can be read of it for five minutes.
+Inside it is a chat request whose id begins with `resp_`; its record can be read for five minutes. The body becomes a
+body of `/v1/chat/completions`, where everything that a model computes is checked. Nothing is kept for a later call, so
+fields that refer to one are refused by name. The events of a stream add up to the whole response object.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Request
+from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
-from services.gateway.errors import ApiError, invalid
+from services.gateway.delivery.generation import Delta, Generation, Usage
+from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway, unknown_request
+from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Priority, parse_body
 from services.gateway.openai.completions import (
     GENERATION_ERRORS,
     begin,
@@ -22,13 +30,466 @@ from services.gateway.openai.completions import (
     whole_response,
 )
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.response import collect
-from services.gateway.openai.response_object import ResponseEvents, of_chat, of_record, shell
-from services.gateway.openai.responses_body import ResponsesBody, chat_body, in_words_of_responses
-from services.gateway.openai.results import result, status
+from services.gateway.openai.response import collect, result, status
 from services.gateway.openai.sse import EventStream
-from services.gateway.openai.validate import GenerationSpec, chat_spec
+from services.gateway.openai.validate import chat_spec
+from services.gateway.request import GenerationSpec
+from services.gateway.text.tools.reader import CallPiece
 from shared import ids
+
+ROLES = ("user", "assistant", "system", "developer")
+PARTS = ("input_text", "output_text")
+# Field -> the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "include": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt_cache_options": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+OF_CHAT = (
+    "model", "temperature", "top_p", "parallel_tool_calls", "priority", "ttft_slo_ms", "tbt_slo_ms", "deadline_ms",
+    "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos", "background",
+)  # fmt: skip
+"""Fields that mean the same in both."""
+
+Input = Annotated[
+    Any,
+    WithJsonSchema({
+        "description": "text, or messages, function calls and their outputs",
+        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}],
+    }),
+]  # fmt: skip
+
+
+class TextOptions(Body):
+    """`text`: `format` is `text` or, as `response_format` of chat, `json_object` and `json_schema`."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponseStreamOptions(Body):
+    """`stream_options`."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`."""
+
+    model: str = Field(min_length=1, max_length=256)
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    background: bool | None = None
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
+    store: bool | None = None
+    service_tier: str | None = Field(None, max_length=32)
+    user: str | None = Field(None, max_length=1024)
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    prompt_cache_retention: str | None = Field(None, max_length=32)
+    safety_identifier: str | None = Field(None, max_length=1024)
+
+    # Orcinus' own
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1: off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    ignore_eos: bool | None = None
+    priority: Priority | None = None
+    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
+
+    # Known to OpenAI: accepted only where they ask for nothing
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    reasoning: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The same request to `/v1/chat/completions`. Raises ApiError(400) in the words of this endpoint."""
+    for name, neutral in REFUSED.items():
+        sent = getattr(body, name)
+        if sent is not None and not any(type(sent) is type(value) and sent == value for value in neutral):
+            raise invalid(name, f"{name} is not supported; got {shown(sent)}", "unsupported_parameter")
+    fields = {name: getattr(body, name) for name in OF_CHAT if getattr(body, name) is not None}
+    fields["messages"] = messages(body)
+    fields["stream"] = bool(body.stream)
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if body.text is not None:
+        fields |= _text_options(body.text)
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    try:
+        return parse_body(orjson.dumps(fields), ChatBody)
+    except ApiError as error:
+        raise in_words_of_responses(error) from None
+
+
+def in_words_of_responses(error: ApiError) -> ApiError:
+    """An error about the chat request as one about the response that was asked for."""
+    for chat, ours in (
+        (r"messages(\[\d+\][\w.\[\]]*)?", "input"),
+        (r"max_completion_tokens|max_tokens", "max_output_tokens"),
+        (r"response_format", "text.format"),
+        (r"verbosity", "text.verbosity"),
+        (r"(tools\[\d+\]|tool_choice)\.function", r"\1"),
+        (r"tool_choice\.allowed_tools", "tool_choice"),
+    ):
+        error.message = re.sub(rf"\b(?:{chat})(?!\w)", ours, error.message)
+        error.param = re.sub(rf"^(?:{chat})\b", ours, error.param) if error.param else None
+    return error
+
+
+def messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The conversation, the instructions first. Raises ApiError(400)."""
+    found: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    if not isinstance(body.input, list) or not body.input:
+        raise invalid("input", f"input must be text or a list of items; got {shown(body.input)}", "invalid_value")
+    for index, item in enumerate(body.input):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise invalid("input", f"{where} must be an object; got {shown(item)}", "invalid_value")
+        kind = item.get("type") or "message"
+        if kind not in ITEMS:
+            known = ", ".join(ITEMS)
+            text = f"{where}.type {shown(kind)} is not supported; known are {known}"
+            raise invalid("input", text, "unsupported_parameter")
+        message = ITEMS[kind](item, where)
+        if kind == "function_call" and found and "tool_calls" in found[-1]:
+            found[-1]["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
+        else:
+            found.append(message)
+    return found
+
+
+def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    _check_names(item, ("type", "role", "content", "id", "status", "phase"), where)
+    if item.get("role") not in ROLES:
+        raise invalid("input", f"{where}.role must be one of {', '.join(ROLES)}; got {shown(item.get('role'))}")
+    return {"role": item["role"], "content": _content(item.get("content"), f"{where}.content")}
+
+
+def _function_call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    _check_names(item, ("type", "call_id", "name", "arguments", "id", "status"), where)
+    call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _function_output(item: dict[str, Any], where: str) -> dict[str, Any]:
+    _check_names(item, ("type", "call_id", "output", "id", "status"), where)
+    content = _content(item.get("output"), f"{where}.output")
+    return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}
+
+
+ITEMS = {"message": _message, "function_call": _function_call, "function_call_output": _function_output}
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a string or of parts that are text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise invalid("input", f"{where} must be text or a list of parts; got {shown(content)}", "invalid_value")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in PARTS:
+            text = f"{where}[{index}].type must be one of {', '.join(PARTS)}; got {shown(kind)}"
+            raise invalid("input", text, "unsupported_parameter")
+        _check_names(part, ("type", "text", "annotations", "logprobs"), f"{where}[{index}]")
+        texts.append(_string(part, "text", f"{where}[{index}]"))
+    return "".join(texts)
+
+
+def _text_options(text: TextOptions) -> dict[str, Any]:
+    """`response_format` and `verbosity` of chat: the schema stands one level deeper there."""
+    found = {} if text.verbosity is None else {"verbosity": text.verbosity}
+    form = dict(text.format or {})
+    if form.get("type") == "json_schema":
+        found["response_format"] = {"type": form.pop("type"), "json_schema": form}
+    elif form:
+        found["response_format"] = form
+    return found
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        text = f"{where}.type must be 'function'; got {shown(tool.get('type'))}"
+        raise invalid("tools", text, "unsupported_parameter")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any]) -> Any:
+    """What chat has one level deeper."""
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
+        return choice
+    kind = choice["type"]
+    rest = {name: value for name, value in choice.items() if name != "type"}
+    if kind == "allowed_tools" and isinstance(rest.get("tools"), list):
+        rest["tools"] = [_tool_choice(tool) for tool in rest["tools"]]
+    return {"type": kind, kind: rest}
+
+
+def _string(item: dict[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise invalid("input", f"{where}.{name} must be text; got {shown(value)}", "invalid_value")
+    return value
+
+
+def _check_names(item: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for name in item:
+        if name not in known:
+            raise invalid("input", f"Unrecognized request argument supplied: {where}.{name}", "unknown_parameter")
+
+
+INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
+"""Finish reasons that leave a response incomplete -> what `incomplete_details` calls them."""
+
+
+def shell(body: ResponsesBody, response_id: str, created: int) -> dict[str, Any]:
+    """A response before its first token: what it is to be."""
+    text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, int]) -> dict[str, Any]:
+    """The response at its end. usage: as of chat."""
+    incomplete = INCOMPLETE.get(reason)
+    return shell | {
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": {"reason": incomplete} if incomplete else None,
+        "output": output,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},  # what the prefix cache spared is not counted by request
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """The whole response that says what a whole chat completion says."""
+    choice = answer["choices"][0]
+    message, reason = choice["message"], choice["finish_reason"]
+    calls = message.get("tool_calls") or []
+    items = []
+    if message["content"] or not calls:
+        items.append(message_item(shell["id"], message["content"] or "", _status(reason)))
+    for index, call in enumerate(calls):
+        status = _call_status(reason, is_last=index == len(calls) - 1)
+        items.append(call_item(shell["id"], index, call["id"], **call["function"], status=status))
+    return finished(shell, items, reason, answer["usage"])
+
+
+def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+    """A response as its record tells it; what was only said in its body is not known any more.
+
+    state: as of `GET /v1/requests/{id}`. answer: the chat completion, of one that ended well.
+    """
+    body = ResponsesBody(model=model, input="", background=state["background"])
+    begun = shell(body, state["id"], answer["created"] if answer else state["enqueued_ms"] // 1000)
+    if answer is not None:
+        return of_chat(begun, answer)
+    if state["status"] != "finished":
+        return begun | {"status": "in_progress" if state["status"] == "running" else "queued"}
+    if state["error"] or "error" in state["finish_reasons"]:
+        error = failed(state["error"] or "")
+        told = {"code": error.code if error.status < 500 else "server_error", "message": error.message}
+        return begun | {"status": "failed", "error": told}
+    return begun | {"status": "cancelled"}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """The one part of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
+    """The one message of a response; without its part while that is not begun."""
+    content = [] if status == "in_progress" else [text_part(text)]
+    item_id = "msg_" + response_id.removeprefix("resp_")
+    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def call_item(response_id: str, index: int, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+    """A call of a function."""
+    item_id = f"fc_{response_id.removeprefix('resp_')}_{index}"
+    return {
+        "id": item_id, "type": "function_call", "status": status, "call_id": call_id, "name": name,
+        "arguments": arguments,
+    }  # fmt: skip
+
+
+def _status(reason: str) -> str:
+    return "incomplete" if reason in INCOMPLETE else "completed"
+
+
+def _call_status(reason: str, is_last: bool) -> str:
+    """Whole calls end with `tool_calls`: behind a `stop` the last one was cut."""
+    return "incomplete" if reason == "stop" and is_last else _status(reason)
+
+
+MESSAGE = -1
+"""The key of the message among the items of a stream; calls have their index."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """One item of the output while it comes. pieces: of its text or arguments."""
+
+    at: dict[str, Any]  # item_id and output_index
+    begun: dict[str, Any]
+    pieces: list[str]
+
+
+class ResponseEvents:
+    """Turns deltas into typed events; the writer of an EventStream (streams.py)."""
+
+    def __init__(self, generation: Generation, shell: dict[str, Any]) -> None:
+        self._generation = generation
+        self._shell = shell
+        self._number = 0
+        self._items: dict[int, _Item] = {}
+
+    def echo(self) -> bytes:
+        """What comes before the first token."""
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._shell) for kind in kinds)
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Events of one delivery; empty when all its text is still held back."""
+        parts = []
+        for delta in deltas:
+            if delta.text:
+                parts.append(self._text(delta.text))
+            parts += [self._call(piece) for piece in delta.calls]
+        return b"".join(parts)
+
+    def end(self, usage: Usage) -> bytes:
+        """Each item as a whole, and the response with them."""
+        reason = self._generation.choices[0].finish_reason or "stop"
+        told = b"" if self._items else self._message()[1]
+        output = []
+        for key, item in self._items.items():
+            status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
+            done, event = self._done(key, item, status)
+            output.append(done)
+            told += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
+        response = finished(self._shell, output, reason, usage.body())
+        return told + self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: ApiError) -> bytes:
+        """An error after the first byte; the stream ends behind it."""
+        said = {"code": error.code or "server_error", "message": error.message}
+        told = self._event("error", **said, param=error.param)
+        return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": said})
+
+    def _text(self, text: str) -> bytes:
+        item, told = self._message()
+        item.pieces.append(text)
+        return told + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
+
+    def _message(self) -> tuple[_Item, bytes]:
+        """The message and its one part, begun when they are first needed."""
+        if MESSAGE in self._items:
+            return self._items[MESSAGE], b""
+        item, told = self._begin(MESSAGE, message_item(self._shell["id"], "", "in_progress"))
+        return item, told + self._event("response.content_part.added", **item.at, content_index=0, part=text_part(""))
+
+    def _call(self, piece: CallPiece) -> bytes:
+        told = b""
+        if piece.index not in self._items:
+            begun = call_item(self._shell["id"], piece.index, piece.id, piece.name, "", "in_progress")
+            told = self._begin(piece.index, begun)[1]
+        item = self._items[piece.index]
+        item.pieces.append(piece.arguments)
+        if piece.arguments:
+            told += self._event("response.function_call_arguments.delta", **item.at, delta=piece.arguments)
+        return told
+
+    def _begin(self, key: int, begun: dict[str, Any]) -> tuple[_Item, bytes]:
+        item = _Item({"item_id": begun["id"], "output_index": len(self._items)}, begun, [])
+        self._items[key] = item
+        added = self._event("response.output_item.added", output_index=item.at["output_index"], item=begun)
+        return item, added
+
+    def _done(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
+        """An item at its end, and the events that say what it holds."""
+        whole = "".join(item.pieces)
+        if key != MESSAGE:
+            done = item.begun | {"status": status, "arguments": whole}
+            name = done["name"]
+            return done, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=whole)
+        done = message_item(self._shell["id"], whole, status)
+        told = self._event("response.output_text.done", **item.at, content_index=0, text=whole, logprobs=[])
+        return done, told + self._event("response.content_part.done", **item.at, content_index=0, part=text_part(whole))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"
+
 
 KIND = "responses"
 _RESPONSE = {"description": "the response", "content": {"application/json": {"schema": {"type": "object"}}}}

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.delivery.generation import Delta, Generation, Usage
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Position, Row
 from services.gateway.errors import ApiError
-from services.gateway.tasks import end
 from services.gateway.text.tools.reader import merged
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -130,7 +130,7 @@ class EventWriter:
 
     def _logprobs(self, choice: int) -> bytes:
         """Of all tokens since the choice's last event, also those whose text was held back then."""
-        if self._spec.logprobs is None:
+        if self._spec.logprobs is None or self._generation.logprobs is None:
             return b"null"
         return orjson.dumps(self._generation.logprobs.take(choice))
 

@@ -1,6 +1,6 @@
-"""From the bytes of a body to a GenerationSpec that can be served: the last place where a request can be wrong.
+"""Turn a parsed body into a GenerationSpec that can be served: the last place where a request can be wrong.
 
-Every refusal is an ApiError(400) that names the field, what was sent and what is allowed. Bad input never passes.
+Every refusal is an ApiError(400) that names the field, the value and what is allowed. Bad input never passes.
 """
 
 from __future__ import annotations
@@ -9,98 +9,64 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 from protos import queue_pb2
 from services.gateway.errors import ApiError, invalid, shown
-from services.gateway.openai.asked import check_records, choices_asked, logprobs_asked
 from services.gateway.openai.bodies import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
+from services.gateway.openai.output import AskedTools, asked_tools, output_grammar, plain_messages
+from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.formats import AskedTools, asked_tools, output_grammar, plain_messages
-from services.gateway.text.tools.reader import ToolUse
 from shared import ids
 from shared.columns import pack, pack_float
 from shared.logprobs import record_bytes
+
+MOST_RECORD_BYTES = 64 << 20
+"""What the log-probabilities of one request may take in Redis."""
+
+
+def logprobs_asked(body: GenerationBody) -> int | None:
+    """How many most likely tokens are told beside each sampled one; None: no log-probabilities. Raises ApiError."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if not isinstance(body, ChatBody):
+        return None
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", f"top_logprobs needs logprobs to be true; got {body.top_logprobs} without it")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def choices_asked(body: GenerationBody) -> tuple[int, int]:
+    """Choices of each prompt that run, and how many of them, the best, are told; 0: all. Raises ApiError."""
+    n = body.n or 1
+    best_of = body.best_of if isinstance(body, CompletionBody) else None
+    if best_of is None or best_of == n:
+        return n, 0
+    if best_of < n:
+        raise invalid("best_of", f"best_of must be at least n, {n}; got {best_of}")
+    if body.stream:
+        raise invalid("best_of", f"best_of above n cannot be streamed: which is best shows at the end; got {best_of}")
+    return best_of, n
+
+
+def check_records(choices: int, max_tokens: int, wanted: int) -> None:
+    """Raises ApiError for records (shared/logprobs.py) of so many choices that could take too much of Redis."""
+    size = choices * max_tokens * record_bytes(wanted)
+    if size > MOST_RECORD_BYTES:
+        raise invalid(
+            "logprobs",
+            f"log-probabilities of {choices} choices x {max_tokens} tokens may take {size >> 20} MiB of Redis; "
+            f"a request gets at most {MOST_RECORD_BYTES >> 20}: ask for fewer choices, tokens or most likely ones",
+        )
+
 
 THREAD_CHARS = 32 * 1024
 """Longer texts, all of a request together, are tokenized beside the event loop."""
 THREAD_TOKENS = 8 * 1024
 """More ids are checked and turned into text beside the event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the workers can take; from their records, else from the model's own config."""
-
-    max_model_len: int
-    max_input_tokens: int = 0  # 0: as much as the context allows
-    max_output_tokens: int = 0
-    max_choices: int = 128
-
-
-@dataclass(slots=True)
-class GenerationSpec:
-    """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""
-
-    id: str
-    endpoint: str  # completions | chat
-    model: str
-    created: int
-    prompts: list[list[int]]
-    prompt_texts: list[str]  # for echo, else empty
-    n: int
-    max_tokens: int
-    min_tokens: int
-    stop: list[str]
-    stop_ids: list[int]
-    sampling: queue_pb2.Sampling
-    priority: str  # '' until the caller's own is known
-    stream: bool
-    include_usage: bool
-    echo: bool
-    return_token_ids: bool
-    include_stop: bool
-    skip_special: bool
-    ttft_slo_ms: int = 0
-    tbt_slo_ms: int = 0
-    deadline_ms: int = 0
-    traceparent: str = ""
-    background: bool = False  # nobody waits for it
-    body_sha256: bytes = b""  # of the HTTP body, where an Idempotency-Key names the request
-    logprobs: int | None = None  # most likely tokens that are told beside each sampled one; None: nothing is
-    keep: int = 0  # of each prompt's n choices the best so many are told; 0: all
-    continuous_usage: bool = False
-    tools: ToolUse | None = None
-    grammar_field: str = ""  # that brought the grammar of `sampling`
-    prompt_tokens: int = 0  # where the prompts are not whole (wire.from_delivery), else counted
-
-    def __post_init__(self) -> None:
-        self.prompt_tokens = self.prompt_tokens or sum(map(len, self.prompts))
-
-    @property
-    def survives_client(self) -> bool:
-        """Its client said that it would come back for the answer: it runs on when the connection is gone."""
-        return self.is_named or self.background
-
-    @property
-    def is_named(self) -> bool:
-        """An Idempotency-Key names it: sent again it is the same request."""
-        return bool(self.body_sha256)
-
-    @property
-    def record_bytes(self) -> int:
-        """Of each token's log-probabilities; 0 where nobody needs them."""
-        return record_bytes(self.sampling.logprobs)
-
-    @property
-    def choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def cost_tokens(self) -> int:
-        """What the tenant's bucket pays in advance: prompts and the most that can come out."""
-        return self.prompt_tokens + self.choices * self.max_tokens
+COPIED = GenerationBody.model_fields.keys() & {field.name for field in fields(GenerationSpec)} - {"n", "max_tokens"}
+"""Fields that a body and the spec have under one name; the two left out depend on the model."""
 
 
 def check_model(name: str | None, served: str) -> None:
@@ -167,7 +133,7 @@ async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, to
     spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
     spec.tools = tools.use
     if tools.has_control:
-        spec.skip_special = False  # calls are found by it
+        spec.skip_special_tokens = False  # calls are found by it
 
 
 async def encode_messages(
@@ -329,33 +295,23 @@ def _spec(
                 f"stop_token_ids[{index}] must be a token id from 0 to {model.vocab_size - 1}; got {token}",
             )
     eos = [] if body.ignore_eos else model.eos_ids
+    given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
     return GenerationSpec(
+        **given,
         id=request_id or ids.request_id(endpoint),
         endpoint=endpoint,
-        model=body.model,
         created=int(time.time()),
         prompts=prompts,
         prompt_texts=prompt_texts,
         n=n,
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=body.stop or [],
         stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
         sampling=_sampling(body, model, wanted),
-        priority=body.priority or "",
-        stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         echo=echo,
-        return_token_ids=bool(body.return_token_ids),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
-        ttft_slo_ms=body.ttft_slo_ms or 0,
-        tbt_slo_ms=body.tbt_slo_ms or 0,
-        deadline_ms=body.deadline_ms or 0,
-        background=bool(body.background),
         logprobs=logprobs,
         keep=keep,
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
     )
 
 

@@ -1,34 +1,96 @@
-"""`orcinus gateway --processes N`: a parent that serves nothing and keeps N gateways behind the same ports.
+"""Run `orcinus gateway --processes N`: a parent that serves nothing and keeps N gateways behind the same ports.
 
-Each of them is a gateway of its own, with its own id, heartbeat and connections to Redis, and listens by SO_REUSEPORT:
-the kernel spreads connections over those that do. The parent keeps the ports from others, passes signals on and starts
-again what dies. It imports little and has one thread, so that it may fork.
+Each child is a gateway of its own, with its own id, heartbeat and connections to Redis, and listens by SO_REUSEPORT:
+the kernel spreads connections over the listeners. The parent keeps the ports from other programs, passes signals on and
+restarts what dies. It imports little and has one thread, so that it may fork.
+
+The children find each other in a folder that only this user may enter. A parent that is killed cannot remove it, so the
+next one does: a folder is in use while it is locked, and the kernel drops a lock when the last process with it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.gateway.http.listeners import reserve
-from services.gateway.processes.folder import own_folder
 from shared import logs
 from shared.errors import ConfigurationError
 from shared.restarts import Backoff
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
+
+PREFIX = "orcinus-gateway-"
+MOST_PATH_BYTES = 90
+"""The address of a unix socket has 108."""
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new one that only this user may enter; removes those of the dead. Children that are forked hold it, too.
+
+    Raises ConfigurationError where the system's temporary folder has too long a name for sockets.
+    """
+    with contextlib.ExitStack() as held:
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            held.callback(shutil.rmtree, path, ignore_errors=True)
+            if len(os.fsencode(path)) > MOST_PATH_BYTES:
+                raise ConfigurationError(f"{path} is too long a path for sockets; set TMPDIR to a shorter one")
+            if held.enter_context(_locked(path)):
+                break  # else another one that starts took it for a dead one's, in the moment before the lock
+        for other in path.parent.glob(f"{PREFIX}*"):
+            with _locked(other) as dead:
+                if dead:
+                    shutil.rmtree(other, ignore_errors=True)
+        yield path
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether this is a folder of this user that was nobody's and is ours within the block."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _taken(folder) and _still(path, folder)
+    finally:
+        os.close(folder)
+
+
+def _taken(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody's, or on a file system without locks
+        return False
+    return True
+
+
+def _still(path: Path, folder: int) -> bool:
+    """It may have been removed between its opening and its lock."""
+    found = os.fstat(folder)
+    try:
+        return found.st_uid == os.getuid() and os.path.samestat(found, os.lstat(path))
+    except FileNotFoundError:
+        return False
+
 
 PR_SET_PDEATHSIG = 1
 STOP = (signal.SIGTERM, signal.SIGINT)
@@ -76,11 +138,12 @@ class Member:
         return now - self.heard_at if self.pid else 0.0
 
 
-def run(settings: GatewaySettings) -> int:
-    """Blocks. 0 after a clean stop or when all were drained, 1 when one could not be stopped cleanly or the first died
-    before it served.
+def run(settings: GatewaySettings, serve: Callable[[GatewaySettings, Place], int]) -> int:
+    """Run the parent until all children have ended; block meanwhile.
 
-    Raises ConfigurationError for a port that is taken or a machine that cannot share one.
+    Each child calls `serve`, which imports what the parent must not. Return 0 after a clean stop or when all were
+    drained, 1 when one could not be stopped cleanly or the first died before it served. Raise ConfigurationError for a
+    port that is taken or a machine that cannot share one.
     """
     logs.setup("gateway", settings.log_level, settings.log_json)
     if not sys.platform.startswith("linux"):
@@ -90,14 +153,21 @@ def run(settings: GatewaySettings) -> int:
         ports.append((settings.host, settings.grpc_port, "gRPC port"))
     with contextlib.ExitStack() as held, own_folder() as folder:
         sockets = [held.enter_context(contextlib.closing(reserve(*port))) for port in ports]
-        return Processes(settings, sockets, folder).run()
+        return Processes(settings, sockets, folder, serve).run()
 
 
 class Processes:
     """The parent's loop. It wakes for signals (a child's death is one), a child that serves, a restart that is due."""
 
-    def __init__(self, settings: GatewaySettings, reserved: list[socket.socket], folder: Path) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        reserved: list[socket.socket],
+        folder: Path,
+        serve: Callable[[GatewaySettings, Place], int],
+    ) -> None:
         self._settings = settings
+        self._serve = serve
         self._reserved = reserved
         self._folder = folder
         self._members = [Member(number) for number in range(settings.processes)]
@@ -211,9 +281,7 @@ class Processes:
             if os.getppid() != parent:
                 return 1  # it died before the kernel knew that we care
             self._let_go()
-            from services.gateway.main import run as serve
-
-            return serve(self._settings, place)
+            return self._serve(self._settings, place)
         except ConfigurationError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

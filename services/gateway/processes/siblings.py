@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import orjson
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from services.gateway.processes.parent import Place
-
-if TYPE_CHECKING:
-    from services.gateway.gateway import Gateway
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -33,9 +30,11 @@ HELP = b"# HELP "
 class Siblings:
     """One process's end: answers the others, and asks them."""
 
-    def __init__(self, place: Place, gateway: Gateway) -> None:
+    def __init__(self, place: Place, registry: CollectorRegistry, state: Callable[[], dict[str, Any]]) -> None:
+        """Answer for the metrics of `registry` and for the `state` of this process."""
         self._place = place
-        self._gateway = gateway
+        self._registry = registry
+        self._state = state
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -59,8 +58,8 @@ class Siblings:
 
     def _own(self, what: bytes) -> bytes:
         if what == b"metrics":
-            return labelled(self._gateway.metrics.registry, str(self._place.number))
-        return orjson.dumps({"process": self._place.number, **self._gateway.state()})
+            return labelled(self._registry, str(self._place.number))
+        return orjson.dumps({"process": self._place.number, **self._state()})
 
     async def _ask(self, what: bytes) -> list[bytes]:
         own = self._place.number

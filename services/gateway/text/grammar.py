@@ -1,4 +1,4 @@
-"""From the fields that bind the output to a grammar in its wire form, compiled once at the door.
+"""Make grammars in their wire form and compile each once, before its request is accepted.
 
 llguidance bounds a compilation by counting work (shared/grammars.py), so a thread is enough: at most a fraction of a
 second, the same verdict as the worker's, and no request waits for another's but through a short queue.
@@ -18,7 +18,6 @@ import orjson
 from llguidance import LLMatcher
 
 from services.gateway.errors import invalid, shown, unavailable
-from services.gateway.openai.structured import ResponseFormat, StructuredBody
 from shared.grammars import MOST_GRAMMAR_BYTES, GrammarError, Grammars, NoGrammarsError
 
 MOST_WAITING = 64
@@ -51,18 +50,6 @@ class GrammarCheck:
             self._waiting -= 1
 
 
-async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
-    """The field that binds the output of a request, and its grammar; empty where nothing does. Raises ApiError."""
-    asked = dict(_asked(body))
-    if not asked:
-        return "", ""
-    if len(asked) > 1:
-        raise invalid(list(asked)[1], f"only one of {', '.join(asked)} can be given")
-    ((field, grammar),) = asked.items()
-    await check.check(field, grammar)
-    return field, grammar
-
-
 def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
     """Of the values of a JSON schema. lenient: keywords that cannot be kept are ignored. Raises ApiError."""
     if isinstance(schema, str):
@@ -85,39 +72,3 @@ def choice_grammar(choices: Iterable[str]) -> str:
 def lark_text(text: str) -> str:
     """A literal of a Lark grammar."""
     return json.dumps(text)
-
-
-def _asked(body: StructuredBody) -> Iterable[tuple[str, str]]:
-    """Field and grammar of each field that binds the output."""
-    if body.response_format is not None and body.response_format.type != "text":
-        yield "response_format", _response_format(body.response_format)
-    if body.guided_json is not None:
-        yield "guided_json", json_grammar("guided_json", body.guided_json)
-    if body.guided_regex is not None:
-        yield "guided_regex", LLMatcher.grammar_from_regex(body.guided_regex)
-    if body.guided_choice is not None:
-        yield "guided_choice", choice_grammar(body.guided_choice)
-    if body.guided_grammar is not None:
-        yield "guided_grammar", LLMatcher.grammar_from_lark(body.guided_grammar)
-    if (outputs := body.structured_outputs) is not None:
-        field = "structured_outputs"
-        if outputs.json_ is not None:
-            yield f"{field}.json", json_grammar(f"{field}.json", outputs.json_)
-        if outputs.regex is not None:
-            yield f"{field}.regex", LLMatcher.grammar_from_regex(outputs.regex)
-        if outputs.choice is not None:
-            yield f"{field}.choice", choice_grammar(outputs.choice)
-        if outputs.grammar is not None:
-            yield f"{field}.grammar", LLMatcher.grammar_from_lark(outputs.grammar)
-        if outputs.json_object:
-            yield f"{field}.json_object", json_grammar(field, {"type": "object"})
-
-
-def _response_format(wanted: ResponseFormat) -> str:
-    if wanted.type == "json_object":
-        return json_grammar("response_format", {"type": "object"})
-    if wanted.json_schema is None:
-        raise invalid("response_format", "response_format of type json_schema needs json_schema")
-    schema = wanted.json_schema.schema_
-    strict = bool(wanted.json_schema.strict)
-    return json_grammar("response_format", {"type": "object"} if schema is None else schema, lenient=not strict)

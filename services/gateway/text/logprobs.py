@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec
 from services.gateway.text.detokenizer import TokenText
 from shared.logprobs import TokenLogprobs, unpack_records
 

@@ -1,12 +1,14 @@
-"""The process that renders a model's chat template: bounded in time and memory, and unable to open a file or a socket.
+"""Render a chat template in a process of its own that can open neither a file nor a socket.
 
 A template is a program that comes with a model. The gateway starts this module with an empty environment and one end of
 a socket as its standard input, and sends frames (4 bytes of length, then JSON): first {source, seconds, bytes}, then
-contexts. Each of these is answered by a frame: TEXT, REFUSED or FAILED, and words. It ends when the socket does.
+contexts. Each context is answered by a frame: TEXT, REFUSED or FAILED, and words. The process ends when the socket is
+closed. It imports jinja2, orjson and the standard library only. The environment is that of transformers, sandboxed.
 """
 
 from __future__ import annotations
 
+import json
 import pprint
 import resource
 import signal
@@ -14,14 +16,52 @@ import socket
 import struct
 import sys
 import textwrap
+from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.constants
 import jinja2.debug
+import jinja2.ext
 import orjson
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.gateway.text.template_environment import environment
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """As transformers makes it: templates see values, and no attribute that leads out of them."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; for serving it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
 
 LENGTH = struct.Struct("<I")
 TEXT, REFUSED, FAILED = b"T", b"R", b"F"

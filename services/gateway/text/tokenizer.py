@@ -18,7 +18,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.text.chat_template import ChatTemplate, Message
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
-from services.gateway.text.tools.reader import format_of
+from services.gateway.text.tools.formats import format_of
 from shared.end_of_text import end_ids
 from shared.errors import ModelError
 

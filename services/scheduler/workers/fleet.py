@@ -16,7 +16,6 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.placement.eligibility import unread
 from services.scheduler.core.replica import Replica
 from services.scheduler.requests.claims import Claims
-from services.scheduler.tasks import end
 from services.scheduler.workers.link import (
     WATCH_S,
     StepTimeoutError,
@@ -30,6 +29,7 @@ from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared.errors import ProtocolError
 from shared.redis_client import Unavailable, backoff_s, temporary
 from shared.settings import SchedulerSettings
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.scheduler")
 

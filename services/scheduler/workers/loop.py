@@ -18,11 +18,11 @@ import grpc
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import Outcome, StepPlan
 from services.scheduler.quarantine import Quarantine
-from services.scheduler.tasks import first_of
 from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.link import WorkerLink, WorkerLostError, brief
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.errors import ProtocolError
+from shared.tasks import first_of
 
 log = logging.getLogger("orcinus.scheduler")
 

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from services.gateway.processes.folder import own_folder
+from services.gateway.processes.parent import own_folder
 from tests.support.gateway_process import GatewayProcess
 from tests.support.models import Reference, make_llama
 from tests.support.stack import ROOT

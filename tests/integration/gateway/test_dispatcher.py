@@ -18,14 +18,13 @@ from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.gateway.cluster import Cluster
-from services.gateway.delivery import retries
-from services.gateway.delivery.dispatcher import Dispatcher
-from services.gateway.delivery.retries import Command, Retries
+from services.gateway.delivery import dispatcher as dispatcher_module
+from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
-from services.gateway.openai.bodies import CompletionBody, DetokenizeBody
-from services.gateway.openai.parse import parse_body
-from services.gateway.openai.validate import Limits, completion_spec
+from services.gateway.openai.bodies import CompletionBody, DetokenizeBody, parse_body
+from services.gateway.openai.validate import completion_spec
+from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
 from tests.support.stack import RedisServer
@@ -163,7 +162,7 @@ def test_commands_of_one_request_and_kind_are_one() -> None:
 
 
 def test_the_oldest_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(retries, "MOST_KEPT", 2)
+    monkeypatch.setattr(dispatcher_module, "MOST_KEPT", 2)
     monkeypatch.setattr(logging.getLogger("orcinus"), "propagate", True)
     waiting = Retries()
     for name in "abc":
@@ -174,9 +173,9 @@ def test_the_oldest_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch, caplog:
 
 def test_a_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.LogCaptureFixture) -> None:
     waiting, one = Retries(), command("a")
-    for _ in range(3 * retries.MOST_REFUSALS):
+    for _ in range(3 * dispatcher_module.MOST_REFUSALS):
         waiting.keep(one)  # Redis was away
-    for _ in range(retries.MOST_REFUSALS - 1):
+    for _ in range(dispatcher_module.MOST_REFUSALS - 1):
         (taken,) = waiting.take()
         waiting.refused(taken, ReadOnlyError("READONLY"))
     (taken,) = waiting.take()

@@ -16,9 +16,9 @@ from services.gateway.app import public_app
 from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.errors import ApiError, handed_over
 from services.gateway.gateway import Gateway
-from services.gateway.openai.bodies import CompletionBody
-from services.gateway.openai.parse import parse_body
-from services.gateway.openai.validate import GenerationSpec, completion_spec
+from services.gateway.openai.bodies import CompletionBody, parse_body
+from services.gateway.openai.validate import completion_spec
+from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.settings import GatewaySettings

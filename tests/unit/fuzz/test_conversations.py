@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.errors import ApiError
-from services.gateway.text.template_environment import environment
+from services.gateway.text.template_process import environment
 from services.gateway.text.tokenizer import ModelText
 from tests.support.tokenizers import SPECIALS, byte_fallback, byte_level, write_model
 

@@ -20,7 +20,7 @@ from services.gateway.delivery.stream import RequestStream, Row
 from services.gateway.metrics import Metrics
 from services.gateway.openai.response import whole
 from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support.tokenizers import byte_fallback, byte_level, write_model
 from tests.unit.fuzz import sse
@@ -82,12 +82,14 @@ def readable(data: bytes, is_whole: bool) -> str:
 def expected(tokens: list[int], finish: int, request: GenerationSpec, text: ModelText) -> tuple[str, str, int]:
     """Text, reason and counted tokens of a choice, from the bytes of all that was said so far."""
     for count in range(1, len(tokens) + 1):
-        said = readable(bytes_of(tokens[:count], text, request.skip_special), False)
-        shown, stop = brute_force(said, request.stop, request.include_stop) if request.stop else (said, None)
+        said = readable(bytes_of(tokens[:count], text, request.skip_special_tokens), False)
+        shown, stop = (
+            brute_force(said, request.stop, request.include_stop_str_in_output) if request.stop else (said, None)
+        )
         if stop is not None:
             return shown, "stop", count
-    said = readable(bytes_of(tokens, text, request.skip_special), True)
-    shown, stop = brute_force(said, request.stop, request.include_stop) if request.stop else (said, None)
+    said = readable(bytes_of(tokens, text, request.skip_special_tokens), True)
+    shown, stop = brute_force(said, request.stop, request.include_stop_str_in_output) if request.stop else (said, None)
     return shown, "stop" if stop is not None else FINISHES[finish], len(tokens)
 
 
@@ -124,8 +126,8 @@ def conversations(draw: st.DrawFn) -> tuple[str, GenerationSpec, list[list[int]]
     request = make_spec(
         endpoint=draw(st.sampled_from(["chat", "completions"])), n=count, stop=draw(STOPS), prompts=[prompt],
         stop_ids=[], include_usage=draw(st.booleans()), return_token_ids=draw(st.booleans()),
-        include_stop=draw(st.booleans()), skip_special=draw(st.booleans()), echo=draw(st.booleans()),
-        prompt_texts=[draw(TEXTS)],
+        include_stop_str_in_output=draw(st.booleans()), skip_special_tokens=draw(st.booleans()),
+        echo=draw(st.booleans()), prompt_texts=[draw(TEXTS)],
     )  # fmt: skip
     tokens = [draw(made) for _ in range(count)]
     said = text.text.decode(tokens[0], skip_special=False)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from protos.kserve_pb2 import ModelInferRequest
 from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
-from services.gateway.openai import parse as bodies
-from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body, parse_json
-from services.gateway.openai.responses_body import ResponsesBody, chat_body
-from services.gateway.text.tools.reader import OPENINGS, ToolReader, ToolUse, merged
+from services.gateway.openai import bodies
+from services.gateway.openai.bodies import MAX_JSON_DEPTH, parse_body, parse_json
+from services.gateway.openai.responses import ResponsesBody, chat_body
+from services.gateway.request import ToolUse
+from services.gateway.text.tools.formats import OPENINGS
+from services.gateway.text.tools.reader import ToolReader, merged
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(alphabet=st.sampled_from('ab[]{}",:\\/\n\0é🐋 '), max_size=8) | st.text(

@@ -12,7 +12,7 @@ from services.gateway.admission import CLASS_SHARES, Bounds
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast
 from services.gateway.errors import ApiError
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec
 from shared.keys import CLASSES
 from shared.settings import DEMO_MODEL, GatewaySettings
 
@@ -24,7 +24,7 @@ def spec(priority: str = "normal", **changes: Any) -> GenerationSpec:
         "id": "r", "endpoint": "completions", "model": "m", "created": 0, "prompts": [[1] * 10], "prompt_texts": [],
         "n": 1, "max_tokens": 1, "min_tokens": 0, "stop": [], "stop_ids": [], "sampling": queue_pb2.Sampling(),
         "priority": priority, "stream": False, "include_usage": False, "echo": False, "return_token_ids": False,
-        "include_stop": False, "skip_special": True,
+        "include_stop_str_in_output": False, "skip_special_tokens": True,
     } | changes  # fmt: skip
     return GenerationSpec(**values)
 

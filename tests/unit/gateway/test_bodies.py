@@ -9,9 +9,17 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.gateway.errors import ApiError
-from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.openai.parse import MAX_CONTAINERS, MAX_MEMBERS, parse_body, parse_json
-from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.bodies import (
+    MAX_CONTAINERS,
+    MAX_MEMBERS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+    parse_json,
+)
+from services.gateway.openai.responses import ResponsesBody
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}

@@ -15,9 +15,15 @@ from pydantic import BaseModel
 
 from services.gateway.delivery.stream import Position
 from services.gateway.errors import ApiError
-from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.openai.parse import MAX_JSON_DEPTH, parse_body
-from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.bodies import (
+    MAX_JSON_DEPTH,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
+from services.gateway.openai.responses import ResponsesBody
 from shared.grammars import GrammarError, Grammars
 from tests.support.tokenizers import byte_level, write_model
 

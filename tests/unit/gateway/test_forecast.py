@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, _renewed
-from services.gateway.openai.validate import Limits
+from services.gateway.request import Limits
 from shared.settings import DEMO_MODEL, GatewaySettings
 
 BUSY = {

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos import queue_pb2
 from services.gateway.cluster import Cluster, Snapshot
 from services.gateway.metrics import ALIASES, GAPS_KEPT, Metrics
-from services.gateway.openai.validate import GenerationSpec, Limits
+from services.gateway.request import GenerationSpec, Limits
 from services.scheduler.metrics import ALIASES as SCHEDULER_ALIASES
 from shared.settings import DEMO_MODEL, GatewaySettings
 
@@ -22,9 +22,8 @@ STATS = {
 
 def spec() -> GenerationSpec:
     return GenerationSpec(
-        id="r", endpoint="completions", model="demo", created=0, prompts=[[1, 2, 3]], prompt_texts=[], n=2,
-        max_tokens=40, min_tokens=0, stop=[], stop_ids=[], sampling=queue_pb2.Sampling(), priority="normal",
-        stream=True, include_usage=False, echo=False, return_token_ids=False, include_stop=False, skip_special=True,
+        id="r", endpoint="completions", model="demo", created=0, prompts=[[1, 2, 3]], n=2, max_tokens=40,
+        sampling=queue_pb2.Sampling(), priority="normal", stream=True,
     )  # fmt: skip
 
 

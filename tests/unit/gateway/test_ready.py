@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from services.gateway.cluster import Cluster, Snapshot
-from services.gateway.openai.validate import Limits
+from services.gateway.request import Limits
 from shared.settings import GatewaySettings
 
 FULL = "OOM command not allowed when used memory > 'maxmemory'."

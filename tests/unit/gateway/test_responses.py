@@ -10,9 +10,15 @@ import pytest
 
 from services.gateway.delivery.generation import Delta, Usage
 from services.gateway.errors import ApiError
-from services.gateway.openai.response_object import ResponseEvents, of_chat, shell
-from services.gateway.openai.responses_body import ResponsesBody, chat_body, in_words_of_responses
-from services.gateway.openai.structured import AllowedChoice
+from services.gateway.openai.bodies import AllowedChoice
+from services.gateway.openai.responses import (
+    ResponseEvents,
+    ResponsesBody,
+    chat_body,
+    in_words_of_responses,
+    of_chat,
+    shell,
+)
 from services.gateway.text.tools.reader import CallPiece
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,9 +51,9 @@ def test_a_process_that_said_nothing_is_left_out() -> None:
 
 
 async def test_of_a_process_that_is_killed_in_the_middle_of_its_answer_nothing_is_told(tmp_path: Path) -> None:
-    gateways: list[Any] = [SimpleNamespace(metrics=Metrics("m", aliases=False)) for _ in range(3)]
-    first, second = (Siblings(Place(number, 3, tmp_path, -1), gateways[number]) for number in range(2))
-    text = labelled(gateways[2].metrics.registry, "2")
+    registries = [Metrics("m", aliases=False).registry for _ in range(3)]
+    first, second = (Siblings(Place(number, 3, tmp_path, -1), registries[number], dict) for number in range(2))
+    text = labelled(registries[2], "2")
 
     async def killed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()

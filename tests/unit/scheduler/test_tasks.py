@@ -11,7 +11,6 @@ import pytest
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import EMPTY, Enter, Limits, NewRequest, StepPlan
 from services.scheduler.service import Service
-from services.scheduler.tasks import end, first_of, within
 from services.scheduler.workers import fleet as fleet_module
 from services.scheduler.workers.link import StepFailedError
 from services.scheduler.workers.loop import InFlight
@@ -19,6 +18,7 @@ from services.scheduler.workers.registry import Registration
 from shared.columns import pack, unpack
 from shared.errors import ProtocolError
 from shared.settings import SchedulerSettings
+from shared.tasks import end, first_of, within
 from tests.support.waiting import free_port
 
 

@@ -11,9 +11,10 @@ import pytest
 from services.gateway.delivery.codec import from_delivery, to_delivery
 from services.gateway.delivery.generation import ChoiceText
 from services.gateway.errors import ApiError, failed
+from services.gateway.openai.output import asked_tools
+from services.gateway.request import ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.formats import asked_tools
-from services.gateway.text.tools.reader import ToolReader, ToolUse, merged
+from services.gateway.text.tools.reader import ToolReader, merged
 from shared.grammars import NOT_FOLLOWED
 from tests.support.tokenizers import write_model
 from tests.unit.gateway.text.test_generation import spec as make_spec

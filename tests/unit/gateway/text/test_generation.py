@@ -21,7 +21,7 @@ from services.gateway.delivery.stream import Offer, Position, RequestStream, Row
 from services.gateway.errors import ApiError, handed_over, taken_over
 from services.gateway.metrics import Metrics
 from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support.tokenizers import write_model
 
@@ -39,7 +39,7 @@ def spec(**changes: Any) -> GenerationSpec:
         "id": "cmpl-1", "endpoint": "completions", "model": "m", "created": 1, "prompts": [[50]], "prompt_texts": [],
         "n": 1, "max_tokens": 100, "min_tokens": 0, "stop": [], "stop_ids": [EOS], "sampling": queue_pb2.Sampling(),
         "priority": "normal", "stream": True, "include_usage": False, "echo": False, "return_token_ids": False,
-        "include_stop": False, "skip_special": True,
+        "include_stop_str_in_output": False, "skip_special_tokens": True,
     } | changes  # fmt: skip
     return GenerationSpec(**fields)
 
@@ -106,7 +106,7 @@ def test_a_stop_string_before_min_tokens_ends_nothing() -> None:
 
 
 def test_include_stop_str_in_output_keeps_it() -> None:
-    assert fed([model().encode("one. two")], spec(stop=["."], include_stop=True))[0] == "one."
+    assert fed([model().encode("one. two")], spec(stop=["."], include_stop_str_in_output=True))[0] == "one."
 
 
 class Recorded:

@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery.codec import from_delivery, to_delivery
+from services.gateway.delivery.codec import from_delivery, rows_of, to_delivery
 from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.records import rows_of
 from services.gateway.delivery.stream import Position, RequestStream, Row
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
-from services.gateway.openai.asked import check_records, choices_asked, logprobs_asked
 from services.gateway.openai.bodies import ChatBody, CompletionBody
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.openai.validate import check_records, choices_asked, logprobs_asked
+from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from tests.unit.gateway.text.test_generation import CUTS, Recorded, model, rows, spec

@@ -14,7 +14,7 @@ import jinja2
 import psutil
 import pytest
 
-from services.gateway.text.template_renderer import MEMORY_BYTES, Renderer, RenderError
+from services.gateway.text.chat_template import MEMORY_BYTES, Renderer, RenderError
 from tests.support.waiting import until
 
 ORDINARY = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.tools.reader import OPENINGS, PYTHON_TAG, ToolReader, ToolUse, merged
+from services.gateway.request import ToolUse
+from services.gateway.text.tools.formats import OPENINGS, PYTHON_TAG
+from services.gateway.text.tools.reader import ToolReader, merged
 
 NAMES = ("get_weather", "add")
 A = '{"city": "Köln", "days": [1, {"x": "}\\"]"}]}'

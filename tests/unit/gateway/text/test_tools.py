@@ -22,14 +22,13 @@ from services.gateway.delivery.generation import Generation
 from services.gateway.delivery.stream import Position, RequestStream, Row
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
-from services.gateway.openai.bodies import ChatBody, CompletionBody
-from services.gateway.openai.parse import parse_body
+from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
+from services.gateway.openai.output import asked_tools, output_grammar, plain_messages
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import GenerationSpec
+from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.formats import asked_tools, output_grammar, plain_messages
-from services.gateway.text.tools.reader import ToolReader, ToolUse, merged
+from services.gateway.text.tools.reader import ToolReader, merged
 from shared.grammars import CACHE_BYTES, Grammars
 from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
 from tests.unit.gateway.text.test_generation import Recorded

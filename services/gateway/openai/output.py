@@ -1,0 +1,212 @@
+"""Find what binds the output of a request: the fields that bring a grammar, and tools.
+
+Tools also say what the chat template shows and how calls are read from the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from llguidance import LLMatcher
+
+from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.openai.bodies import (
+    AllowedChoice,
+    ChatBody,
+    ChatMessage,
+    ChosenTool,
+    GenerationBody,
+    ResponseFormat,
+    StructuredBody,
+    Tool,
+    ToolChoice,
+)
+from services.gateway.request import ToolUse
+from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import MISTRAL_ARGS, OPENINGS, calls_grammar
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTools:
+    """use: how calls are read, None where no tool may be called. shown: for the template. grammar: of an answer that
+    has to call, else empty. has_control: a call begins with a control token."""
+
+    use: ToolUse | None = None
+    shown: tuple[dict[str, Any], ...] = ()
+    grammar: str = ""
+    has_control: bool = False
+
+
+def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
+    """Raises ApiError(400)."""
+    tools, choice = body.tools or [], body.tool_choice or "auto"
+    if not tools and choice not in ("none", "auto"):
+        raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
+    if not tools or choice == "none":
+        return AskedTools()
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools", f"two of the tools have one name; got {shown(names)}")
+    if model.tool_format == "none":
+        raise invalid(
+            "tools",
+            "the chat template of this model knows no tools; the operator can choose how calls are written with "
+            "--tool-parser",
+            "tools_unavailable",
+        )
+    callable_, forced = _callable(tools, choice)
+    parallel = body.parallel_tool_calls is not False
+    use = ToolUse(model.tool_format, tuple(tool.function.name for tool in callable_), parallel, forced)
+    opening = OPENINGS[use.format]
+    grammar = ""
+    if forced:
+        atoms = _atom(opening, model), _atom(MISTRAL_ARGS, model)
+        grammar = calls_grammar(use, [tool.function for tool in callable_], *atoms)
+    # Of a named function the model is told all tools, as it has to know what it does not call.
+    offered = tools if isinstance(choice, ChosenTool) else callable_
+    dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
+    return AskedTools(use, dumped, grammar, _control_id(opening, model) is not None)
+
+
+async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedTools) -> tuple[str, str]:
+    """What binds the output, compiled once, behind the field that brought it; empty where nothing does. Raises
+    ApiError."""
+    field, grammar = await body_grammar(body, model.grammars)
+    if grammar and tools.use is not None:
+        raise invalid("tools", "tools cannot be combined with what binds the whole output; send tool_choice none")
+    if tools.grammar:
+        await model.grammars.check("tools", tools.grammar)
+        field, grammar = "tools", tools.grammar
+    for name in ("ignore_eos", "min_tokens"):
+        if grammar and getattr(body, name):
+            raise invalid(name, f"{name} cannot be combined with structured output, which ends where it is complete")
+    return field, grammar
+
+
+def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bool]:
+    """The tools that may be called, and whether one of them has to be. Raises ApiError(400)."""
+    if isinstance(choice, str):
+        return list(tools), choice == "required"
+    chosen = [choice] if isinstance(choice, ChosenTool) else choice.allowed_tools.tools
+    by_name = {tool.function.name: tool for tool in tools}
+    for name in (one.function.name for one in chosen):
+        if name not in by_name:
+            raise invalid("tool_choice", f"tool_choice names no tool of tools; got {shown(name)}")
+    names = {one.function.name for one in chosen}
+    found = [tool for name, tool in by_name.items() if name in names]
+    return found, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
+
+
+def _atom(text: str, model: ModelText) -> str:
+    """A literal of a Lark grammar: a control token, where the model has one of that name."""
+    found = _control_id(text, model)
+    return lark_text(text) if found is None else f"<[{found}]>"
+
+
+def _control_id(opening: str, model: ModelText) -> int | None:
+    found = model.tokenizer.token_to_id(opening) if opening else None
+    return found if found in model.text.special else None
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
+    """As chat templates want them. Raises ApiError(400)."""
+    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
+    if message.function_call:
+        raise invalid(
+            f"{name}.function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{name}.tool_calls", f"only an assistant's message has tool_calls; got role {message.role!r}")
+    if message.content is None and not message.tool_calls:
+        raise _missing(f"{name}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise _missing(f"{name}.tool_call_id")
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name:
+        plain["name"] = message.name
+    if message.role == "tool":
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _called(f"{name}.tool_calls[{at}]", call.function)}
+            for at, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _called(name: str, function: Any) -> dict[str, Any]:
+    """Templates want arguments as an object."""
+    try:
+        arguments = orjson.loads(function.arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise _bad_arguments(name, function.arguments) from error
+    if not isinstance(arguments, dict):
+        raise _bad_arguments(name, function.arguments)
+    return {"name": function.name, "arguments": arguments}
+
+
+def _bad_arguments(name: str, got: str) -> ApiError:
+    field = f"{name}.function.arguments"
+    return invalid(field, f"{field} must be the text of a JSON object; got {shown(got)}")
+
+
+def _missing(field: str) -> ApiError:
+    return invalid(field, f"you must provide the parameter {field}", "missing_required_parameter")
+
+
+async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
+    """The field that binds the output of a request, and its grammar; empty where nothing does. Raises ApiError."""
+    asked = dict(_asked(body))
+    if not asked:
+        return "", ""
+    if len(asked) > 1:
+        raise invalid(list(asked)[1], f"only one of {', '.join(asked)} can be given")
+    ((field, grammar),) = asked.items()
+    await check.check(field, grammar)
+    return field, grammar
+
+
+def _asked(body: StructuredBody) -> Iterable[tuple[str, str]]:
+    """Field and grammar of each field that binds the output."""
+    if body.response_format is not None and body.response_format.type != "text":
+        yield "response_format", _response_format(body.response_format)
+    if body.guided_json is not None:
+        yield "guided_json", json_grammar("guided_json", body.guided_json)
+    if body.guided_regex is not None:
+        yield "guided_regex", LLMatcher.grammar_from_regex(body.guided_regex)
+    if body.guided_choice is not None:
+        yield "guided_choice", choice_grammar(body.guided_choice)
+    if body.guided_grammar is not None:
+        yield "guided_grammar", LLMatcher.grammar_from_lark(body.guided_grammar)
+    if (outputs := body.structured_outputs) is not None:
+        field = "structured_outputs"
+        if outputs.json_ is not None:
+            yield f"{field}.json", json_grammar(f"{field}.json", outputs.json_)
+        if outputs.regex is not None:
+            yield f"{field}.regex", LLMatcher.grammar_from_regex(outputs.regex)
+        if outputs.choice is not None:
+            yield f"{field}.choice", choice_grammar(outputs.choice)
+        if outputs.grammar is not None:
+            yield f"{field}.grammar", LLMatcher.grammar_from_lark(outputs.grammar)
+        if outputs.json_object:
+            yield f"{field}.json_object", json_grammar(field, {"type": "object"})
+
+
+def _response_format(wanted: ResponseFormat) -> str:
+    if wanted.type == "json_object":
+        return json_grammar("response_format", {"type": "object"})
+    if wanted.json_schema is None:
+        raise invalid("response_format", "response_format of type json_schema needs json_schema")
+    schema = wanted.json_schema.schema_
+    strict = bool(wanted.json_schema.strict)
+    return json_grammar("response_format", {"type": "object"} if schema is None else schema, lenient=not strict)
