@@ -18,7 +18,8 @@ from services.gateway.request import GenerationSpec
 from shared.settings import GatewaySettings
 
 CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
-"""Of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S: up to there a class is taken in."""
+"""Share of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S up to which a class is accepted."""
+RETRY = "retry after the time in Retry-After"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,15 @@ class Bounds:
                 return memory_low(answer[1] / answer[2])
             case b"rate":
                 what = answer[2].decode()
-                text = f"the key has used up its limit of {what}; come again after Retry-After"
+                text = f"rate limit: the key has used up its {what}; {RETRY}"
                 return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=answer[1] / 1000)
         return None
 
     def _full(self, waiting: int, retry_after_s: Callable[[float], float]) -> ApiError:
         return ApiError(
             429,
-            f"the queue is full for class {self.priority}: {waiting} prompt tokens wait, and it may fill the queue up "
-            f"to {self.class_tokens}; come again after Retry-After",
+            f"queue full for class {self.priority}: {waiting} of at most {self.class_tokens} prompt tokens are "
+            f"waiting; {RETRY}",
             code="queue_full",
             retry_after_s=retry_after_s(self._excess(waiting, self.class_tokens)),
         )
@@ -69,8 +70,8 @@ class Bounds:
         """All tenants that wait are served alike, so one's tokens run off so much slower."""
         return ApiError(
             429,
-            f"{held} prompt tokens of this tenant wait, and in class {self.priority} one tenant may have "
-            f"{self.tenant_tokens} waiting; come again after Retry-After, or send less at a time",
+            f"queue full for this tenant in class {self.priority}: {held} of at most {self.tenant_tokens} prompt "
+            f"tokens are waiting; {RETRY}, or send less at a time",
             code="tenant_queue_full",
             retry_after_s=retry_after_s(tenants * self._excess(held, self.tenant_tokens)),
         )
@@ -88,8 +89,8 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
         return None
     return ApiError(
         429,
-        f"overloaded: the first token is predicted in {forecast.ttft_ms:.0f} ms, and class {spec.priority} is taken "
-        f"in up to {limit_ms:.0f}: {forecast.why}; come again after Retry-After, or give a ttft_slo_ms of your own",
+        f"overloaded: the first token is predicted in {forecast.ttft_ms:.0f} ms, the limit of class {spec.priority} is "
+        f"{limit_ms:.0f} ms ({forecast.why}); {RETRY}, or set ttft_slo_ms",
         code="overloaded",
         retry_after_s=rest_s(forecast, limit_ms),
     )
@@ -101,8 +102,8 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None
         return
     raise ApiError(
         429,
-        f"the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {name} = {limit_ms}: {forecast.why}; "
-        f"come again after Retry-After, or send a longer {name}",
+        f"{name}: the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {limit_ms} ms "
+        f"({forecast.why}); {RETRY}, or send a longer {name}",
         param=name,
         code=code,
         retry_after_s=rest_s(forecast, limit_ms),

@@ -10,8 +10,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from services.gateway.dashboard import pages
-from services.gateway.dashboard import routes as routes_dashboard
+from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.http.middleware import (
@@ -57,7 +56,7 @@ def ops_app(gateway: Gateway) -> FastAPI:
     guards = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
     app = _app(gateway, "Orcinus ops", not open_here, guards)
     _include(app, routes_info.ops_router(gateway, on_public_port=False))
-    _include(app, routes_dashboard.router(gateway))
+    _include(app, dashboard.router(gateway))
     return app
 
 
@@ -69,10 +68,10 @@ def _include(app: FastAPI, router: APIRouter) -> None:
 def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
     middleware = [
         Middleware(CutSlow, seconds=gateway.settings.client_write_s, metrics=gateway.metrics),
-        Middleware(RequestContext, metrics=gateway.metrics, pages={*pages.FILES, pages.EVENTS}),
+        Middleware(RequestContext, metrics=gateway.metrics, pages={*dashboard.FILES, dashboard.EVENTS}),
         *more,
         *(
-            [Middleware(RequireKey, keyring=gateway.keyring, open_paths={*OPEN_PATHS, *pages.FILES})]
+            [Middleware(RequireKey, keyring=gateway.keyring, open_paths={*OPEN_PATHS, *dashboard.FILES})]
             if needs_key
             else []
         ),
@@ -109,11 +108,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
         raise error
     if error.status_code == 404:
         found = ApiError(
-            404, f"unknown path {request.url.path[:200]}; /openapi.json has those there are", code="unknown_path"
+            404, f"unknown path {request.url.path[:200]}; /openapi.json lists all paths", code="unknown_path"
         )
     elif error.status_code == 405:
         allowed = ", ".join(_allowed(request))
-        text = f"{request.method} is not allowed on {request.url.path[:200]}; it takes {allowed}"
+        text = f"method {request.method} not allowed on {request.url.path[:200]}; allowed: {allowed}"
         found = ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
         return await _api_error(request, found)
     else:

@@ -75,7 +75,7 @@ class Caller:
         if CLASSES.index(chosen) < CLASSES.index(self.max_priority):
             raise ApiError(
                 403,
-                f"this key may ask for priority {self.max_priority} at most; got {chosen}",
+                f"priority: this key allows at most {self.max_priority}; got {chosen}",
                 param="priority",
                 code="priority_not_allowed",
             )
@@ -134,7 +134,7 @@ class Keyring:
                 heard = True
             except (*Unreachable, RedisError) as error:
                 if heard:
-                    log.warning("waiting for Redis to read the keys: %s", error)
+                    log.warning("keys not read, Redis does not answer: %s", error)
                 heard = False
             await asyncio.sleep(EVERY_S)
 
@@ -196,7 +196,7 @@ class Keyring:
             try:
                 record = KeyRecord.decode(text)
             except (ValueError, TypeError) as error:
-                log.error("the record of key %s cannot be read, so it opens nothing: %s", name.decode(), error)
+                log.error("record of key %s is unreadable, so the key is refused: %s", name.decode(), error)
                 record = KeyRecord(name.decode(), "", "", "", revoked_s=1)
             found[name.decode()] = record
         return found

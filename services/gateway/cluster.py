@@ -130,7 +130,7 @@ class Cluster:
         try:
             await self._redis.delete(self._keys.alive("gateway", self._gateway_id))
         except (*Unreachable, RedisError) as error:
-            log.warning("the heartbeat was not taken back: %s", error)
+            log.warning("heartbeat not deleted: %s", error)
         await self._redis.aclose()
 
     def note_unreachable(self, error: str) -> None:

@@ -1,6 +1,6 @@
 """The errors a client can see, in OpenAI's shape: {"error": {message, type, param, code}}.
 
-Handlers raise ApiError; middleware and the exception handlers of app.py turn it into a response, streams.py into an
+Handlers raise ApiError; middleware and the exception handlers of app.py turn it into a response, openai/sse.py into an
 SSE event when the first byte has left already.
 """
 
@@ -83,7 +83,7 @@ def failed(why: str, grammar_field: str = "") -> ApiError:
 
 def too_big(most_bytes: int, got: str) -> ApiError:
     """413 for a body."""
-    return ApiError(413, f"the body must be at most {most_bytes} bytes; got {got}", code="body_too_large")
+    return ApiError(413, f"body too large: at most {most_bytes} bytes; got {got}", code="body_too_large")
 
 
 HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client"
@@ -91,13 +91,13 @@ HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client
 
 def handed_over(request_id: str) -> ApiError:
     """503 for what ends here and can be gone on with elsewhere."""
-    where = f"GET /v1/requests/{request_id}/stream with Last-Event-ID at another gateway goes on"
+    where = f"GET /v1/requests/{request_id}/stream with Last-Event-ID at another gateway continues the stream"
     return unavailable(f"this gateway is shutting down; {where}", HANDED_OVER)
 
 
 def taken_over() -> ApiError:
     """409 for the older of two connections that read one request."""
-    return ApiError(409, "the request goes on over another connection", code=TAKEN_OVER)
+    return ApiError(409, "request continued on another connection", code=TAKEN_OVER)
 
 
 def memory_low(share: float) -> ApiError:
@@ -107,7 +107,7 @@ def memory_low(share: float) -> ApiError:
 
 def slow_client(bound: int) -> ApiError:
     """503 for a client that does not read what waits for it."""
-    return ApiError(503, f"the client reads too slowly: {bound} events wait", code=SLOW_CLIENT)
+    return ApiError(503, f"client reads too slowly: {bound} events are waiting", code=SLOW_CLIENT)
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -216,7 +216,8 @@ class Gateway:
         spec.stream = not left_by and (same_as is None or same_as.stream)
         if spec.stream and spec.keep:
             raise invalid(
-                "request_id", "the request has best_of: which choice is best shows at its end, not in a stream"
+                "request_id",
+                "request_id: a request with best_of cannot be streamed; the best choice is known at its end",
             )
         stream = self._open_stream(spec)
         left = functools.partial(self.keeper.left.add, request_id) if spec.background and not left_by else None
@@ -238,4 +239,4 @@ class Gateway:
 
 def unknown_request(request_id: str) -> ApiError:
     """404; the same for one of another tenant."""
-    return ApiError(404, f"no request {request_id[:80]!r}", param="request_id", code="request_not_found")
+    return ApiError(404, f"request {request_id[:80]!r} not found", param="request_id", code="request_not_found")

@@ -66,7 +66,7 @@ class Feed:
     def enter(self) -> Viewer:
         """A new viewer, which has to `leave`. Raises ApiError(503) when too many watch."""
         if len(self._viewers) >= MOST_VIEWERS:
-            raise unavailable(f"{MOST_VIEWERS} pages are open already; close one", "too_many_viewers", 10)
+            raise unavailable(f"too many open pages (limit {MOST_VIEWERS}); close one", "too_many_viewers", 10)
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None:
@@ -105,8 +105,8 @@ class Feed:
         except FAILED as error:
             return {"error": f"Redis does not answer: {str(error) or type(error).__name__}"}
         except (KeyError, TypeError, ValueError) as error:  # of another version, or not ours
-            log.warning("what Redis says of the stack cannot be read: %r", error)
-            return {"error": f"what Redis says of the stack cannot be read: {error!r}"}
+            log.warning("state of the stack in Redis is unreadable: %r", error)
+            return {"error": f"state of the stack in Redis is unreadable: {error!r}"}
         return view
 
     async def _remember(self, reader: StackReader, shard: str, stats: dict[str, Any], now_ms: int) -> None:

@@ -1,19 +1,51 @@
-"""The live page and its events, on the ops port alone."""
+"""Serve the live page and its events, on the ops port alone.
+
+The files need no key, since they hold no figure; the events do.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.dashboard import pages
 from services.gateway.dashboard.feed import Feed, Viewer
 from services.gateway.errors import unavailable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.sse import until_disconnect
 from shared.tasks import end
+
+_HERE = Path(__file__).parent
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+FILES = {
+    "/dashboard": "page.html",
+    "/dashboard/page.css": "page.css",
+    "/dashboard/page.js": "page.js",
+    "/dashboard/charts.js": "charts.js",
+    "/dashboard/feed.js": "feed.js",
+    "/dashboard/format.js": "format.js",
+    "/dashboard/replicas.js": "replicas.js",
+    "/dashboard/icon.svg": "icon.svg",
+    "/dashboard/uPlot.js": "vendor/uPlot.iife.min.js",
+    "/dashboard/uPlot.css": "vendor/uPlot.min.css",
+}
+"""Path on the ops port -> file."""
+
+EVENTS = "/dashboard/events"
+
+
+def page(path: str) -> Response:
+    """The file behind a path of FILES."""
+    file = _HERE / FILES[path]
+    return Response(file.read_bytes(), media_type=_TYPES[file.suffix])
 
 
 def router(gateway: Gateway) -> APIRouter:
@@ -22,12 +54,12 @@ def router(gateway: Gateway) -> APIRouter:
     feed = Feed(gateway.settings)
 
     async def file(request: Request) -> Response:
-        return pages.page(request.url.path)
+        return page(request.url.path)
 
-    for path in pages.FILES:
+    for path in FILES:
         routes.add_api_route(path, file, methods=["GET"], include_in_schema=path == "/dashboard")
 
-    @routes.get(pages.EVENTS)
+    @routes.get(EVENTS)
     async def events() -> Response:
         """What the page shows, as server-sent events: `past` once, `now` each second."""
         if gateway.draining:

@@ -70,7 +70,7 @@ class BackgroundTasks:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the request %s in the background is kept no more: %r", request_id, error)
+            log.error("background request %s is no longer read: %r", request_id, error)
 
 
 EVERY_S = 2.0
@@ -110,7 +110,7 @@ class OrphanAdopter:
                 for gateway in await self._gone():
                     await self._inherit(gateway)
             except (*Unreachable, RedisError) as error:
-                log.debug("requests in the background were not looked after: %s", error)
+                log.debug("background requests were not checked: %s", error)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -150,7 +150,7 @@ class OrphanAdopter:
                 await self._redis.srem(key, request_id)
                 adopted += 1
         if adopted:
-            log.info("took up %d requests in the background of %s, which is gone", adopted, gateway)
+            log.info("adopted %d background requests of gateway %s, which is gone", adopted, gateway)
 
     async def _tried(self, request_id: str, gateway: str) -> bool:
         """False when it is to be tried again."""
@@ -159,10 +159,10 @@ class OrphanAdopter:
         except ApiError as error:
             if error.status == 503 or error.code == TAKEN_OVER:
                 return False
-            log.info("%s in the background is gone: %s", request_id, error.message)
+            log.info("background request %s is gone: %s", request_id, error.message)
         except (*Unreachable, RedisError):
             raise
         except Exception:  # a record that this version cannot read must not end the gateway, and each one after it
-            log.exception("%s in the background was not taken up", request_id)
+            log.exception("background request %s was not adopted", request_id)
             return False
         return True

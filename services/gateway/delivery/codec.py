@@ -103,11 +103,11 @@ def failed(error: Exception) -> Exception:
     if isinstance(error, Unreachable):
         return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
     if isinstance(error, RedisError) and "OOM" in str(error):
-        return unavailable("Redis has no memory left for new requests", "redis_memory", 5)
+        return unavailable("Redis has no memory left for new requests; retry later", "redis_memory", 5)
     if isinstance(error, RedisError):
         log.error("Redis refused a request: %s", error)
         return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
-    log.error("a question to Redis failed", exc_info=error)
+    log.error("a Redis call failed", exc_info=error)
     return error
 
 

@@ -77,7 +77,7 @@ class Retries:
         elif len(self._waiting) >= MOST_KEPT:
             request_id, kind = oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            log.error("%s of %s is dropped: %d commands wait for Redis", kind, request_id, MOST_KEPT)
+            log.error("dropping %s of %s: %d commands are waiting for Redis", kind, request_id, MOST_KEPT)
         self._waiting[command.key] = command
 
     def refused(self, command: Command, error: Exception) -> None:
@@ -85,10 +85,10 @@ class Retries:
         request_id, kind = command.key
         command.refusals += 1
         if command.refusals >= MOST_REFUSALS:
-            log.error("%s of %s is given up, Redis refused it %d times: %s", kind, request_id, MOST_REFUSALS, error)
+            log.error("giving up %s of %s: refused by Redis %d times: %s", kind, request_id, MOST_REFUSALS, error)
             return
         if command.refusals == 1:
-            log.warning("%s of %s was refused by Redis and is tried again: %s", kind, request_id, error)
+            log.warning("retrying %s of %s: refused by Redis: %s", kind, request_id, error)
         self.keep(command)
 
     def take(self) -> list[Command]:
@@ -149,7 +149,7 @@ class Dispatcher:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))
             except (*Unreachable, RedisError) as error:
-                log.warning("the token stream was not deleted: %s", error)
+                log.warning("token stream not deleted: %s", error)
         await self._redis.aclose()
         await self._reader.aclose()
 
@@ -287,7 +287,7 @@ class Dispatcher:
         if self._cluster.redis_error:
             raise unavailable(f"Redis does not answer: {self._cluster.redis_error}", "redis_unavailable", 2)
         if len(self._jobs) >= MOST_JOBS:
-            raise unavailable("too many requests wait for Redis", "redis_unavailable", 2)
+            raise unavailable("too many requests are waiting for Redis; retry later", "redis_unavailable", 2)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def job() -> None:
@@ -299,7 +299,7 @@ class Dispatcher:
                 result = await question()
             except asyncio.CancelledError:
                 if not answer.done():
-                    answer.set_exception(unavailable("the question to Redis was cut short", "redis_unavailable", 2))
+                    answer.set_exception(unavailable("Redis call interrupted; retry later", "redis_unavailable", 2))
                 raise
             except Exception as error:
                 if isinstance(error, Unreachable):
@@ -379,7 +379,7 @@ class Dispatcher:
                 attempt += 1
                 continue
             if attempt:
-                log.info("Redis is back: reading tokens from %s on", last)
+                log.info("Redis answers; reading token stream %s from id %s", key, last)
                 attempt = 0
             for entry_id, fields in entries_of(reply):
                 last = entry_id
@@ -387,7 +387,7 @@ class Dispatcher:
                 try:
                     self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
                 except Exception as error:  # whatever is in it, the next entry has to be read
-                    log.error("entry %r of %s is broken and was skipped: %r", entry_id, key, error)
+                    log.error("skipped broken entry %r of %s: %r", entry_id, key, error)
                 await asyncio.sleep(0)  # handlers take what came before the next entry is put in
 
     def _route(self, batch: queue_pb2.TokenBatch) -> None:
@@ -434,7 +434,7 @@ class Dispatcher:
             try:
                 await self._read_record(stream)
             except (*Unreachable, RedisError) as error:
-                log.warning("the record of %s was not read: %s", stream.request_id, error)
+                log.warning("record of %s not read: %s", stream.request_id, error)
             finally:
                 stream.refilling = False
 
@@ -445,7 +445,7 @@ class Dispatcher:
             return
         record, rows = await _missing(self._redis, self._keys, stream)
         if not record:
-            stream.fail(ApiError(500, "the record of this request is gone from Redis", code="record_lost"))
+            stream.fail(ApiError(500, "request record missing from Redis; send the request again", code="record_lost"))
             return
         # What has ended is delivered by whoever is asked, also by several at once.
         if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:

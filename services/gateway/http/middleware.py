@@ -75,7 +75,9 @@ class RequestContext:
         except Exception:
             log.exception("request %s failed", request_id)
             if status == 0:
-                await send_error(ApiError(500, "the gateway failed; its log says more", code="internal_error"), stamped)
+                await send_error(
+                    ApiError(500, "internal error; see the log of the gateway", code="internal_error"), stamped
+                )
         finally:
             endpoint = self._endpoint(scope["path"])
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
@@ -164,7 +166,7 @@ class CutSlow:
                     if not message.get("more_body") and (drain := own.get("orcinus.drain")):
                         await drain["call"]()
             except TimeoutError:
-                log.info("a client of %s took nothing for %.0f s and was cut", scope["path"][:80], self._seconds)
+                log.info("client of %s read nothing for %.0f s; connection closed", scope["path"][:80], self._seconds)
                 self._metrics.slow_clients.inc()
                 if abort := own.get("orcinus.abort"):
                     abort["call"]()
@@ -209,7 +211,7 @@ class HostNames:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._known(Headers(scope=scope).get("host", "")):
-            text = "the ops port is asked by an address, as localhost, or by a name of ORCINUS_OPS_NAMES"
+            text = "host not allowed on the ops port; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
             await send_error(ApiError(403, text, code="host_not_allowed"), send)
             return
         await self._app(scope, receive, send)

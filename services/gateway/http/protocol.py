@@ -56,7 +56,7 @@ class Protocol(HttpToolsProtocol):
             transport.abort()
             return
         if over > 0:
-            text = f"this gateway has its {self._bounds.connections} connections; come again"
+            text = f"too many connections (limit {self._bounds.connections}); retry later"
             self._refusal = ApiError(503, text, code="too_many_connections", retry_after_s=1)
         self._wait()
 
@@ -102,7 +102,7 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed, or was refused while it was."""
-        self._answer(self._refusal or ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
+        self._answer(self._refusal or ApiError(400, "not a valid HTTP/1.1 request", code="invalid_http"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -150,7 +150,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _too_long(self) -> ApiError:
-        text = f"the head of a request may have {self._bounds.head_bytes} bytes and {MOST_HEADERS} fields"
+        text = f"request head too large: at most {self._bounds.head_bytes} bytes and {MOST_HEADERS} fields"
         return ApiError(431, text, code="head_too_large")
 
     def _wait(self) -> None:
@@ -164,7 +164,7 @@ class Protocol(HttpToolsProtocol):
             self._late = None
 
     def _too_late(self) -> None:
-        text = f"the request was not all there within {self._bounds.read_timeout_s:g} s"
+        text = f"request incomplete after {self._bounds.read_timeout_s:g} s; send it in less time"
         self._answer(ApiError(408, text, code="request_timeout"))
 
     def _answer(self, error: ApiError) -> None:

@@ -65,7 +65,7 @@ def warn_of_clear_text(settings: GatewaySettings) -> None:
         return
     for host, port in ((settings.host, settings.port), (settings.ops_host, settings.ops_port)):
         if not is_loopback(host):
-            log.warning("%s:%d is reached beyond this machine without TLS; --tls-cert and --tls-key", host, port)
+            log.warning("%s:%d is reachable from other machines without TLS; set --tls-cert and --tls-key", host, port)
 
 
 def renew_certificates(servers: Sequence[uvicorn.Server], settings: GatewaySettings) -> None:
@@ -78,6 +78,6 @@ def renew_certificates(servers: Sequence[uvicorn.Server], settings: GatewaySetti
             if isinstance(context := one.config.ssl, ssl.SSLContext):
                 context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except Exception as error:  # whatever is wrong with the new files, the old certificate still serves
-        log.error("the certificate was not renewed: %s", error)
+        log.error("certificate not reloaded: %s", error)
     else:
-        log.info("the certificate was read again")
+        log.info("certificate reloaded")

@@ -1,7 +1,8 @@
-"""The gRPC front: the Open Inference Protocol (KServe v2) and Triton's stream, over the same Gateway as HTTP.
+"""Serve gRPC: the Open Inference Protocol (KServe v2) and Triton's stream, over the same Gateway as HTTP.
 
-A ModelInferRequest becomes the body of `/v1/completions` (grpc_tensors.py) and passes the same checks, keys, limits
-and queue. A call that its client ends or loses cancels its requests.
+A ModelInferRequest becomes the body of `/v1/completions` (tensors.py) and passes the same checks, keys, limits and
+queue. A call that its client ends or loses cancels its requests. The certificate can be read again while the server
+runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -22,15 +24,42 @@ from services.gateway.delivery.generation import Generation
 from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
-from services.gateway.kserve.tls import Certificate
 from services.gateway.openai.bodies import CompletionBody, parse_body
 from services.gateway.openai.info import VERSION
 from services.gateway.openai.sse import SLOW_FLUSH_S
 from services.gateway.openai.validate import check_model, completion_spec
 from shared.errors import ConfigurationError
 from shared.tasks import end
+from shared.tls import check_pair
 
 log = logging.getLogger("orcinus.gateway")
+
+
+class Certificate:
+    """A chain and its key. gRPC asks `_renewed` at each handshake, on a thread of its own."""
+
+    def __init__(self, chain: Path, key: Path) -> None:
+        self._chain = chain
+        self._key = key
+        self._fresh: grpc.ServerCertificateConfiguration | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """What to listen with. Raises ConfigurationError for files that will not do."""
+        return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed)
+
+    def renew(self) -> None:
+        """Reads the files again, for connections that come from now on. Raises ConfigurationError."""
+        self._fresh = self._read()
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        check_pair(self._chain, self._key)
+        return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._chain.read_bytes())])
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: as before."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
 
 MOST_CALLS = 4096
 MOST_OF_A_STREAM = 256
@@ -75,7 +104,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            # A port in use is an error, not a second listener; several processes have it reserved (processes.py).
+            # A port in use is an error, not a second listener; with several processes the parent reserves it.
             ("grpc.so_reuseport", int(gateway.settings.processes > 1)),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
@@ -104,7 +133,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if self._certificate is not None:
                 self._certificate.renew()
         except (OSError, ConfigurationError) as error:
-            log.error("the certificate of gRPC was not renewed: %s", error)
+            log.error("certificate of gRPC not reloaded: %s", error)
 
     # What needs no key
 
@@ -186,7 +215,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         check_outputs(request)
         fields = {"stream": streams, **fields_of(request)}
         if fields["stream"] and not streams:
-            raise invalid("stream", "ModelInfer gives one answer; ModelStreamInfer streams")
+            raise invalid("stream", "ModelInfer returns one response; use ModelStreamInfer to stream")
         body = parse_body(body_of(fields), CompletionBody)
         spec = await completion_spec(body, gateway.model, self._name, gateway.cluster.limits)
         if spec.max_tokens == 0:
@@ -217,7 +246,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         except Exception:
             status = "internal"
             log.exception("%s failed", method)
-            await context.abort(grpc.StatusCode.INTERNAL, "the gateway failed; its log says more")
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of the gateway")
             raise
         finally:
             self._gateway.metrics.answers.labels(f"grpc/{method}", status).inc()
@@ -250,7 +279,9 @@ class _Stream:
             await self._refuse(request, error)
         except Exception:
             log.exception("a request of a stream failed")
-            await self._refuse(request, ApiError(500, "the gateway failed; its log says more", code="internal_error"))
+            await self._refuse(
+                request, ApiError(500, "internal error; see the log of the gateway", code="internal_error")
+            )
         finally:
             self._room.release()
 

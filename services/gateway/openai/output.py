@@ -5,18 +5,16 @@ Tools also say what the chat template shows and how calls are read from the text
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from llguidance import LLMatcher
 
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import invalid, shown
 from services.gateway.openai.bodies import (
     AllowedChoice,
     ChatBody,
-    ChatMessage,
     ChosenTool,
     GenerationBody,
     ResponseFormat,
@@ -28,6 +26,9 @@ from services.gateway.request import ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import MISTRAL_ARGS, OPENINGS, calls_grammar
+
+OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice"}
+"""A body without any of them binds nothing and names no tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,11 @@ def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
         return AskedTools()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise invalid("tools", f"two of the tools have one name; got {shown(names)}")
+        raise invalid("tools", f"duplicate name in tools; got {shown(names)}")
     if model.tool_format == "none":
         raise invalid(
             "tools",
-            "the chat template of this model knows no tools; the operator can choose how calls are written with "
-            "--tool-parser",
+            "the chat template of this model has no tools; set the format of calls with --tool-parser",
             "tools_unavailable",
         )
     callable_, forced = _callable(tools, choice)
@@ -77,7 +77,7 @@ async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedToo
     ApiError."""
     field, grammar = await body_grammar(body, model.grammars)
     if grammar and tools.use is not None:
-        raise invalid("tools", "tools cannot be combined with what binds the whole output; send tool_choice none")
+        raise invalid("tools", "tools cannot be combined with structured output; send tool_choice none")
     if tools.grammar:
         await model.grammars.check("tools", tools.grammar)
         field, grammar = "tools", tools.grammar
@@ -95,7 +95,7 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bo
     by_name = {tool.function.name: tool for tool in tools}
     for name in (one.function.name for one in chosen):
         if name not in by_name:
-            raise invalid("tool_choice", f"tool_choice names no tool of tools; got {shown(name)}")
+            raise invalid("tool_choice", f"tool_choice names a function that is not in tools; got {shown(name)}")
     names = {one.function.name for one in chosen}
     found = [tool for name, tool in by_name.items() if name in names]
     return found, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
@@ -110,58 +110,6 @@ def _atom(text: str, model: ModelText) -> str:
 def _control_id(opening: str, model: ModelText) -> int | None:
     found = model.tokenizer.token_to_id(opening) if opening else None
     return found if found in model.text.special else None
-
-
-def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
-    """As chat templates want them. Raises ApiError(400)."""
-    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
-    if message.function_call:
-        raise invalid(
-            f"{name}.function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
-        )
-    if message.tool_calls and message.role != "assistant":
-        raise invalid(f"{name}.tool_calls", f"only an assistant's message has tool_calls; got role {message.role!r}")
-    if message.content is None and not message.tool_calls:
-        raise _missing(f"{name}.content")
-    if message.role == "tool" and message.tool_call_id is None:
-        raise _missing(f"{name}.tool_call_id")
-    content = message.content or ""
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    if message.name:
-        plain["name"] = message.name
-    if message.role == "tool":
-        plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _called(f"{name}.tool_calls[{at}]", call.function)}
-            for at, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _called(name: str, function: Any) -> dict[str, Any]:
-    """Templates want arguments as an object."""
-    try:
-        arguments = orjson.loads(function.arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise _bad_arguments(name, function.arguments) from error
-    if not isinstance(arguments, dict):
-        raise _bad_arguments(name, function.arguments)
-    return {"name": function.name, "arguments": arguments}
-
-
-def _bad_arguments(name: str, got: str) -> ApiError:
-    field = f"{name}.function.arguments"
-    return invalid(field, f"{field} must be the text of a JSON object; got {shown(got)}")
-
-
-def _missing(field: str) -> ApiError:
-    return invalid(field, f"you must provide the parameter {field}", "missing_required_parameter")
 
 
 async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:

@@ -404,7 +404,7 @@ class _Item:
 
 
 class ResponseEvents:
-    """Turns deltas into typed events; the writer of an EventStream (streams.py)."""
+    """Turns deltas into typed events; the writer of an EventStream (sse.py)."""
 
     def __init__(self, generation: Generation, shell: dict[str, Any]) -> None:
         self._generation = generation
@@ -529,7 +529,7 @@ def router(gateway: Gateway) -> APIRouter:
         """A response that runs, in the background or not, or has ended less than five minutes ago."""
         if request.query_params.get("stream", "false") not in ("false", "False", "0"):
             raise invalid(
-                "stream", f"a response is told whole here; GET /v1/requests/{response_id[:80]}/stream streams"
+                "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
         return json_response(await _found(gateway, response_id, request.state.tenant))
 

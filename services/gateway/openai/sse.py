@@ -258,7 +258,7 @@ class EventStream(Response):
 
 
 def _failed() -> ApiError:
-    return ApiError(500, "the gateway failed; its log says more", code="internal_error")
+    return ApiError(500, "internal error; see the log of the gateway", code="internal_error")
 
 
 def calls_delta(delta: Delta) -> bytes:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+
+import orjson
 
 from protos import queue_pb2
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.openai.bodies import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
-from services.gateway.openai.output import AskedTools, asked_tools, output_grammar, plain_messages
+from services.gateway.openai.output import OUTPUT_FIELDS, AskedTools, asked_tools, output_grammar
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
@@ -46,7 +48,9 @@ def choices_asked(body: GenerationBody) -> tuple[int, int]:
     if best_of < n:
         raise invalid("best_of", f"best_of must be at least n, {n}; got {best_of}")
     if body.stream:
-        raise invalid("best_of", f"best_of above n cannot be streamed: which is best shows at the end; got {best_of}")
+        raise invalid(
+            "best_of", f"best_of above n cannot be streamed: the best choice is known at the end; got {best_of}"
+        )
     return best_of, n
 
 
@@ -117,7 +121,7 @@ async def chat_spec(
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-    tools = asked_tools(body, model)
+    tools = asked_tools(body, model) if body.model_fields_set & OUTPUT_FIELDS else AskedTools()
     prompt = await encode_messages(body.messages, model, limits, tools=tools.shown)
     room = _room(len(prompt), limits, "messages")
     if max_tokens is None:
@@ -130,6 +134,8 @@ async def chat_spec(
 
 async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: AskedTools) -> None:
     """What the output has to be, and how it is read. Raises ApiError."""
+    if not body.model_fields_set & OUTPUT_FIELDS:
+        return
     spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
     spec.tools = tools.use
     if tools.has_control:
@@ -149,6 +155,58 @@ async def encode_messages(
     _check_hopeless(size // model.longest, limits, "messages")
     # Beside the event loop however short it is: another process renders it.
     return await asyncio.to_thread(model.encode_chat, plain, add_generation_prompt, tools)
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
+    """As chat templates want them. Raises ApiError(400)."""
+    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
+    if message.function_call:
+        raise invalid(
+            f"{name}.function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{name}.tool_calls", f"only an assistant's message has tool_calls; got role {message.role!r}")
+    if message.content is None and not message.tool_calls:
+        raise _missing(f"{name}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise _missing(f"{name}.tool_call_id")
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name:
+        plain["name"] = message.name
+    if message.role == "tool":
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _called(f"{name}.tool_calls[{at}]", call.function)}
+            for at, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _called(name: str, function: Any) -> dict[str, Any]:
+    """Templates want arguments as an object."""
+    try:
+        arguments = orjson.loads(function.arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise _bad_arguments(name, function.arguments) from error
+    if not isinstance(arguments, dict):
+        raise _bad_arguments(name, function.arguments)
+    return {"name": function.name, "arguments": arguments}
+
+
+def _bad_arguments(name: str, got: str) -> ApiError:
+    field = f"{name}.function.arguments"
+    return invalid(field, f"{field} must be the text of a JSON object; got {shown(got)}")
+
+
+def _missing(field: str) -> ApiError:
+    return invalid(field, f"you must provide the parameter {field}", "missing_required_parameter")
 
 
 async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
@@ -284,7 +342,9 @@ def _spec(
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
     if body.background and body.stream:
-        raise invalid("background", "background answers at once; read it with GET /v1/requests/{id}/stream")
+        raise invalid(
+            "background", "background cannot be combined with stream; read it with GET /v1/requests/{id}/stream"
+        )
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}")

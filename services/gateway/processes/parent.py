@@ -51,7 +51,7 @@ def own_folder() -> Iterator[Path]:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             held.callback(shutil.rmtree, path, ignore_errors=True)
             if len(os.fsencode(path)) > MOST_PATH_BYTES:
-                raise ConfigurationError(f"{path} is too long a path for sockets; set TMPDIR to a shorter one")
+                raise ConfigurationError(f"{path}: path too long for a socket; set TMPDIR to a shorter one")
             if held.enter_context(_locked(path)):
                 break  # else another one that starts took it for a dead one's, in the moment before the lock
         for other in path.parent.glob(f"{PREFIX}*"):
@@ -212,7 +212,7 @@ class Processes:
                 return code if code > 0 else 1  # it has said why; nothing has been served yet
             elif code == 0:
                 member.has_left = True
-                log.info("process %d was drained and has left; %d go on", member.number, self._running())
+                log.info("process %d was drained and has ended; %d remain", member.number, self._running())
             else:
                 self._died(member, f"exit code {code}" if code > 0 else f"signal {-code}", now)
         if not self._running() and (self._stopping or all(member.has_left for member in self._members)):
@@ -326,7 +326,7 @@ class Processes:
         if not member.hung_at:
             member.hung_at = now
             what = "has been silent for" if member.serves else "does not serve after"
-            log.error("process %d %s %.0f s; it is ended", member.number, what, member.silent_s(now))
+            log.error("process %d %s %.0f s; killing it", member.number, what, member.silent_s(now))
             os.kill(member.pid, signal.SIGUSR1)
         elif now - member.hung_at > LAST_WORDS_S:
             os.kill(member.pid, signal.SIGKILL)

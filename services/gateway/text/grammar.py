@@ -38,7 +38,7 @@ class GrammarCheck:
         """Raises ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
         wait."""
         if self._waiting >= MOST_WAITING:
-            raise unavailable("too many grammars wait to be compiled", "grammars_busy")
+            raise unavailable("too many grammars are waiting to be compiled; retry later", "grammars_busy")
         self._waiting += 1
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.matcher, grammar)

@@ -277,7 +277,7 @@ def test_sighup_gives_every_process_the_new_certificate(alone: GatewayProcess, d
     assert not renewed()
     alone.process.send_signal(signal.SIGHUP)
     until("both show it", renewed)
-    assert alone.log().count("the certificate was read again") == 2
+    assert alone.log().count("certificate reloaded") == 2
 
 
 def test_an_interrupt_is_for_the_parent_which_says_what_it_means(alone: GatewayProcess) -> None:

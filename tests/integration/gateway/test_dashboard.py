@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway.dashboard import pages
+from services.gateway.dashboard import routes
 from services.gateway.dashboard.feed import MOST_VIEWERS
 from shared.stack_view import HISTORY
 from tests.support.gateway_process import GatewayProcess, running_gateway
@@ -38,7 +38,7 @@ def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
 @contextlib.contextmanager
 def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
     """The events of one viewer as (name, value)."""
-    with httpx.stream("GET", gateway.ops_url + pages.EVENTS, timeout=20) as response:
+    with httpx.stream("GET", gateway.ops_url + routes.EVENTS, timeout=20) as response:
         assert response.status_code == 200, response.read()
 
         def events() -> Iterator[tuple[str, Any]]:
@@ -53,7 +53,7 @@ def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
 
 
 def test_files_of_the_page_are_on_the_ops_port_alone_and_may_run_nothing_foreign(gateway: GatewayProcess) -> None:
-    for path in pages.FILES:
+    for path in routes.FILES:
         answer = httpx.get(gateway.ops_url + path)
         assert answer.status_code == 200, path
         assert "default-src 'self'" in answer.headers["content-security-policy"]
@@ -101,7 +101,7 @@ def test_viewers_are_bounded_and_the_last_one_ends_the_reading(
         seen = [next(streams[-1]) for _ in range(4)]
         reads = client.info("commandstats")["cmdstat_xrevrange"]["calls"]  # the feed alone gives this command
         assert reads <= 2 * len(seen), "once a frame, not once a viewer"
-        refused = httpx.get(gateway.ops_url + pages.EVENTS)
+        refused = httpx.get(gateway.ops_url + routes.EVENTS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
         during = len(client.client_list())
     until("nobody reads any more", lambda: len(client.client_list()) < during)

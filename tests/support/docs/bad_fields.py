@@ -90,5 +90,5 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": CHAT, "audio": {}}, "audio", "not supported"),
     ("chat/completions", {"messages": CHAT, "prompt": "x"}, "prompt", "Unrecognized"),
 ]
-NO_TOOLS = ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "knows no tools")
+NO_TOOLS = ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "has no tools")
 """Where the model's chat template has none."""

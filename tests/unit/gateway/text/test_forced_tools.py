@@ -123,7 +123,7 @@ def test_allowed_tools_are_all_that_is_shown_read_and_let_happen(directory: Path
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (allowed("required", "gone"), "names no tool of tools; got 'gone'"),
+        (allowed("required", "gone"), "names a function that is not in tools; got 'gone'"),
         (allowed("maybe", "ring"), "tool_choice.allowed_tools.mode"),
         (allowed("auto"), "tool_choice.allowed_tools.tools"),
         ({"type": "allowed_tools"}, "the parameter tool_choice.allowed_tools"),

@@ -23,9 +23,10 @@ from services.gateway.delivery.stream import Position, RequestStream, Row
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
-from services.gateway.openai.output import asked_tools, output_grammar, plain_messages
+from services.gateway.openai.output import asked_tools, output_grammar
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.validate import plain_messages
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
@@ -214,7 +215,7 @@ def test_a_tokenizer_that_llguidance_cannot_read_has_no_structured_output(tmp_pa
 def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
     plain = ModelText(write_model(tmp_path / "plain"))
     assert plain.tool_format == "none"
-    with pytest.raises(ApiError, match="knows no tools"):
+    with pytest.raises(ApiError, match="has no tools"):
         asked_tools(chat(tools=TOOLS), plain)
     chosen = ModelText(write_model(tmp_path / "chosen"), tool_parser="mistral")
     assert asked_tools(chat(tools=TOOLS), chosen).use == ToolUse("mistral", ("get_weather", "ring"), True)
