@@ -1,7 +1,7 @@
-"""Backpressure: what a request is held against when it comes, and what it is told when it is refused.
+"""Decide whether there is room for a request, and word the refusal.
 
-`low` is shed first: the queue's bound and the wait that is let happen are a share of the settings by class. gateway.py
-asks `refuse_late` before anything is written; enqueue.lua decides about `Bounds`, as it alone sees every gateway.
+Class `low` is shed first: bounds of queue and wait are a share of the settings by class. gateway.py calls `refuse_late`
+before anything is written; enqueue.lua checks `Bounds`, since it alone sees every gateway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RETRY = "retry after the time in Retry-After"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one request. `late`: what it is told when its class waits too long; None: it does not."""
+    """Limits that enqueue.lua checks for one request. `late`: the refusal when its class waits too long, else None."""
 
     priority: str
     prompt_tokens: int
@@ -34,14 +34,16 @@ class Bounds:
 
     @classmethod
     def of(cls, settings: GatewaySettings, spec: GenerationSpec, caller: Caller, forecast: Forecast | None) -> Bounds:
-        """forecast: of its class, as far as there is one."""
+        """Compute the bounds of a request. forecast: of its class, None when unknown."""
         class_tokens = int(CLASS_SHARES[spec.priority] * settings.max_queued_tokens)
         share = settings.tenant_queue_share if caller.has_others else 1.0
         late = overloaded(forecast, spec, settings.max_wait_s) if forecast else None
         return cls(spec.priority, spec.prompt_tokens, class_tokens, int(share * class_tokens), late)
 
     def refusal(self, answer: list[Any], retry_after_s: Callable[[float], float]) -> ApiError | None:
-        """Why enqueue.lua did not take the request; None: it did. retry_after_s: when so many tokens will have run."""
+        """Return the error for the answer of enqueue.lua; None when the request was accepted. retry_after_s: maps
+        waiting tokens to the seconds until they have run.
+        """
         match answer[0]:
             case b"full":
                 return self._full(answer[1], retry_after_s)
@@ -67,7 +69,9 @@ class Bounds:
         )
 
     def _tenant_full(self, held: int, tenants: int, retry_after_s: Callable[[float], float]) -> ApiError:
-        """All tenants that wait are served alike, so one's tokens run off so much slower."""
+        """Return the 429 for a tenant with too many waiting tokens. Waiting tenants share the workers, so its tokens
+        drain slower.
+        """
         return ApiError(
             429,
             f"queue full for this tenant in class {self.priority}: {held} of at most {self.tenant_tokens} prompt "
@@ -77,13 +81,16 @@ class Bounds:
         )
 
     def _excess(self, waiting: int, most: int) -> int:
-        """Waiting tokens that have to run before this request is taken; with none before it, it always is."""
+        """Return the waiting tokens that have to run before this request is accepted. A request with none before it
+        always is.
+        """
         return min(waiting, waiting + self.prompt_tokens - most)
 
 
 def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
-    """429 for a request whose class waits longer than the gateway lets it; None where it does not, where the request
-    has a limit of its own, or nobody waits for its first token."""
+    """Return the 429 for a request of a class that waits longer than allowed. Return None when the wait is allowed,
+    when the request sets its own limit, and for a background request.
+    """
     limit_ms = 1000 * max_wait_s * CLASS_SHARES[spec.priority]
     if not limit_ms or spec.ttft_slo_ms or spec.background or forecast.ttft_ms <= limit_ms:
         return None
@@ -97,7 +104,7 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
 
 
 def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
-    """Raises ApiError(429) when the first token would come after a limit of the request's own."""
+    """Raise ApiError(429) when the first token would come after a limit that the request sets."""
     if not limit_ms or forecast.ttft_ms <= limit_ms:
         return
     raise ApiError(
@@ -111,5 +118,5 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None
 
 
 def rest_s(forecast: Forecast, limit_ms: float) -> float:
-    """What waits runs off meanwhile: when the rest of the wait is within the limit."""
+    """Return the seconds after which the remaining wait is within the limit."""
     return min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000))

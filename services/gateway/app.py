@@ -34,7 +34,7 @@ BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 def public_app(gateway: Gateway) -> FastAPI:
-    """What clients reach."""
+    """Return the application that clients reach."""
     routers = (
         routes_generate.router(gateway),
         routes_responses.router(gateway),
@@ -49,7 +49,7 @@ def public_app(gateway: Gateway) -> FastAPI:
 
 
 def ops_app(gateway: Gateway) -> FastAPI:
-    """What operators reach, on a port of its own; beyond loopback with a key too."""
+    """Return the application that operators reach, on a separate port; beyond loopback it needs a key, too."""
     settings = gateway.settings
     open_here = is_loopback(settings.ops_host)
     names = [name.strip().lower() for name in settings.ops_names.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""Who calls: the keys of the settings and those of `orcinus keys`, which lie in Redis.
+"""Identify callers by the keys of the settings and those of `orcinus keys`, which are in Redis.
 
 The gateway holds all records and looks once a second whether `keys:version` has changed, so a revoked key is refused
 within two seconds, at every gateway; what runs under it goes to its end. A silent Redis leaves the records as they
@@ -35,7 +35,7 @@ DEFAULT_PRIORITY = "normal"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Limits of one key; 0: unlimited."""
+    """Limit of one key; 0: unlimited."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -60,7 +60,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. `salt` keeps tenants from probing each other's prefix cache."""
+    """The tenant and the limits of the key that sent a request. `salt` keeps tenants from probing each other's prefix
+    cache.
+    """
 
     tenant: str
     salt: bytes = b""
@@ -70,7 +72,9 @@ class Caller:
     has_others: bool = False  # there are keys of other tenants
 
     def priority(self, asked: str) -> str:
-        """The class of a request; '': it named none. Raises ApiError(403) for one above the key's ceiling."""
+        """Return the class of a request; asked: the class that it names, '' for none. Raise ApiError(403) above the
+        key's limit.
+        """
         chosen = asked or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
         if CLASSES.index(chosen) < CLASSES.index(self.max_priority):
             raise ApiError(
@@ -83,10 +87,10 @@ class Caller:
 
 
 class Keyring:
-    """All keys of a gateway. `identify` is called by handlers, `run` is a task of the gateway's."""
+    """All keys of a gateway. Handlers call `identify`; `run` is a task of the gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        """Raises ConfigurationError when a key is needed and there is none."""
+        """Raise ConfigurationError when a key is needed and there is none."""
         self._keys = settings.keys
         self._required = settings.require_key
         self._configured = [api_keys.digest(key) for key in settings.api_keys()]
@@ -105,11 +109,13 @@ class Keyring:
 
     @property
     def needed(self) -> bool:
-        """Is a key asked for? Once one was in Redis, always: neither its revocation nor lost data open a door."""
+        """Whether requests need a key. Once Redis had one, always: neither its revocation nor lost data opens the
+        gateway.
+        """
         return bool(self._configured or self._required or self._any)
 
     def identify(self, authorization: str | None) -> Caller:
-        """Who a request's Authorization header stands for. Raises ApiError(401)."""
+        """Return the caller that an Authorization header names. Raise ApiError(401)."""
         if not self.needed:
             return Caller(ANONYMOUS, rates=self._rates)
         scheme, _, text = (authorization or "").partition(" ")
@@ -122,11 +128,11 @@ class Keyring:
         return caller
 
     def salt(self, tenant: str) -> bytes:
-        """The same at every gateway; empty until Redis was asked."""
+        """Return the cache salt of a tenant: the same at every gateway, empty until Redis was read."""
         return hmac.digest(self._secret, tenant.encode(), "sha256")[:16] if self._secret else b""
 
     async def run(self) -> None:
-        """Until cancelled: what is in Redis, once a second."""
+        """Read the keys from Redis once a second, until cancelled."""
         heard = True
         while True:
             try:
@@ -142,7 +148,9 @@ class Keyring:
         await self._redis.aclose()
 
     def _of_redis(self, text: str) -> Caller | None:
-        """Found by the id in the key's text, so the work is the same however many keys there are."""
+        """Return the caller of a key in Redis. The id is part of the key, so the work does not depend on the number of
+        keys.
+        """
         record = self._records.get(api_keys.id_of(text) or "")
         if record is None or not hmac.compare_digest(api_keys.digest(text).hex(), record.digest):
             return None

@@ -1,4 +1,4 @@
-"""What the gateway knows about the others, read from Redis once a second: leases, workers, stats, memory.
+"""Read the state of the stack from Redis once a second: leases, workers, stats, memory.
 
 One task with a connection of its own; handlers only look at the last snapshot. It also writes the gateway's heartbeat.
 """
@@ -54,13 +54,13 @@ class Snapshot:
 
     @property
     def seen(self) -> Seen:
-        """What shows whether work moves."""
+        """Return what shows whether work moves."""
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
         stats = {shard: {name: _number(own.get(name)) for name in names} for shard, own in self.stats.items()}
         return Seen(self.leases, stats, self.steps, _number(self.queue.get("requests")))
 
     def total(self, name: str) -> float:
-        """Sum of one field of `stats` over all shards."""
+        """Return the sum of one field of `stats` over all shards."""
         return sum(_number(stats.get(name)) for stats in self.stats.values())
 
 
@@ -76,7 +76,7 @@ class Forecast:
 
     @property
     def why(self) -> str:
-        """What explains it."""
+        """Return what explains it."""
         if self.behind:
             return f"{self.behind} sequences wait for slots or memory before it, {self.starts_s:.3g} start a second"
         return f"{self.queued_tokens} prompt tokens are before it, at {self.prefill_tok_s:.0f} a second"
@@ -99,7 +99,7 @@ class Cluster:
         self.snapshot: Snapshot | None = None
         self.redis_error = "Redis has not answered yet"
         self.write_error = ""
-        self.active = 0  # requests of this gateway that somebody reads, or may
+        self.active = 0  # requests that this gateway delivers
         self.unfinished = 0  # those of them that have not ended
         self.drain_asked = asyncio.Event()
         """An operator wants this gateway to leave."""
@@ -110,7 +110,7 @@ class Cluster:
         while True:
             started = time.monotonic()
             try:
-                self.snapshot = await self._look()
+                self.snapshot = await self.look()
                 if self.redis_error:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
@@ -126,7 +126,7 @@ class Cluster:
             await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))
 
     async def close(self) -> None:
-        """Takes the heartbeat back."""
+        """Delete the heartbeat and close the connection."""
         try:
             await self._redis.delete(self._keys.alive("gateway", self._gateway_id))
         except (*Unreachable, RedisError) as error:
@@ -134,12 +134,12 @@ class Cluster:
         await self._redis.aclose()
 
     def note_unreachable(self, error: str) -> None:
-        """Another task saw Redis fail: no new work until the next look succeeds."""
+        """Refuse new work until the next look at Redis succeeds; called by a task that saw Redis fail."""
         self.redis_error = error
 
     @property
     def limits(self) -> Limits:
-        """What every worker can take; the model's own limits while none is known."""
+        """The limits that every worker meets; those of the model while no worker is known."""
         found = [*self.snapshot.workers.values(), *self.snapshot.stats.values()] if self.snapshot else []
 
         def least(name: str) -> int:
@@ -154,7 +154,7 @@ class Cluster:
         )
 
     def reason_not_ready(self) -> str:
-        """Empty when new work would be served."""
+        """Return an empty text when new work would be served."""
         if self.redis_error:
             return f"Redis does not answer: {self.redis_error}"
         if self.snapshot is None or time.monotonic() - self.snapshot.at > STALE_S:
@@ -170,24 +170,28 @@ class Cluster:
         return ""
 
     def stalled_s(self) -> float:
-        """Seconds in which work was there and no step was answered; 0 when all is well."""
+        """Return the seconds in which work was there and no step was answered; 0 when all is well."""
         return self._progress.stalled(time.monotonic())[0]
 
     def reason_stalled(self) -> str:
-        """Empty while work, if there is any, has moved within `progress_timeout_s`."""
+        """Return an empty text while work, if there is any, has moved within `progress_timeout_s`."""
         seconds, where = self._progress.stalled(time.monotonic())
         if seconds <= self._settings.progress_timeout_s:
             return ""
         return f"{where} has work, and no step was answered for {seconds:.0f} s"
 
     def retry_after_s(self, waiting_tokens: float) -> float:
-        """When so many more tokens of the queue will have begun to run, at the measured rates; 1 while nobody knows."""
+        """Return the seconds until so many more tokens of the queue will have begun to run, at the measured rates; 1
+        while no rate is known.
+        """
         rate = sum(self._drain_tok_s(stats) for stats in self._led())
         return float(min(RETRY_MOST_S, max(1, math.ceil(waiting_tokens / rate)))) if rate > 0 else 1.0
 
     def forecast(self, priority: str) -> Forecast | None:
-        """The least that a leading shard predicts for a request of that class; None when one of them has nothing to
-        run before it, has not measured its prefill rate, or has been silent: then nobody is refused for it."""
+        """Return the lowest wait that a led shard predicts for a request of that class. Return None, and so refuse no
+        request, when one of the shards has nothing to run before it, has not measured its prefill rate, or has been
+        silent.
+        """
         now, seen = time.monotonic(), self.snapshot
         if seen is None or now - seen.at > STALE_S:
             return None
@@ -204,19 +208,21 @@ class Cluster:
         return min(found, key=lambda each: each.ttft_ms, default=None)
 
     def _drain_tok_s(self, stats: dict[str, str]) -> float:
-        """Prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and memory."""
+        """Return prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and
+        memory.
+        """
         prefill, starts_s = _number(stats.get("prefill_tok_s")), _number(stats.get("starts_s"))
         queue = self.snapshot.queue if self.snapshot else {}
         tokens, requests = _number(queue.get("tokens")), _number(queue.get("requests"))
         return min(prefill, starts_s * tokens / requests) if starts_s > 0 and min(tokens, requests) > 0 else prefill
 
     def _led(self) -> list[dict[str, str]]:
-        """Statistics of the shards that somebody leads."""
+        """Return the statistics of the shards that have a leader."""
         if self.snapshot is None:
             return []
         return [stats for shard, stats in self.snapshot.stats.items() if shard in self.snapshot.leases]
 
-    async def _look(self) -> Snapshot:
+    async def look(self) -> Snapshot:
         pause = DISCOVER_S if self._worker_keys else DISCOVER_FIRST_S
         if time.monotonic() - self._discovered_at >= pause:
             await self._discover()
@@ -257,7 +263,7 @@ class Cluster:
             memory_most=int(memory.get("maxmemory", 0)),
             queue=_text(queue),
             steps={key: step.decode() for key, step in zip(beats, told[1:], strict=True) if step is not None},
-            renewed=_renewed(stats, self.snapshot, now),
+            renewed=renewed_at(stats, self.snapshot, now),
         )
 
     async def _discover(self) -> None:
@@ -277,7 +283,7 @@ class Cluster:
         self._discovered_at = time.monotonic()
 
 
-def _renewed(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:
+def renewed_at(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:
     """When each shard's stats were last seen to change, by this process's clock: a shard's own may be another."""
     return {
         shard: before.renewed[shard]

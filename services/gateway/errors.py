@@ -51,7 +51,7 @@ class ApiError(OrcinusError):
             self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
 
     def body(self) -> dict[str, Any]:
-        """The error object of OpenAI's API."""
+        """Return the error object of OpenAI's API."""
         error_type = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
@@ -61,19 +61,18 @@ class ApiError(OrcinusError):
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """400 for one field."""
+    """Return 400 for one field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
-    """503: nothing is wrong with the request, it may come again."""
+    """Return a 503: nothing is wrong with the request, the client can retry."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def failed(why: str, grammar_field: str = "") -> ApiError:
-    """Of a request that ended with an error beside the workers; 400 where its own grammar was at fault.
-
-    grammar_field: the field that brought the grammar, as far as it is known.
+    """Return the error of a request that ended with an error of a worker; a 400 where the request's grammar was at
+    fault. grammar_field: the field that brought the grammar, as far as it is known.
     """
     if why.startswith(NOT_FOLLOWED):
         text = f"{why}; send a simpler one in {grammar_field}" if grammar_field else why
@@ -82,7 +81,7 @@ def failed(why: str, grammar_field: str = "") -> ApiError:
 
 
 def too_big(most_bytes: int, got: str) -> ApiError:
-    """413 for a body."""
+    """Return 413 for a body."""
     return ApiError(413, f"body too large: at most {most_bytes} bytes; got {got}", code="body_too_large")
 
 
@@ -90,27 +89,27 @@ HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client
 
 
 def handed_over(request_id: str) -> ApiError:
-    """503 for what ends here and can be gone on with elsewhere."""
+    """Return the 503 for a request that ends here and can be continued at another gateway."""
     where = f"GET /v1/requests/{request_id}/stream with Last-Event-ID at another gateway continues the stream"
     return unavailable(f"this gateway is shutting down; {where}", HANDED_OVER)
 
 
 def taken_over() -> ApiError:
-    """409 for the older of two connections that read one request."""
+    """Return 409 for the older of two connections that read one request."""
     return ApiError(409, "request continued on another connection", code=TAKEN_OVER)
 
 
 def memory_low(share: float) -> ApiError:
-    """503 for new work while Redis keeps the rest of its memory for what runs."""
+    """Return 503 for new work while Redis keeps the rest of its memory for what runs."""
     return unavailable(f"Redis uses {share:.0%} of its memory; the rest is for running requests", "redis_memory", 5)
 
 
 def slow_client(bound: int) -> ApiError:
-    """503 for a client that does not read what waits for it."""
+    """Return 503 for a client that does not read what waits for it."""
     return ApiError(503, f"client reads too slowly: {bound} events are waiting", code=SLOW_CLIENT)
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as it may stand in an error message: short, one line."""
+    """Return a value as it may stand in an error message: short, one line."""
     text = repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,4 +1,4 @@
-"""The parts of one gateway process, and admission: who may come in, and whether there is room."""
+"""Own the parts of one gateway process: admit requests, begin, resume and adopt them, drain."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger("orcinus.gateway")
 
 
 class Gateway:
-    """Everything that lives as long as the process."""
+    """Holds all that lives as long as the process."""
 
     def __init__(self, settings: GatewaySettings, model: ModelText) -> None:
-        """Raises ConfigurationError when a key is needed and there is none."""
+        """Raise ConfigurationError when a key is needed and there is none."""
         self.settings = settings
         self.model = model
         self.id = ids.process_id("gateway")
@@ -44,8 +44,8 @@ class Gateway:
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback)
         self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
-        self.keeper = BackgroundTasks()
-        self.reaper = OrphanAdopter(settings, self.id, self.keeper, self._take_up)
+        self.background = BackgroundTasks()
+        self.adopter = OrphanAdopter(settings, self.id, self.background, self.adopt)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.draining = False
         self.started_s = int(time.time())
@@ -55,36 +55,38 @@ class Gateway:
 
     def start(self) -> None:
         self.dispatcher.start()
-        work = (self.cluster.run, self.keyring.run, self.reaper.run)
+        work = (self.cluster.run, self.keyring.run, self.adopter.run)
         self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
-        await self.keeper.stop()
+        await self.background.stop()
         await self.dispatcher.stop()
         watching, self._watching = self._watching, []
         await end(*watching)
         await self.keyring.close()
-        await self.reaper.close()
+        await self.adopter.close()
         await self.cluster.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What has to run as long as the process; main.py ends the process when one of them ended."""
+        """The tasks that run as long as the process; main.py ends the process when one of them has ended."""
         return [*self.dispatcher.tasks, *self._watching]
 
     def dead_task(self) -> str:
-        """The error of a task that ended though it should not have; empty when all run."""
+        """Return the error of a task that ended and should not have; empty when all run."""
         for task in self.tasks:
             if task.done():
                 return "it was cancelled" if task.cancelled() else repr(task.exception() or "it ended")
         return ""
 
     async def drain(self, seconds: float) -> None:
-        """Lets running requests end for a while, then ends their delivery: a stream goes on at another gateway."""
+        """Let running requests end for `seconds`, then end their delivery: a stream can be continued at another
+        gateway.
+        """
         self.draining = True
-        self._hand_over(self.keeper.kept)  # nobody reads them here: another gateway may do that as well
+        self._hand_over(self.background.kept)  # they have no client here: another gateway can read them as well
         end = time.monotonic() + seconds
         while self.dispatcher.streams and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
@@ -99,7 +101,7 @@ class Gateway:
                 stream.fail(handed_over(request_id), cut=True)
 
     def state(self) -> dict[str, Any]:
-        """What `/stats` tells of this process."""
+        """Return this process's part of `/stats`."""
         return {
             "id": self.id,
             "model": self.settings.served_model_name,
@@ -111,7 +113,7 @@ class Gateway:
     # Whether
 
     def reason_not_ready(self) -> str:
-        """Empty when new work would be served."""
+        """Return an empty text when new work would be served."""
         if self.draining:
             return "shutting down"
         if dead := self.dead_task():
@@ -119,11 +121,13 @@ class Gateway:
         return self.cluster.reason_not_ready() or ("" if self.keyring.read else "the keys have not been read yet")
 
     def reason_stalled(self) -> str:
-        """Empty while work, if there is any, moves."""
+        """Return an empty text while work, if there is any, moves."""
         return self.cluster.reason_stalled()
 
     def admit(self, spec: GenerationSpec) -> None:
-        """Raises ApiError 429 or 503 when new work cannot be taken; what the queue bounds is the enqueue script's."""
+        """Raise ApiError 429 or 503 when new work cannot be accepted. The enqueue script checks the bounds of the
+        queue.
+        """
         cluster = self.cluster
         self._refuse_while_draining()
         if cluster.redis_error or cluster.snapshot is None:
@@ -144,10 +148,8 @@ class Gateway:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
 
     async def begin(self, spec: GenerationSpec, caller: Caller, started: float, last_event: str = "") -> Generation:
-        """Admits and enqueues a request; one that an Idempotency-Key names and that was enqueued before goes on.
-
-        last_event: what its client has read of it, if it was enqueued before. Raises ApiError; the Generation must be
-        closed.
+        """Admit and enqueue a request; continue one that an Idempotency-Key names and that was enqueued before.
+        last_event: what the client has read of it. Raise ApiError; the Generation must be closed.
         """
         tenant = caller.tenant
         spec.priority = caller.priority(spec.priority)
@@ -158,7 +160,7 @@ class Gateway:
         except ApiError:
             if not (spec.survives_client and await self.dispatcher.record(spec.id)):
                 raise
-            return await self.resume(spec.id, tenant, started, same_as=spec)  # no new work
+            return await self.resume(spec.id, tenant, started, same_as=spec)  # an old request is no new work
         stream = self._open_stream(spec)
         generation = Generation(spec, self.model, stream, self.dispatcher, self.metrics, started)
         generation.span = self.tracing.begin(spec, started) if self.tracing is not None else None
@@ -181,14 +183,16 @@ class Gateway:
         return RequestStream(spec.id, spec.choices, bound, survives=spec.survives_client)
 
     async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
-        """`begin` for a request that nobody waits for; spec.background is set. Raises ApiError."""
-        self.keeper.keep(await self.begin(spec, caller, started))
+        """Begin a request that runs without a client; spec.background is set. Raise ApiError."""
+        self.background.keep(await self.begin(spec, caller, started))
 
-    async def _take_up(self, request_id: str, gateway: str) -> None:
-        """Delivers a request in the background to nobody, if `gateway` was the last that did. Raises ApiError."""
+    async def adopt(self, request_id: str, gateway: str) -> None:
+        """Adopt a background request, if `gateway` was the last to read it. Raise ApiError."""
         record = await self.dispatcher.record(request_id)
         if record.get("gateway") == gateway:
-            self.keeper.keep(await self.resume(request_id, record.get("tenant", ""), time.monotonic(), left_by=gateway))
+            self.background.keep(
+                await self.resume(request_id, record.get("tenant", ""), time.monotonic(), left_by=gateway)
+            )
 
     async def resume(
         self,
@@ -199,10 +203,9 @@ class Gateway:
         same_as: GenerationSpec | None = None,
         left_by: str = "",
     ) -> Generation:
-        """Delivers a request that exists, wherever it was delivered before, from `last_event` on.
-
-        same_as: the request that its client sent again. left_by: to nobody (background.py), if that gateway
-        was the last that did. Raises ApiError; the Generation must be closed.
+        """Deliver a request that exists, wherever it was delivered before, from `last_event` on. same_as: the request
+        that the client sent again. left_by: read it in the background, if that gateway was the last to do so. Raise
+        ApiError; the Generation must be closed.
         """
         record = await self.dispatcher.raw_record(request_id)
         if b"delivery" not in record or record.get(b"tenant", b"").decode() != tenant:
@@ -220,10 +223,10 @@ class Gateway:
                 "request_id: a request with best_of cannot be streamed; the best choice is known at its end",
             )
         stream = self._open_stream(spec)
-        left = functools.partial(self.keeper.left.add, request_id) if spec.background and not left_by else None
+        left = functools.partial(self.background.left.add, request_id) if spec.background and not left_by else None
         generation = Generation(spec, self.model, stream, self.dispatcher, self.metrics, started, position, left)
         if left_by and request_id in self.dispatcher.streams:
-            raise taken_over()  # by a client here, or about to be
+            raise taken_over()  # a client here has it, or is about to
         self._refuse_while_draining()  # here: from now on `drain` knows the stream
         try:
             found = await self.dispatcher.adopt(stream, tenant, left_by)
@@ -238,5 +241,5 @@ class Gateway:
 
 
 def unknown_request(request_id: str) -> ApiError:
-    """404; the same for one of another tenant."""
+    """Return the 404; the same for a request of another tenant."""
     return ApiError(404, f"request {request_id[:80]!r} not found", param="request_id", code="request_not_found")

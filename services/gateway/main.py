@@ -34,16 +34,15 @@ BEAT_S = 1.0
 
 
 def run(settings: GatewaySettings, place: Place | None = None) -> int:
-    """Blocks. 0 after a clean stop, 1 when a task of the gateway died. place: which of several processes this is.
-
-    Raises ConfigurationError for a model, a key, a certificate or a port that will not do.
+    """Run a gateway until it is stopped; block meanwhile. Return 0 after a clean stop, 1 when a task of the gateway
+    died. place: which of several processes this is. Raise ConfigurationError for a bad model, key, certificate or port.
     """
     logs.setup("gateway", settings.log_level, settings.log_json)
     model = ModelText(settings.model, settings.template_timeout_s, settings.tool_parser)
     if problem := model.try_template():
         log.warning("the chat template does not render a plain message: %s", problem)
     gateway = Gateway(settings, model)
-    faulthandler.register(signal.SIGUSR1)  # what hangs can be asked where
+    faulthandler.register(signal.SIGUSR1)  # writes the stacks of a process that hangs
     with contextlib.ExitStack() as sockets:
         public, ops = (
             sockets.enter_context(contextlib.closing(listen(host, port, what, shared=place is not None)))
@@ -68,7 +67,7 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
 
 
 async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, place: Place | None) -> str:
-    """Until told to stop, or until a task died: then its error is returned."""
+    """Serve until a signal or a drain command. Return the error of a task that died, else an empty text."""
     servers = [server(app, gateway.settings) for app in (public_app(gateway), ops_app(gateway))]
     grpc_front = await _grpc_front(gateway)
     stopping = asyncio.Event()
@@ -121,7 +120,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
 
 
 async def _beat(pipe: int) -> None:
-    """Tells the parent that the event loop runs."""
+    """Write a byte to the parent every second, as a sign that the event loop runs."""
     while True:
         with contextlib.suppress(BlockingIOError):  # a parent that was stopped has not read for hours
             os.write(pipe, b".")
@@ -129,7 +128,7 @@ async def _beat(pipe: int) -> None:
 
 
 async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -> None:
-    """Takes no new connection; what is asked of the port from now on is the other processes'."""
+    """Accept no new connection; the other processes behind the port get them from now on."""
     for each in public.servers:
         each.close()
     if grpc_front is not None:
@@ -137,7 +136,7 @@ async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -
 
 
 async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
-    """Listening, where a port is set. Raises ConfigurationError."""
+    """Listening, where a port is set. Raise ConfigurationError."""
     settings = gateway.settings
     if not settings.grpc_port:
         return None

@@ -107,21 +107,21 @@ class Metrics:
         return collector
 
     def watch(self, cluster: Cluster) -> None:
-        """Whose snapshots the metrics of the stack are taken from."""
+        """Take the metrics of the stack from the snapshots of `cluster`."""
         self._stack.cluster = cluster
 
     def call(self, script: str, seconds: float) -> None:
-        """A script answered."""
+        """Count the answer of a script and its time."""
         if script not in self._calls:
             self._calls[script] = self._call.labels(script)
         self._calls[script].observe(seconds)
 
     def read(self, entry_id: bytes) -> None:
-        """A token batch was read; the id of an entry says when Redis took it, in ms."""
+        """Note that a token batch was read; the id of an entry says when Redis took it, in ms."""
         self._lag.observe(max(0.0, time.time() - int(entry_id.partition(b"-")[0]) / 1000))
 
     def finished(self, spec: GenerationSpec, reasons: list[str | None], output_tokens: int, seconds: float) -> None:
-        """A request was delivered to its end."""
+        """Count a request that was delivered to its end."""
         self.duration.labels(spec.endpoint).observe(seconds)
         for reason in reasons:
             self._finished.labels(reason or "").inc()
@@ -130,13 +130,14 @@ class Metrics:
             histogram.observe(value)
 
     def text(self) -> bytes:
-        """The exposition format of Prometheus."""
+        """Return the exposition format of Prometheus."""
         return generate_latest(self.registry)
 
 
 class Deliveries(Collector):
-    """What is noted at each delivery, and counted when somebody asks: a counter and a histogram cost as much as the
-    text of the token."""
+    """Notes of deliveries, counted when metrics are read: a counter and a histogram cost as much as the text of a
+    token.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0

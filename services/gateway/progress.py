@@ -1,7 +1,7 @@
 """Does work move? What /health/progress tells, from what Redis showed second by second. Pure: time is an argument.
 
 Work moves when a step was answered: the last step in a shard's statistics, or in the heartbeat of a scheduler or a
-worker, is another one than before. A statistic that nobody rewrites says that there is work for as long as it said so
+worker, is another one than before. A statistic that is not rewritten says that there is work for as long as it said so
 last, and a heartbeat that ran out is no movement.
 """
 
@@ -38,7 +38,7 @@ class _Track:
 
 
 class Progress:
-    """Follows each shard, and the requests of this gateway, for which any shard may move."""
+    """Follow each shard, and the requests of this gateway, for which any shard may move."""
 
     def __init__(self, now: float) -> None:
         self._shards: dict[str, _Track] = {}
@@ -56,25 +56,25 @@ class Progress:
         self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in seen.stats}
         for shard, stats in seen.stats.items():
             track, mark = self._shards[shard], (stats.get("epoch", 0.0), stats.get("last_step", 0.0))
-            # What a shard without a scheduler had is drained by the others, where there are any.
+            # Other shards drain the work of a shard without a scheduler.
             counts = shard in seen.leases or not seen.leases
             works = counts and any(stats.get(name, 0.0) > 0 for name in ("running", "waiting", "in_flight"))
             track.look(works, mark != track.mark, now)
             moved |= mark != track.mark
             track.mark = mark
-        # Parked requests that never ran are counted as queued; they wait for somebody to ask for them.
+        # Parked requests that never ran are counted as queued; they wait until a client returns.
         waiting = seen.queued - sum(stats.get("parked", 0.0) for stats in seen.stats.values())
         self._own.look(unfinished > 0 or waiting > 0, moved, now)
 
     def stalled(self, now: float) -> tuple[float, str]:
-        """Seconds in which work was there and did not move, and what has not; (0, '') when all is well."""
+        """Return the seconds in which work was there and did not move, and what has not; (0, '') when all is well."""
         found = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
         if self._own.works:
             found.append((now - self._own.since, "the queue"))
         return max(found, default=(0.0, ""))
 
     def _beats_moved(self, steps: Mapping[str, str]) -> bool:
-        """A heartbeat that begins anew is a process that was restarted: no step yet."""
+        """Return a heartbeat that begins anew is a process that was restarted: no step yet."""
         moved = any(step != self._steps.get(name, step) and step != "0" for name, step in steps.items())
         self._steps.update(steps)
         if len(self._steps) > 4 * len(steps) + 64:  # processes that are gone

@@ -25,7 +25,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the workers, from their records, else from the model's config."""
+    """Limit of the workers, from their records, else from the model's config."""
 
     max_model_len: int
     max_input_tokens: int = 0  # 0 means as much as the context allows
@@ -74,17 +74,19 @@ class GenerationSpec:
 
     @property
     def survives_client(self) -> bool:
-        """Whether the request runs on when its connection is gone, since the client can come back for the answer."""
+        """Return whether the request runs on when its connection is gone, since the client can come back for the
+        answer.
+        """
         return self.is_named or self.background
 
     @property
     def is_named(self) -> bool:
-        """Whether an Idempotency-Key names the request: sent again, it is the same request."""
+        """Return whether an Idempotency-Key names the request: sent again, it is the same request."""
         return bool(self.body_sha256)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the log-probabilities of one token; 0 when the request needs none."""
+        """Return the bytes of the log-probabilities of one token; 0 when the request needs none."""
         return record_bytes(self.sampling.logprobs)
 
     @property
@@ -93,5 +95,5 @@ class GenerationSpec:
 
     @property
     def cost_tokens(self) -> int:
-        """Tokens that the tenant's bucket pays in advance: the prompts and the longest possible output."""
+        """Return the tokens that the tenant's bucket pays in advance: the prompts and the longest possible output."""
         return self.prompt_tokens + self.choices * self.max_tokens

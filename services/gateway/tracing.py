@@ -20,7 +20,7 @@ OPERATIONS = {"chat": "chat", "completions": "text_completion"}
 
 
 class Tracing:
-    """Begins the span of each request. A gateway without a collector has none."""
+    """Begin the span of each request. A gateway without a collector has none."""
 
     def __init__(self, endpoint: str, gateway_id: str) -> None:
         """Raise ConfigurationError when the SDK is missing."""

@@ -1,6 +1,6 @@
-"""What the live page shows, read from Redis once a second by one task for all viewers; without viewers nobody reads.
+"""Read what the live page shows from Redis, once a second, by one task for all viewers and only while there are any.
 
-A viewer that does not keep up misses frames and holds nobody back: of each kind only the newest waits for it.
+A viewer that does not keep up misses frames and delays no other: only the newest frame of each kind waits for it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Viewer:
         self.fresh = True  # has not been given the past yet
 
     def put(self, frame: bytes, past: bytes | None) -> None:
-        """The newest; what was not taken is replaced."""
+        """Hold the newest frame, in place of one that was not taken."""
         self._frame = frame
         self._past = past or self._past
         self.fresh = self.fresh and past is None
         self._ready.set()
 
     async def take(self) -> bytes:
-        """Waits for something and returns all that waits, in order."""
+        """Wait for something and returns all that waits, in order."""
         await self._ready.wait()
         self._ready.clear()
         found = (self._past or b"") + (self._frame or b"")
@@ -64,7 +64,7 @@ class Feed:
         self._past: dict[str, dict[str, list[float]]] = {}
 
     def enter(self) -> Viewer:
-        """A new viewer, which has to `leave`. Raises ApiError(503) when too many watch."""
+        """Return a new viewer, which has to `leave`. Raise ApiError(503) when too many watch."""
         if len(self._viewers) >= MOST_VIEWERS:
             raise unavailable(f"too many open pages (limit {MOST_VIEWERS}); close one", "too_many_viewers", 10)
         viewer = Viewer()
@@ -74,7 +74,7 @@ class Feed:
         return viewer
 
     async def leave(self, viewer: Viewer) -> None:
-        """The last one ends the reading."""
+        """Remove a viewer; the last one ends the reading."""
         self._viewers.discard(viewer)
         if not self._viewers and self._task is not None:
             task, self._task = self._task, None
@@ -110,7 +110,7 @@ class Feed:
         return view
 
     async def _remember(self, reader: StackReader, shard: str, stats: dict[str, Any], now_ms: int) -> None:
-        """Keeps five minutes of each shard: read once, then followed."""
+        """Keep five minutes of each shard: read once, then followed."""
         if shard not in self._past:
             self._past[shard] = await reader.history(shard, now_ms - 1000 * HISTORY_S)
         columns = self._past[shard]

@@ -43,13 +43,13 @@ EVENTS = "/dashboard/events"
 
 
 def page(path: str) -> Response:
-    """The file behind a path of FILES."""
+    """Return the file behind a path of FILES."""
     file = _HERE / FILES[path]
     return Response(file.read_bytes(), media_type=_TYPES[file.suffix])
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes over one gateway."""
+    """Return the routes over one gateway."""
     routes = APIRouter()
     feed = Feed(gateway.settings)
 
@@ -70,7 +70,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 class _Events(Response):
-    """Ends when the viewer has gone, also between two events, and when the gateway stops."""
+    """End when the viewer has gone, also between two events, and when the gateway stops."""
 
     media_type = "text/event-stream"
 

@@ -29,29 +29,29 @@ log = logging.getLogger("orcinus.gateway")
 
 
 class BackgroundTasks:
-    """Reads generations that nobody else does."""
+    """Read the generations of background requests."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.left: set[str] = set()
-        """Requests whose client, who had taken them over from here, has gone: the reaper brings them back."""
+        """Requests whose client took them over from here and has gone: the adopter brings them back."""
         self.ended: set[str] = set()
-        """Requests that need nobody any more, until the reaper has said so in Redis."""
+        """Requests that have ended, until the adopter has removed them in Redis."""
 
     @property
     def kept(self) -> list[str]:
-        """Ids of those that run now."""
+        """The ids of the requests that are read now."""
         return list(self._tasks)
 
     def keep(self, generation: Generation) -> None:
-        """Reads a generation to its end, and closes it."""
+        """Read a generation to its end, and closes it."""
         request_id = generation.spec.id
         task = asyncio.create_task(self._read(generation))
         self._tasks[request_id] = task
         task.add_done_callback(lambda task: self._gone(request_id, task))
 
     async def stop(self) -> None:
-        """Ends all tasks; their requests go on."""
+        """End all tasks; their requests continue."""
         await end(*self._tasks.values())
 
     async def _read(self, generation: Generation) -> None:
@@ -75,7 +75,7 @@ class BackgroundTasks:
 
 EVERY_S = 2.0
 GONE_S = 1.5
-"""How long a heartbeat must be missing, after it ran out: a Redis that was away has none of anybody."""
+"""How long a heartbeat must be missing, after it ran out: a Redis that was away has no heartbeat at all."""
 ADOPTING_MS = 10_000
 """What one gateway gets to adopt a request, before another one tries."""
 BATCH = 256
@@ -88,14 +88,14 @@ class OrphanAdopter:
         self,
         settings: GatewaySettings,
         gateway_id: str,
-        keeper: BackgroundTasks,
-        take_up: Callable[[str, str], Awaitable[None]],
+        background: BackgroundTasks,
+        adopt: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        """take_up(request, gateway): delivers a request here that `gateway` delivered. Raises ApiError."""
+        """adopt(request, gateway): delivers a request here that `gateway` delivered. Raise ApiError."""
         self._keys: Keys = settings.keys
         self._gateway_id = gateway_id
-        self._keeper = keeper
-        self._take_up = take_up
+        self._background = background
+        self._adopt = adopt
         self._redis: Any = connect(settings, connections=1)
         self._missing: dict[str, float] = {}
 
@@ -105,10 +105,10 @@ class OrphanAdopter:
             await asyncio.sleep(EVERY_S * random.uniform(0.8, 1.2))  # noqa: S311 - jitter, no secret
             try:
                 await self._forget_ended()
-                for request_id in list(self._keeper.left):
+                for request_id in list(self._background.left):
                     await self._bring_back(request_id)
                 for gateway in await self._gone():
-                    await self._inherit(gateway)
+                    await self.adopt_from(gateway)
             except (*Unreachable, RedisError) as error:
                 log.debug("background requests were not checked: %s", error)
 
@@ -116,14 +116,14 @@ class OrphanAdopter:
         await self._redis.aclose()
 
     async def _forget_ended(self) -> None:
-        if ended := list(self._keeper.ended):
+        if ended := list(self._background.ended):
             await self._redis.srem(self._keys.background_of(self._gateway_id), *ended)
-            self._keeper.ended -= set(ended)
+            self._background.ended -= set(ended)
 
     async def _bring_back(self, request_id: str) -> None:
         """One that is this gateway's own, and that a client has read for a while."""
         if await self._tried(request_id, self._gateway_id):
-            self._keeper.left.discard(request_id)
+            self._background.left.discard(request_id)
 
     async def _gone(self) -> list[str]:
         """Gateways without a heartbeat that may leave requests behind."""
@@ -135,7 +135,8 @@ class OrphanAdopter:
         self._missing = {name: self._missing.get(name, now) for name in silent}
         return [name for name, since in self._missing.items() if now - since >= GONE_S]
 
-    async def _inherit(self, gateway: str) -> None:
+    async def adopt_from(self, gateway: str) -> None:
+        """Adopt background requests of a gateway that is gone, BATCH at most."""
         key = self._keys.background_of(gateway)
         found = await self._redis.srandmember(key, BATCH)
         if not found:
@@ -153,9 +154,9 @@ class OrphanAdopter:
             log.info("adopted %d background requests of gateway %s, which is gone", adopted, gateway)
 
     async def _tried(self, request_id: str, gateway: str) -> bool:
-        """False when it is to be tried again."""
+        """Adopt one request. Return False when it is to be tried again."""
         try:
-            await self._take_up(request_id, gateway)
+            await self._adopt(request_id, gateway)
         except ApiError as error:
             if error.status == 503 or error.code == TAKEN_OVER:
                 return False

@@ -99,7 +99,7 @@ def _tools(stored: bytes) -> ToolUse | None:
 
 
 def failed(error: Exception) -> Exception:
-    """What the client hears when a question got no answer, or none of use; a bug of ours stays what it is."""
+    """Return the error that the client gets when a Redis call failed; any other exception is returned as it is."""
     if isinstance(error, Unreachable):
         return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
     if isinstance(error, RedisError) and "OOM" in str(error):
@@ -112,7 +112,7 @@ def failed(error: Exception) -> Exception:
 
 
 def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
-    """(choice, finish) of the choices that a record says have ended; their `out` is whole."""
+    """Return (choice, finish) of the choices that have ended by their record; their `out` is complete."""
     if record.get(b"state") == b"finished":
         parts = record.get(b"finish", b"").split(b",")
         return [(choice, int(part)) for choice, part in enumerate(parts[:choices]) if part]
@@ -121,7 +121,7 @@ def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
 
 
 def entries_of(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of an XREAD of one stream, in either form in which redis-py gives them."""
+    """Return the entries of an XREAD of one stream, in either of redis-py's two forms."""
     if not reply:
         return []
     streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply]
@@ -131,7 +131,7 @@ def entries_of(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
 
 
 def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
-    """Request, index of the first token, and row, of each row of a batch. Raises ValueError for one that is broken."""
+    """Yield request, index of the first token, and row, for each row of a batch. Raise ValueError for a broken one."""
     choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
     counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
     logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
@@ -144,13 +144,13 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
 
 
 def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
-    """How the choices ended that have; `missing` gave all their tokens."""
+    """Return the ends of the finished choices; the dispatcher has read all their tokens."""
     error = record.get(b"error", b"").decode("utf-8", "replace")
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
 
 
 def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
-    """Puts what `missing` gave into a mailbox that gets nothing else."""
+    """Put the rows of a record into a stream that gets nothing else."""
     for first, row in rows:
         stream.offer(row, first)
     for row in ends(record, stream.choices):

@@ -45,15 +45,16 @@ MOST_REFUSALS = 60
 
 @dataclass(slots=True)
 class Command:
-    """What Redis has to be told about one request, until it was told."""
+    """A command about one request, kept until Redis has taken it."""
 
     key: tuple[str, str]  # request id, kind
     send: Callable[[], Awaitable[Any]]
     refusals: int = 0
 
     async def say(self) -> None:
-        """Twice at most: a connection that Redis closed shows only at its first use, and a command that is said twice
-        does no harm. Until the next round this process could be gone, and the command with it."""
+        """Send the command, twice at most: a connection that Redis closed shows only at its first use, and a repeated
+        command does no harm. A process that dies before the next round loses the command.
+        """
         try:
             await self.send()
         except RedisConnectionError:
@@ -70,7 +71,7 @@ class Retries:
         return len(self._waiting)
 
     def keep(self, command: Command) -> None:
-        """In place of an earlier one of the same key."""
+        """Keep a command for the next round, in place of an earlier one of the same key."""
         known = self._waiting.pop(command.key, None)
         if known is not None:
             command.refusals = max(command.refusals, known.refusals)
@@ -81,7 +82,7 @@ class Retries:
         self._waiting[command.key] = command
 
     def refused(self, command: Command, error: Exception) -> None:
-        """Redis answered, but not as hoped: kept until MOST_REFUSALS."""
+        """Keep a command that Redis refused, until MOST_REFUSALS."""
         request_id, kind = command.key
         command.refusals += 1
         if command.refusals >= MOST_REFUSALS:
@@ -92,7 +93,7 @@ class Retries:
         self.keep(command)
 
     def take(self) -> list[Command]:
-        """All of them; they are to be tried now."""
+        """Return all waiting commands and forget them; the caller tries them now."""
         waiting, self._waiting = self._waiting, {}
         return list(waiting.values())
 
@@ -108,7 +109,7 @@ T = TypeVar("T")
 
 
 class Dispatcher:
-    """Owns every Redis connection that serves requests."""
+    """Own every Redis connection that serves requests."""
 
     def __init__(self, settings: GatewaySettings, gateway_id: str, cluster: Cluster, metrics: Metrics) -> None:
         self._settings = settings
@@ -117,7 +118,7 @@ class Dispatcher:
         self._metrics = metrics
         self._redis: Redis = connect(settings, connections=1)
         self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
-        self._scripts = Scripts(self._redis, metrics.call)
+        self.scripts = Scripts(self._redis, metrics.call)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._more = asyncio.Event()
         self._retries = Retries()
@@ -132,14 +133,14 @@ class Dispatcher:
         self._tasks = [asyncio.create_task(work()) for work in (self._work, self._read, self._watch)]
 
     async def stop(self) -> None:
-        """Ends the tasks, after what is queued was done, and deletes this gateway's stream unless a request goes on."""
+        """End the tasks after the queued jobs, and delete this gateway's stream unless a request continues."""
         if self._tasks and not self._cluster.redis_error:
             flushed = asyncio.Event()
 
             async def last() -> None:
                 flushed.set()
 
-            self._put(last)
+            self.submit(last)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
                     await flushed.wait()
@@ -160,15 +161,15 @@ class Dispatcher:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What runs between start and stop; none of them ends by itself."""
+        """The tasks that run between start and stop; none of them ends by itself."""
         return list(self._tasks)
 
     # What handlers call
 
     async def enqueue(self, spec: GenerationSpec, stream: RequestStream, caller: Caller, delivery: bytes) -> bool:
-        """Puts the request into its class's stream; False if one of its id was put there before.
+        """Put the request into its class's stream; False if one of its id was put there before.
 
-        Raises ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
+        Raise ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
         it: only `adopt` takes it over.
         """
         if spec.id not in self._streams:
@@ -187,7 +188,7 @@ class Dispatcher:
             spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.late is not None),
         ]
         # fmt: on
-        answer = await self._ask(lambda: self._enqueue(spec, redis_keys, arguments))
+        answer = await self.ask(lambda: self._enqueue(spec, redis_keys, arguments))
         if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
             self._forget(stream)
             raise refusal
@@ -198,32 +199,37 @@ class Dispatcher:
         return is_new
 
     async def adopt(self, stream: RequestStream, tenant: str, former: str = "") -> bool:
-        """Delivers a request from now on that was enqueued before, here or by another gateway; False if there is none
-        of that tenant, or `former`, if named, delivers it no more. Raises ApiError(503). `close` has to follow."""
+        """Deliver a request that was enqueued before, here or by another gateway. Return False if the tenant has no
+        such request or `former`, if named, no longer delivers it. Raise ApiError(503). `close` has to follow.
+        """
         self._register(stream)
         adopt = queue_pb2.Control.Adopt(id=stream.request_id, gateway=self.gateway_id)
         control = queue_pb2.Control(adopt=adopt)
-        verdict = await self._ask(
+        verdict = await self.ask(
             lambda: self._control(stream.request_id, "adopt", control, former, tenant=tenant, gateway=self.gateway_id)
         )
         self._refill(stream)
         return verdict not in ("unknown", "forbidden", "elsewhere")
 
     def close(self, stream: RequestStream, cancel_reason: str = "") -> None:
-        """The handler has ended. With a reason the request is cancelled, unless somebody else delivers it by now."""
+        """End the delivery of a request. With a reason the request is cancelled, unless another stream delivers it by
+        now.
+        """
         self._outlived |= not (cancel_reason or stream.done)
         if self._forget(stream) and cancel_reason:
             self.cancel(stream.request_id, cancel_reason)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Cancels a request that this gateway delivers, without waiting."""
+        """Cancel a request that this gateway delivers, without waiting."""
         control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason=reason))
         self._command(
             (request_id, "cancel"), lambda: self._control(request_id, "cancel", control, gateway=self.gateway_id)
         )
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
-        """A stop string was found: tokens 0 .. at_token - 1 stay. written: called once Redis has it."""
+        """Tell the scheduler that a stop string was found: tokens 0 .. at_token - 1 stay. written: called once Redis
+        has it.
+        """
         stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
         control = queue_pb2.Control(stop=stop)
 
@@ -239,26 +245,26 @@ class Dispatcher:
         self._command((request_id, f"stop {choice}"), send)
 
     async def cancel_for(self, request_id: str, tenant: str) -> str:
-        """Cancels for a client: sent | flagged | finished | unknown | forbidden. Raises ApiError(503)."""
+        """Cancel for a client: sent | flagged | finished | unknown | forbidden. Raise ApiError(503)."""
         control = queue_pb2.Control(cancel=queue_pb2.Control.Cancel(id=request_id, reason="cancelled by its owner"))
-        return str(await self._ask(lambda: self._control(request_id, "cancel", control, tenant=tenant)))
+        return str(await self.ask(lambda: self._control(request_id, "cancel", control, tenant=tenant)))
 
     async def record(self, request_id: str) -> dict[str, str]:
-        """`req:{id}`; empty when there is none. Raises ApiError(503)."""
+        """`req:{id}`; empty when there is none. Raise ApiError(503)."""
         found = await self.raw_record(request_id)
         return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
 
     async def raw_record(self, request_id: str) -> dict[bytes, bytes]:
-        """The same as Redis has it: `delivery` is no text."""
+        """Return `req:{id}` as Redis has it, since `delivery` is not text. Raise ApiError(503)."""
 
         async def read() -> dict[bytes, bytes]:
             return await self._redis.hgetall(self._keys.req(request_id))  # type: ignore[return-value]
 
-        return await self._ask(read)
+        return await self.ask(read)
 
     async def read(self, stream: RequestStream) -> None:
-        """Puts what is recorded of a request into a mailbox that gets nothing else. Raises ApiError(503)."""
-        fill(stream, *await self._ask(lambda: _missing(self._redis, self._keys, stream)))
+        """Put what is recorded of a request into a mailbox that gets nothing else. Raise ApiError(503)."""
+        fill(stream, *await self.ask(lambda: _missing(self._redis, self._keys, stream)))
 
     # The working task
 
@@ -278,12 +284,14 @@ class Dispatcher:
             except Exception:
                 log.exception("a job for Redis failed")
 
-    def _put(self, job: Callable[[], Awaitable[None]]) -> None:
+    def submit(self, job: Callable[[], Awaitable[None]]) -> None:
         self._jobs.append(job)
         self._more.set()
 
-    async def _ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """Lets the task ask and waits for the answer; a cancelled caller leaves the question to it."""
+    async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
+        """Queue a question for the working task and wait for the answer. A cancelled caller leaves the question to the
+        task.
+        """
         if self._cluster.redis_error:
             raise unavailable(f"Redis does not answer: {self._cluster.redis_error}", "redis_unavailable", 2)
         if len(self._jobs) >= MOST_JOBS:
@@ -310,16 +318,18 @@ class Dispatcher:
                 if not answer.done():
                     answer.set_result(result)
 
-        self._put(job)
+        self.submit(job)
         return await answer
 
     async def _enqueue(self, spec: GenerationSpec, keys: list[str], arguments: list[Value]) -> Any:
-        """Twice at most: a connection that Redis closed shows only at the first use, and an id is queued once."""
+        """Run enqueue.lua, twice at most: a connection that Redis closed shows only at the first use, and an id is
+        queued once.
+        """
         try:
-            return await self._scripts.enqueue(keys, arguments)
+            return await self.scripts.enqueue(keys, arguments)
         except Unreachable:
             try:
-                return await self._scripts.enqueue(keys, arguments)
+                return await self.scripts.enqueue(keys, arguments)
             except Unreachable:
                 # It may be in the queue all the same; its client gets a 503, and asks for it again if it named it.
                 if not spec.is_named:
@@ -339,24 +349,24 @@ class Dispatcher:
             except RedisError as error:
                 self._retries.refused(command, error)
 
-        self._put(job)
+        self.submit(job)
 
     async def _control(
         self, request_id: str, kind: str, control: queue_pb2.Control, *more: Value, tenant: str = "", gateway: str = ""
     ) -> str:
         arguments: list[Value] = [self._keys.prefix, kind, control.SerializeToString(), gateway, tenant, *more]
-        reply: bytes = await self._scripts.control([self._keys.req(request_id)], arguments)
+        reply: bytes = await self.scripts.control([self._keys.req(request_id)], arguments)
         return reply.decode()
 
     def _register(self, stream: RequestStream) -> None:
-        """Rows of its request go to `stream` from now on; one that had it before ends."""
+        """Route the rows of a request to `stream` from now on, and end the stream that had them before."""
         if before := self._streams.get(stream.request_id):
             before.fail(taken_over(), cut=True)
         self._streams[stream.request_id] = stream
         self._cluster.active = len(self._streams)
 
     def _forget(self, stream: RequestStream) -> bool:
-        """False if another stream has taken its place."""
+        """Drop a stream. Return False if another one has taken its place."""
         mine = self._streams.get(stream.request_id, stream) is stream
         if mine:
             self._streams.pop(stream.request_id, None)
@@ -367,7 +377,7 @@ class Dispatcher:
 
     async def _read(self) -> None:
         key = self._keys.tokens(self.gateway_id)
-        last: bytes | str = "0-0"  # nobody else had this id before, so this is the beginning
+        last: bytes | str = "0-0"  # this id is new, so this is the beginning
         attempt = 0
         while True:
             try:
@@ -411,7 +421,7 @@ class Dispatcher:
     # Records: gaps and silence
 
     async def _watch(self) -> None:
-        """Once a second: commands that Redis missed, gaps that are still open, requests unheard of."""
+        """Retry commands, open gaps and silent requests once a second."""
         while True:
             await asyncio.sleep(EVERY_S)
             self._cluster.unfinished = sum(not stream.done for stream in self._streams.values())
@@ -438,7 +448,7 @@ class Dispatcher:
             finally:
                 stream.refilling = False
 
-        self._put(job)
+        self.submit(job)
 
     async def _read_record(self, stream: RequestStream) -> None:
         if self._streams.get(stream.request_id) is not stream:
@@ -447,7 +457,7 @@ class Dispatcher:
         if not record:
             stream.fail(ApiError(500, "request record missing from Redis; send the request again", code="record_lost"))
             return
-        # What has ended is delivered by whoever is asked, also by several at once.
+        # A request that has ended is delivered by any gateway, also by several at once.
         if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:
             stream.fail(taken_over(), cut=True)
             return
@@ -464,7 +474,9 @@ class Dispatcher:
 
 
 async def _missing(redis: Redis, keys: Keys, stream: RequestStream) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
-    """`req:{id}` (empty when it is gone), and from `out` what the mailbox has not: (index of the first token, row)."""
+    """Read `req:{id}` (empty when it is gone) and the tokens in `out` that the stream lacks: (index of the first token,
+    row).
+    """
     pipe: Any = redis.pipeline(transaction=True)
     pipe.hgetall(keys.req(stream.request_id))
     before, size = list(stream.received), stream.record_bytes

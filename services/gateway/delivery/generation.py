@@ -24,11 +24,13 @@ from services.gateway.text.tools.reader import CallPiece, ToolReader
 from services.gateway.tracing import RequestSpan
 
 HELD_FINISH_S = 30.0
-"""For a Redis that is away. Then the end is told all the same: it is right, and a client cannot wait for ever."""
+"""How long an end waits for a Redis that is away. Then it is sent all the same: it is right."""
 
 
 class HeldFinishes:
-    """Choices of one request whose end is held back."""
+    """Ends by a stop string that the client gets only once Redis has them. The scheduler learns of a stop string from
+    the gateway alone: if the end were sent first and the gateway killed then, the record would keep another end.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """wake: called when `take` has something new."""
@@ -40,7 +42,7 @@ class HeldFinishes:
         return bool(self._held or self._ready)
 
     def hold(self, choice: int) -> Callable[[], None]:
-        """Holds the end of a choice until what is returned is called, or for HELD_FINISH_S."""
+        """Hold the end of a choice until what is returned is called, or for HELD_FINISH_S."""
 
         def release() -> None:
             if (timer := self._held.pop(choice, None)) is not None:
@@ -52,12 +54,12 @@ class HeldFinishes:
         return release
 
     def take(self) -> list[int]:
-        """Choices whose end may be told since the last call."""
+        """Return the choices with an end that Redis has taken since the last call."""
         ready, self._ready = self._ready, []
         return ready
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """Drop all held ends."""
         for timer in self._held.values():
             timer.cancel()
         self._held.clear()
@@ -79,7 +81,7 @@ REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.DEADLINE: "deadl
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice gained."""
+    """The text and tokens that one choice gained."""
 
     choice: int
     text: str
@@ -105,7 +107,7 @@ class Usage:
 
 
 class ChoiceText:
-    """Tokens of one choice in, text out."""
+    """Turns the tokens of one choice into text."""
 
     # fmt: off
     __slots__ = (
@@ -131,7 +133,7 @@ class ChoiceText:
         self._silent = frozenset() if self._include else self._stop_ids
 
     def grow(self, tokens: list[int]) -> str:
-        """The text of tokens that end nothing, where nothing has to be looked for in it."""
+        """Return the text of tokens that end nothing, where nothing has to be looked for in it."""
         self.count += len(tokens)
         text = ""
         for token in tokens:
@@ -140,14 +142,14 @@ class ChoiceText:
         return text
 
     def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
-        """Text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
+        """Return text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
         text, used, stopped = self._feed(tokens, finish_reason)
         if self._tools is not None:
             text = self._read_calls(self._tools, text)
         return text, used, stopped
 
     def _read_calls(self, tools: ToolReader, text: str) -> str:
-        """What of the text is no call of a tool."""
+        """Return the text without tool calls, which go to `calls`."""
         text, self.calls = tools.feed(text)
         if self.finish_reason is None:
             return text
@@ -194,7 +196,7 @@ class ChoiceText:
 
 
 class Commands(Protocol):
-    """What a generation tells the dispatcher."""
+    """The commands that a generation gives the dispatcher."""
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None: ...
 
@@ -215,8 +217,9 @@ class Generation:
         position: Position | None = None,
         left: Callable[[], None] | None = None,
     ) -> None:
-        """`started`: time.monotonic() at the request's arrival. position: what the client has already. left: called
-        when the client has gone and the request goes on without it."""
+        """Begin the delivery. started: time.monotonic() at the request's arrival. position: what the client has
+        already. left: called when the client has gone and the request continues without it.
+        """
         self.spec = spec
         self.stream = stream
         stream.record_bytes = spec.record_bytes
@@ -228,7 +231,7 @@ class Generation:
         self.span: RequestSpan | None = None  # set where traces are sent
         self._left = left
         self._held_finishes = HeldFinishes(stream.wake)
-        self._ended: ApiError | None = None  # told by the next call of `next`
+        self._ended: ApiError | None = None  # raised by the next call of `next`
         self.failure: ApiError | None = None
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
@@ -248,9 +251,9 @@ class Generation:
         return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
 
     async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
-        """What was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
+        """Return what was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
 
-        deliver: as in `RequestStream.take`; it has to `apply` the rows that it takes. Raises ApiError when the request
+        deliver: as in `RequestStream.take`; it has to `apply` the rows that it takes. Raise ApiError when the request
         failed, was cancelled or its client was cut; earlier rows are returned first.
         """
         try:
@@ -266,11 +269,11 @@ class Generation:
 
     @property
     def holds_end(self) -> bool:
-        """Was a stop string found whose end is not told yet?"""
+        """Whether a stop string was found and its end is still held back."""
         return bool(self._held_finishes)
 
     def apply(self, rows: list[Row]) -> list[Delta]:
-        """What rows add, in order. Raises ApiError when the first of them tells a failure."""
+        """Return what rows add, in order. Raise ApiError when the first of them is a failure."""
         if self.is_plain and len(rows) == 1 and not rows[0].finish:
             return self._grow(rows[0])
         deltas: dict[int, Delta] = {}
@@ -292,7 +295,7 @@ class Generation:
             beyond = self._had[row.choice] - choice.count  # see Position
             if stopped:
                 self.stream.end_choice(row.choice)
-                if row.finish != Finish.STOP:  # also behind an end of its own: the record is to say what was told
+                if row.finish != Finish.STOP:  # also when the row has an end: the record has to say what the client got
                     written = self._held_finishes.hold(row.choice) if beyond < 2 else _nothing
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
                     ended = None
@@ -312,13 +315,13 @@ class Generation:
         return list(deltas.values())
 
     def _grow(self, row: Row) -> list[Delta]:
-        """What all of `apply` comes to for nearly every row: some text more. No choice can have ended before."""
+        """Do what `apply` comes to for nearly every row: add text. No choice can have ended before."""
         text = self.choices[row.choice].grow(row.tokens)
         self._observe(len(row.tokens))
         return [Delta(row.choice, text, row.tokens, None)]
 
     def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
-        """ChoiceText.feed without what the client has already."""
+        """Feed a choice and return only what the client does not have yet."""
         choice = self.choices[number]
         known = max(0, self._had[number] - choice.count)
         if not known:
@@ -338,7 +341,7 @@ class Generation:
             self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
 
     def close(self) -> None:
-        """Ends the request's delivery; what still runs is cancelled, unless its client promised to come back."""
+        """End the request's delivery; what still runs is cancelled, unless its client promised to come back."""
         if self._closed:
             return
         self._closed = True
@@ -363,13 +366,13 @@ class Generation:
 
     @property
     def _taken_from_here(self) -> bool:
-        """Does somebody else deliver the request by now, or is to?"""
+        """Whether another connection or gateway delivers the request, or will."""
         failure = self.failure or self.stream.failure
         return failure is not None and failure.code in (TAKEN_OVER, HANDED_OVER)
 
     @property
     def _goes_on(self) -> bool:
-        """Is somebody to get what is still to come: another connection, or the client when it comes back?"""
+        """Whether the rest is still wanted: by another connection, or by the client when it comes back."""
         failure = self.failure or self.stream.failure
         if failure is None or failure.code == SLOW_CLIENT:
             return self.spec.survives_client
@@ -389,11 +392,11 @@ class Generation:
 
 
 def _nothing() -> None:
-    """Nobody waits to hear that a stop is written: this client was told the end before."""
+    """Ignore that a stop is written: the client has had the end before."""
 
 
 def _failure(row: Row, spec: GenerationSpec) -> ApiError:
-    """Of a row that ends its request without success."""
+    """Return the error of a row that ends its request without success."""
     if row.finish == Finish.CANCELLED:
         return ApiError(409, "the request was cancelled", code="cancelled")
     return failed(row.error, spec.grammar_field)

@@ -26,15 +26,17 @@ _INDEX = re.compile(r"-?[0-9]{1,9}")
 
 @dataclass(slots=True)
 class Position:
-    """last: by choice the index of the last token whose text the client has, NOTHING or PREAMBLE before; one more than
-    the last token's with the text that only the end released, two more with the reason. usage: it has that, too."""
+    """How far a client has read. last: for each choice the index of the last token with text that the client has,
+    NOTHING or PREAMBLE before; one more than the last token's with the text that only the end released, two more with
+    the reason. usage: the client has the usage, too.
+    """
 
     last: list[int]
     usage: bool = False
 
     @staticmethod
     def parse(given: str, request_id: str, choices: int) -> Position:
-        """From an event's id. Raises ApiError(400) for one that is not of this request.
+        """From an event's id. Raise ApiError(400) for one that is not of this request.
 
         >>> Position.parse("cmpl-1:4.-1", "cmpl-1", 2)
         Position(last=[4, -1], usage=False)
@@ -56,7 +58,7 @@ class Position:
 
 
 class Offer(Enum):
-    """What became of a row."""
+    """The outcome of offering a row."""
 
     TAKEN = auto()
     DUPLICATE = auto()
@@ -86,8 +88,9 @@ class Ahead:
 
 @dataclass(slots=True)
 class RequestStream:
-    """Mailbox of one request. `bound`: rows kept for a slow client; 0: no bound (nobody reads slowly). `survives`: the
-    request goes on without its client."""
+    """Rows of one request. `bound`: rows kept for a slow client; 0 means no bound (no client reads slowly). `survives`:
+    the request continues without its client.
+    """
 
     request_id: str
     choices: int
@@ -116,7 +119,7 @@ class RequestStream:
         return all(self.finished)
 
     def offer(self, row: Row, first: int) -> Offer:
-        """Takes a row whose first token has index `first`."""
+        """Take a row whose first token has index `first`."""
         self.heard_at = time.monotonic()
         choice = row.choice
         if self.failure is not None or not 0 <= choice < self.choices or self.finished[choice]:
@@ -140,24 +143,24 @@ class RequestStream:
         return Offer.TAKEN
 
     def put_aside(self, row: Row, first: int) -> None:
-        """Keeps a row that came too early, until what is before it was offered."""
+        """Keep a row that came too early, until what is before it was offered."""
         self.ahead.append(Ahead(first, row))
 
     def take_ahead(self) -> list[Ahead]:
-        """Rows put aside, in order; they are to be offered again."""
+        """Return rows put aside, in order; they are to be offered again."""
         waiting, self.ahead = sorted(self.ahead, key=lambda item: item.first), []
         return waiting
 
     def end_choice(self, choice: int) -> None:
-        """A stop string ended the choice: later rows of it are dropped."""
+        """End a choice at a stop string: its later rows are dropped."""
         self.finished[choice] = True
 
     def wake(self) -> None:
-        """Lets `take` return, be it with nothing: what its caller waits for may have come another way."""
+        """Let `take` return, be it with nothing: what its caller waits for may have come another way."""
         self._wake.set()
 
     def fail(self, error: ApiError, cut: bool = False) -> None:
-        """Ends the request for the client. With `cut` its writer is stopped even where it waits for the socket."""
+        """End the request for the client. With `cut` its writer is stopped even where it waits for the socket."""
         if self.failure is None:
             self.failure = error
             self._rows.clear()
@@ -166,7 +169,7 @@ class RequestStream:
             self.cut.set()
 
     async def take(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Row]:
-        """Rows since the last call; empty after `timeout_s` or `wake`. Raises ApiError once the request failed.
+        """Return rows since the last call; empty after `timeout_s` or `wake`. Raise ApiError once the request failed.
 
         deliver: called with rows that come meanwhile and are no ends; those that it takes (True) are not given here.
         """

@@ -1,4 +1,4 @@
-"""Listening sockets of the gateway: its own, shared by several processes, or only kept from others."""
+"""Open listening sockets: exclusive, shared by several processes, or only reserved."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, what: str, *, shared: bool = False) -> socket.socket:
-    """A socket that listens. shared: beside those of other processes of this user that share it as well.
+    """Return a socket that listens. shared: beside those of other processes of this user that share it as well.
 
-    Raises ConfigurationError that says which port and what to do.
+    Raise ConfigurationError that says which port and what to do.
     """
     return _bound(host, port, what, shared, listening=True)
 
 
 def reserve(host: str, port: int, what: str) -> socket.socket:
-    """A socket that takes no connection: nobody but who listens `shared` gets the port while it is open.
-
-    SO_REUSEPORT alone would let a second gateway of the same user in without a word. Raises ConfigurationError.
+    """Return a socket that accepts no connection and keeps its port for `shared` listeners. SO_REUSEPORT alone would
+    let a second gateway of the same user share the port unnoticed. Raise ConfigurationError.
     """
-    held = _bound(host, port, what, False, listening=False)  # fails where anybody listens, shared or not
-    # Whoever binds without SO_REUSEPORT is in conflict with it from now on, whoever binds with it is not.
+    held = _bound(host, port, what, False, listening=False)  # fails where any program listens, shared or not
+    # A bind without SO_REUSEPORT conflicts with it from now on, one with it does not.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return held

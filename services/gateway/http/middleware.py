@@ -33,7 +33,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 async def send_error(error: ApiError, send: Send) -> None:
-    """A whole answer in OpenAI's shape."""
+    """Send a whole error response in OpenAI's shape."""
     body = error.json()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
@@ -42,7 +42,7 @@ async def send_error(error: ApiError, send: Send) -> None:
 
 
 class RequestContext:
-    """Outermost: x-request-id in and out, the count of answers, errors that nobody caught."""
+    """Outermost: x-request-id in and out, the count of answers, errors that no handler caught."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, pages: Collection[str] = ()) -> None:
         """pages: paths of the live page, counted by name."""
@@ -186,7 +186,7 @@ PAGE_HEADERS = {
 
 
 class PageHeaders:
-    """Adds PAGE_HEADERS to every answer that has not set its own."""
+    """Add PAGE_HEADERS to every answer that has not set its own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

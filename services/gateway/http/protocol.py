@@ -18,12 +18,12 @@ from shared.settings import GatewaySettings
 
 MOST_HEADERS = 100
 OVER_THE_LIMIT = 256
-"""Connections beyond the limit that are told so; more are dropped without a word."""
+"""Connections beyond the limit that get a 503; more are dropped without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one port takes."""
+    """Limits of one port."""
 
     connections: int
     head_bytes: int
@@ -41,7 +41,7 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(**given)
         self._bounds = bounds
-        self._refusal: ApiError | None = None  # told as soon as the client has said something
+        self._refusal: ApiError | None = None  # sent as soon as the client has sent something
         self._late: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None  # what is answered now, or was last
         self._in_head = True
@@ -63,7 +63,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
         super().connection_lost(exc)
-        # uvicorn tells the newest request alone: of one that is answered while the next is there already nobody heard.
+        # uvicorn notifies the newest request only; an older one that is still answered has to hear of it, too.
         if (answered := self._answered) is not None and not answered.response_complete:
             answered.disconnected = True
             answered.message_event.set()
@@ -83,7 +83,7 @@ class Protocol(HttpToolsProtocol):
         if max(self._head_bytes, self._past_body_bytes) > self._bounds.head_bytes and not self.transport.is_closing():
             self._answer(self._too_long())
         if self.pipeline:
-            self.flow.resume_reading()  # uvicorn paused it, and of who is not read from nobody sees that he leaves
+            self.flow.resume_reading()  # uvicorn paused it, and a client that leaves is noticed only while it is read
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -94,14 +94,14 @@ class Protocol(HttpToolsProtocol):
             self.data_received(held)
 
     def _hold(self, data: bytes) -> None:
-        """Keeps it unread until all is answered that came before; beyond the bound the client may not send on."""
+        """Keep it unread until all is answered that came before; beyond the bound the client may not send on."""
         self._wait_no_more()
         self._held += data
         if len(self._held) > self._bounds.head_bytes:
             self.flow.pause_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed, or was refused while it was."""
+        """Refuse a request that cannot be parsed, or was refused during parsing."""
         self._answer(self._refusal or ApiError(400, "not a valid HTTP/1.1 request", code="invalid_http"))
 
     def on_message_begin(self) -> None:
@@ -117,7 +117,7 @@ class Protocol(HttpToolsProtocol):
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a trailer says nothing that is asked for, and how many there are would be without bound
+        if self._in_head:  # trailers are not used, and their number would be unbounded
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -146,7 +146,7 @@ class Protocol(HttpToolsProtocol):
         return not self.flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
 
     def _write(self, body: bytes) -> None:
-        """A chunk of the answer that is under way. The way through the middleware costs as much as all the rest."""
+        """Write a chunk of the current answer, past the middleware, which costs as much as all the rest."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _too_long(self) -> ApiError:
@@ -154,7 +154,7 @@ class Protocol(HttpToolsProtocol):
         return ApiError(431, text, code="head_too_large")
 
     def _wait(self) -> None:
-        """A whole request has to come within the time from now on."""
+        """Start the time in which a whole request has to arrive."""
         self._wait_no_more()
         self._late = self.loop.call_later(self._bounds.read_timeout_s, self._too_late)
 
@@ -168,7 +168,7 @@ class Protocol(HttpToolsProtocol):
         self._answer(ApiError(408, text, code="request_timeout"))
 
     def _answer(self, error: ApiError) -> None:
-        """Refuses and closes; only closes where another answer to this request is on its way, or was there already."""
+        """Refuse and closes; only closes where another answer to this request is on its way, or was there already."""
         self._wait_no_more()
         if self.transport.is_closing():
             return

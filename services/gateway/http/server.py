@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
 
 
 def server(app: Any, settings: GatewaySettings) -> Server:
-    """One port's. Raises ConfigurationError for a certificate that will not do."""
+    """One port's. Raise ConfigurationError for a certificate that will not do."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_pair(settings.tls_cert, settings.tls_key)
     config = uvicorn.Config(
@@ -69,7 +69,7 @@ def warn_of_clear_text(settings: GatewaySettings) -> None:
 
 
 def renew_certificates(servers: Sequence[uvicorn.Server], settings: GatewaySettings) -> None:
-    """Reads the files again, for connections that come from now on; what will not do is not taken."""
+    """Read the files again, for connections that come from now on; what will not do is not taken."""
     if settings.tls_cert is None or settings.tls_key is None:
         return
     try:

@@ -44,11 +44,11 @@ class Certificate:
         self._fresh: grpc.ServerCertificateConfiguration | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What to listen with. Raises ConfigurationError for files that will not do."""
+        """Return the credentials to listen with. Raise ConfigurationError for bad files."""
         return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed)
 
     def renew(self) -> None:
-        """Reads the files again, for connections that come from now on. Raises ConfigurationError."""
+        """Read the files again, for connections that come from now on. Raise ConfigurationError."""
         self._fresh = self._read()
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Who calls, and the trace that the call belongs to."""
+    """The caller of a gRPC call, and the trace that the call belongs to."""
 
     caller: Caller
     traceparent: str
@@ -111,7 +111,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
 
     async def start(self) -> None:
-        """Raises ConfigurationError for a port or certificate that will not do."""
+        """Raise ConfigurationError for a port or certificate that will not do."""
         settings = self._gateway.settings
         host = settings.host.strip("[]")
         address = f"[{host}]:{settings.grpc_port}" if ":" in host else f"{host}:{settings.grpc_port}"
@@ -128,7 +128,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await self._server.stop(grace_s)
 
     def renew_certificate(self) -> None:
-        """Reads the files again; what will not do is not taken."""
+        """Read the files again; what will not do is not taken."""
         try:
             if self._certificate is not None:
                 self._certificate.renew()
@@ -152,7 +152,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerMetadata(  # noqa: N802
         self, request: kserve.ServerMetadataRequest, context: Context
     ) -> kserve.ServerMetadataResponse:
-        """Name, version, and what is beyond the protocol."""
+        """Return name, version, and what is beyond the protocol."""
         return kserve.ServerMetadataResponse(name="orcinus", version=VERSION, extensions=["model_stream_infer"])
 
     # The model
@@ -168,19 +168,19 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelMetadata(  # noqa: N802
         self, request: kserve.ModelMetadataRequest, context: Context
     ) -> kserve.ModelMetadataResponse:
-        """The tensors of the model."""
+        """Return the tensors of the model."""
         return await self._told("ModelMetadata", context, self._metadata(request, context))
 
     async def ModelInfer(  # noqa: N802
         self, request: kserve.ModelInferRequest, context: Context
     ) -> kserve.ModelInferResponse:
-        """The whole answer to one request."""
+        """Return the whole answer to one request."""
         return await self._told("ModelInfer", context, self._infer(request, context))
 
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context
     ) -> None:
-        """Answers in pieces, each with the id of its request; a request that fails ends alone."""
+        """Answer in pieces, each with the id of its request; a request that fails ends alone."""
         await self._told("ModelStreamInfer", context, self._stream(requests, context))
 
     async def _metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> kserve.ModelMetadataResponse:
@@ -207,7 +207,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await stream.run(requests)
 
     async def begin(self, request: kserve.ModelInferRequest, call: Call, streams: bool) -> Generation:
-        """The request, checked and enqueued. Raises ApiError; the Generation must be closed."""
+        """Return the request, checked and enqueued. Raise ApiError; the Generation must be closed."""
         started = time.monotonic()
         gateway = self._gateway
         if (size := request.ByteSize()) > gateway.settings.max_body_bytes:
@@ -224,13 +224,13 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return await gateway.begin(spec, call.caller, started)
 
     async def _call(self, context: Context) -> Call:
-        """Raises ApiError(401)."""
+        """Raise ApiError(401)."""
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         authorization = metadata.get("authorization")
         return Call(self._gateway.keyring.identify(authorization), str(metadata.get("traceparent", ""))[:256])
 
     async def _told(self, method: str, context: Context, work: Awaitable[T]) -> T:
-        """The outcome of a call; an error of ours as the status and trailing metadata that say it."""
+        """Return the outcome of a call; an error of ours as the status and trailing metadata that say it."""
         status = "cancelled"
         try:
             result = await work
@@ -263,7 +263,7 @@ class _Stream:
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
 
     async def run(self, requests: AsyncIterator[kserve.ModelInferRequest]) -> None:
-        """Until the client has said all and heard all. Raises ApiError when it does not read."""
+        """Until the client has said all and heard all. Raise ApiError when it does not read."""
         try:
             async with asyncio.TaskGroup() as group:
                 async for request in requests:
@@ -319,7 +319,7 @@ class _Stream:
             await self._write(kserve.ModelStreamInferResponse(infer_response=made))
 
     async def _refuse(self, request: kserve.ModelInferRequest, error: ApiError) -> None:
-        """The error of one request, in Triton's way. Raises it when the client does not even read that."""
+        """Write the error of one request, in Triton's form. Raise it when the client does not even read that."""
         made = kserve.ModelStreamInferResponse(error_message=error.message)
         made.infer_response.id = request.id
         made.infer_response.model_name = request.model_name
@@ -339,7 +339,7 @@ class _Stream:
 
 
 async def whole_answer(request: kserve.ModelInferRequest, generation: Generation) -> kserve.ModelInferResponse:
-    """All choices at their ends. Raises ApiError."""
+    """Return all choices at their ends. Raise ApiError."""
     texts = _before(generation)
     while not generation.done:
         for delta in await generation.next():
@@ -349,13 +349,13 @@ async def whole_answer(request: kserve.ModelInferRequest, generation: Generation
 
 
 def _before(generation: Generation) -> list[str]:
-    """The text of each choice before its first token: with `echo` its prompt."""
+    """Return the text of each choice before its first token: with `echo` its prompt."""
     spec = generation.spec
     return [spec.prompt_texts[choice // spec.n] if spec.echo else "" for choice in range(spec.choices)]
 
 
 def _facts(generation: Generation) -> dict[str, Any]:
-    """What every answer says about its request; the counts once all is there."""
+    """Return the facts that every answer has about its request; token counts at its end."""
     facts: dict[str, Any] = {"request_id": generation.spec.id}
     if generation.done:
         usage = generation.usage

@@ -31,7 +31,7 @@ OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs"
 
 
 def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
-    """The body of `/v1/completions` that a request stands for. Raises ApiError(400, 404)."""
+    """Return the body of `/v1/completions` that a request stands for. Raise ApiError(400, 404)."""
     if request.model_version not in VERSIONS:
         message = f"the model has version 1; got {shown(request.model_version)}"
         raise ApiError(404, message, param="model_version", code="model_not_found")
@@ -58,7 +58,7 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
 def answer(
     request: kserve.ModelInferRequest, texts: Sequence[str], reasons: Sequence[str], parameters: Mapping[str, Any]
 ) -> kserve.ModelInferResponse:
-    """One response: text and finish reason (empty: it goes on) of each choice. Raises ApiError(400)."""
+    """Return one response: text and finish reason (empty while it continues) of each choice. Raise ApiError(400)."""
     columns = {"text_output": texts, "finish_reason": reasons}
     names = [output.name for output in request.outputs] or list(columns)
     made = kserve.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
@@ -72,7 +72,7 @@ def answer(
 
 
 def check_outputs(request: kserve.ModelInferRequest) -> None:
-    """Raises ApiError(400) for an output that there is not."""
+    """Raise ApiError(400) for an output that there is not."""
     known = [name for name, _, _ in OUTPUTS]
     if len(request.outputs) > len(known):
         raise invalid("outputs", f"the model has {len(known)} outputs; got {len(request.outputs)}", "invalid_value")
@@ -84,7 +84,7 @@ def check_outputs(request: kserve.ModelInferRequest) -> None:
 
 
 def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
-    """The elements of each input, from either of the protocol's two forms."""
+    """Return the elements of each input, from either of the protocol's two forms."""
     known = {name: datatype for name, datatype, _ in INPUTS}
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -180,7 +180,7 @@ def _set(parameter: kserve.InferParameter, value: Any) -> None:
 
 
 def body_of(fields: dict[str, Any]) -> bytes:
-    """The fields as the HTTP body that says the same. Raises ApiError(400) for a number that JSON has not."""
+    """Return the fields as the HTTP body that says the same. Raise ApiError(400) for a number that JSON has not."""
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise invalid(name, f"{name} must be a finite number; got {value}")

@@ -405,7 +405,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def parse_json(body: bytes, place: str = "the body", param: str | None = None) -> Any:
-    """The JSON value of a body, or of what is called `place`. Raises ApiError(400)."""
+    """Return the JSON value of a body, or of what is called `place`. Raise ApiError(400)."""
     brackets = body.count(b"[") + body.count(b"{")
     # Counted before they are made: the garbage collector goes through all of them again and again.
     if brackets > MAX_CONTAINERS and (brackets := _brackets_outside_strings(body)) > MAX_CONTAINERS:
@@ -422,7 +422,7 @@ def parse_json(body: bytes, place: str = "the body", param: str | None = None) -
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
-    """The checked body. Raises ApiError(400) for the first bad field."""
+    """Return the checked body. Raise ApiError(400) for the first bad field."""
     value = parse_json(body)
     if not isinstance(value, dict):
         raise invalid(None, f"the body must be a JSON object, not {shown(value)}")
@@ -439,7 +439,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The first fault of a pydantic error as OpenAI would say it."""
+    """Return the first fault of a pydantic error as OpenAI would say it."""
     first, *others = error.errors(include_url=False, include_context=False)
     if first["type"] == "string_type" and isinstance(first["input"], list):
         # Text or a list of parts: a list was sent, so what is wrong is in it.
@@ -467,7 +467,7 @@ def _brackets_outside_strings(body: bytes) -> int:
 
 
 def _check_shape(value: Any, place: str, param: str | None) -> None:
-    """Depth and width of a JSON value, without recursion. Raises ApiError(400)."""
+    """Check depth and width of a JSON value, without recursion. Raise ApiError(400)."""
     depth = 0
     level = [value]
     while level:

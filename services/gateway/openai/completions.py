@@ -37,12 +37,12 @@ _IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """A JSON answer by orjson."""
+    """Return a JSON response, encoded by orjson."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """The checked body of a request. Raises ApiError(400, 413, 415)."""
+    """Return the checked body of a request. Raise ApiError(400, 413, 415)."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(
@@ -52,7 +52,7 @@ async def read_body(request: Request, kind: type[T]) -> T:
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes over one gateway."""
+    """Return the routes over one gateway."""
     routes = APIRouter()
     served = gateway.settings.served_model_name
 
@@ -99,7 +99,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def take_headers(request: Request, spec: GenerationSpec) -> None:
-    """The trace that a request belongs to, and the id that its Idempotency-Key stands for. Raises ApiError(400)."""
+    """Set the trace of a request, and the id that its Idempotency-Key names. Raise ApiError(400)."""
     spec.traceparent = request.headers.get("traceparent", "")[:256]
     key = request.headers.get("idempotency-key")
     if key is None:
@@ -116,7 +116,9 @@ async def take_headers(request: Request, spec: GenerationSpec) -> None:
 async def begin(
     gateway: Gateway, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
 ) -> tuple[Generation, dict[str, str]]:
-    """A request that somebody waits for, and the headers of its answer. Raises ApiError; must be closed."""
+    """Begin a request with a waiting client; return it and the headers of its answer. Raise ApiError; it must be
+    closed.
+    """
     caller: Caller = request.state.caller
     generation = await gateway.begin(spec, caller, started, last_event)
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
@@ -138,17 +140,17 @@ async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, start
 
 
 async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, str]) -> Response:
-    """The answer that somebody waits for, or who may have left. Raises ApiError."""
+    """Await the body of an answer and return the response; a client that has left gets an empty one. Raise ApiError."""
     try:
         response = json_response(await answer)
     except ClientLeft:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has gone
     response.headers.update(headers)
     return response
 
 
 def _accepted(spec: GenerationSpec) -> Response:
-    """Of a request in the background; `GET /v1/requests/{id}` tells more."""
+    """Return the 202 of a background request; `GET /v1/requests/{id}` has its state."""
     told = {
         "id": spec.id,
         "object": "request",

@@ -44,7 +44,7 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
-    """The 200 of a route that answers JSON or, with `stream`, events."""
+    """Return the 200 of a route that answers JSON or, with `stream`, events."""
     event = {"type": "object", "properties": {"data": {"type": "string"}, "id": {"type": "string"}}}
     content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": event}}
     return {200: {"description": description, "content": content}}

@@ -24,7 +24,7 @@ _NOT_WELL = {"description": "not so; `reason` says why", "content": _STATUS["con
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes over one gateway."""
+    """Return the routes over one gateway."""
     routes = APIRouter()
     served = gateway.settings.served_model_name
 

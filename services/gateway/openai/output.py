@@ -43,7 +43,7 @@ class AskedTools:
 
 
 def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
-    """Raises ApiError(400)."""
+    """Raise ApiError(400)."""
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools and choice not in ("none", "auto"):
         raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
@@ -66,15 +66,16 @@ def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
     if forced:
         atoms = _atom(opening, model), _atom(MISTRAL_ARGS, model)
         grammar = calls_grammar(use, [tool.function for tool in callable_], *atoms)
-    # Of a named function the model is told all tools, as it has to know what it does not call.
+    # With a named function the model sees all tools, also those that it may not call.
     offered = tools if isinstance(choice, ChosenTool) else callable_
     dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
     return AskedTools(use, dumped, grammar, _control_id(opening, model) is not None)
 
 
 async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedTools) -> tuple[str, str]:
-    """What binds the output, compiled once, behind the field that brought it; empty where nothing does. Raises
-    ApiError."""
+    """Return what binds the output, compiled once, behind the field that brought it; empty where nothing does. Raise
+    ApiError.
+    """
     field, grammar = await body_grammar(body, model.grammars)
     if grammar and tools.use is not None:
         raise invalid("tools", "tools cannot be combined with structured output; send tool_choice none")
@@ -88,7 +89,7 @@ async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedToo
 
 
 def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bool]:
-    """The tools that may be called, and whether one of them has to be. Raises ApiError(400)."""
+    """Return the tools that may be called, and whether one of them has to be. Raise ApiError(400)."""
     if isinstance(choice, str):
         return list(tools), choice == "required"
     chosen = [choice] if isinstance(choice, ChosenTool) else choice.allowed_tools.tools
@@ -102,7 +103,7 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bo
 
 
 def _atom(text: str, model: ModelText) -> str:
-    """A literal of a Lark grammar: a control token, where the model has one of that name."""
+    """Return a literal of a Lark grammar: a control token, where the model has one of that name."""
     found = _control_id(text, model)
     return lark_text(text) if found is None else f"<[{found}]>"
 
@@ -113,7 +114,7 @@ def _control_id(opening: str, model: ModelText) -> int | None:
 
 
 async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
-    """The field that binds the output of a request, and its grammar; empty where nothing does. Raises ApiError."""
+    """Return the field that binds the output of a request, and its grammar; empty without one. Raise ApiError."""
     asked = dict(_asked(body))
     if not asked:
         return "", ""
@@ -125,7 +126,7 @@ async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, 
 
 
 def _asked(body: StructuredBody) -> Iterable[tuple[str, str]]:
-    """Field and grammar of each field that binds the output."""
+    """Return the field and grammar of each field that binds the output."""
     if body.response_format is not None and body.response_format.type != "text":
         yield "response_format", _response_format(body.response_format)
     if body.guided_json is not None:

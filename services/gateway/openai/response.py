@@ -27,11 +27,11 @@ from shared.tasks import end
 
 
 class ClientLeft(Exception):  # noqa: N818 - an event, not an error
-    """Nobody is there to answer."""
+    """The client has left before the answer."""
 
 
 async def collect(generation: Generation, request: Request, fingerprint: str) -> dict[str, Any]:
-    """The body of the answer. Raises ApiError, or ClientLeft after cancelling the request."""
+    """Return the body of the answer. Raise ApiError, or ClientLeft after cancelling the request."""
     working = asyncio.create_task(whole(generation, fingerprint))
     leaving = asyncio.create_task(until_disconnect(request.receive))
     try:
@@ -45,7 +45,7 @@ async def collect(generation: Generation, request: Request, fingerprint: str) ->
 
 
 async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
-    """The body of the answer, once the request has ended. Raises ApiError."""
+    """Return the body of the answer, once the request has ended. Raise ApiError."""
     texts, ids, calls = await _run(generation)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
     return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls)
@@ -61,7 +61,7 @@ def answer(
     logprobs: Logprobs | None = None,
     calls: list[list[CallPiece]] | None = None,
 ) -> dict[str, Any]:
-    """OpenAI's completion or chat completion; with best_of, of those choices that are told."""
+    """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
     for told, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
         text, own = texts[index], None if logprobs is None else logprobs.take(index)
@@ -108,11 +108,11 @@ async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list
 _NAMES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
 _TOLD = frozenset({"1", "2", "4"})
 _UNCOUNTED = Metrics()
-"""What is told again is no new token."""
+"""Tokens that are returned again are not counted."""
 
 
 def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
-    """All but the answer, from `req:{id}`."""
+    """Return the state of a request from `req:{id}`, without its answer."""
     fields = {name.decode(): value.decode() for name, value in record.items() if name != b"delivery"}
     told: dict[str, Any] = {
         "id": request_id,
@@ -138,8 +138,9 @@ def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
 async def result(
     request_id: str, record: dict[bytes, bytes], dispatcher: Dispatcher, model: ModelText
 ) -> dict[str, Any] | None:
-    """The answer as the client would have got it in one piece, or would get it; None while there is none, and of a
-    request that failed or was cancelled. Raises ApiError(503)."""
+    """Return the answer in one piece, made from the record; None while there is none, and for a request that failed or
+    was cancelled. Raise ApiError(503).
+    """
     ends = record.get(b"finish", b"").decode().split(",")
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _TOLD.issuperset(ends):
         return None
@@ -156,7 +157,7 @@ async def result(
 
 
 class _Silent:
-    """The commands of a generation that only tells again."""
+    """Commands of a generation that repeats a finished request: none is sent."""
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
         written()

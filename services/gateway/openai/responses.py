@@ -131,7 +131,7 @@ class ResponsesBody(Body):
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """The same request to `/v1/chat/completions`. Raises ApiError(400) in the words of this endpoint."""
+    """Return the same request to `/v1/chat/completions`. Raise ApiError(400) in the words of this endpoint."""
     for name, neutral in REFUSED.items():
         sent = getattr(body, name)
         if sent is not None and not any(type(sent) is type(value) and sent == value for value in neutral):
@@ -154,7 +154,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
 
 
 def in_words_of_responses(error: ApiError) -> ApiError:
-    """An error about the chat request as one about the response that was asked for."""
+    """Rewrite an error about the chat request in the names of `/v1/responses`."""
     for chat, ours in (
         (r"messages(\[\d+\][\w.\[\]]*)?", "input"),
         (r"max_completion_tokens|max_tokens", "max_output_tokens"),
@@ -169,7 +169,7 @@ def in_words_of_responses(error: ApiError) -> ApiError:
 
 
 def messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The conversation, the instructions first. Raises ApiError(400)."""
+    """Return the conversation, the instructions first. Raise ApiError(400)."""
     found: list[dict[str, Any]] = []
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
@@ -218,7 +218,7 @@ ITEMS = {"message": _message, "function_call": _function_call, "function_call_ou
 
 
 def _content(content: Any, where: str) -> str:
-    """The text of a string or of parts that are text."""
+    """Return the text of a string or of parts that are text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -253,7 +253,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> Any:
-    """What chat has one level deeper."""
+    """Return the form that chat has, one level deeper."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
         return choice
     kind = choice["type"]
@@ -281,7 +281,7 @@ INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
 
 
 def shell(body: ResponsesBody, response_id: str, created: int) -> dict[str, Any]:
-    """A response before its first token: what it is to be."""
+    """Return a response before its first token: what it is to be."""
     text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
     return {
         "id": response_id,
@@ -312,7 +312,7 @@ def shell(body: ResponsesBody, response_id: str, created: int) -> dict[str, Any]
 
 
 def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, int]) -> dict[str, Any]:
-    """The response at its end. usage: as of chat."""
+    """Return the response at its end. usage: as of chat."""
     incomplete = INCOMPLETE.get(reason)
     return shell | {
         "status": "incomplete" if incomplete else "completed",
@@ -329,7 +329,7 @@ def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, u
 
 
 def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """The whole response that says what a whole chat completion says."""
+    """Return the whole response that says what a whole chat completion says."""
     choice = answer["choices"][0]
     message, reason = choice["message"], choice["finish_reason"]
     calls = message.get("tool_calls") or []
@@ -343,9 +343,8 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) -> dict[str, Any]:
-    """A response as its record tells it; what was only said in its body is not known any more.
-
-    state: as of `GET /v1/requests/{id}`. answer: the chat completion, of one that ended well.
+    """Return a response made from its record; fields that only its body had are lost. state: as of `GET
+    /v1/requests/{id}`. answer: the chat completion, of a response that ended well.
     """
     body = ResponsesBody(model=model, input="", background=state["background"])
     begun = shell(body, state["id"], answer["created"] if answer else state["enqueued_ms"] // 1000)
@@ -361,19 +360,19 @@ def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) 
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """The one part of a message."""
+    """Return the one part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
-    """The one message of a response; without its part while that is not begun."""
+    """Return the one message of a response; without its part while that is not begun."""
     content = [] if status == "in_progress" else [text_part(text)]
     item_id = "msg_" + response_id.removeprefix("resp_")
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
 def call_item(response_id: str, index: int, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    """A call of a function."""
+    """Return a call of a function."""
     item_id = f"fc_{response_id.removeprefix('resp_')}_{index}"
     return {
         "id": item_id, "type": "function_call", "status": status, "call_id": call_id, "name": name,
@@ -404,7 +403,7 @@ class _Item:
 
 
 class ResponseEvents:
-    """Turns deltas into typed events; the writer of an EventStream (sse.py)."""
+    """Turn deltas into typed events; the writer of an EventStream (sse.py)."""
 
     def __init__(self, generation: Generation, shell: dict[str, Any]) -> None:
         self._generation = generation
@@ -413,12 +412,12 @@ class ResponseEvents:
         self._items: dict[int, _Item] = {}
 
     def echo(self) -> bytes:
-        """What comes before the first token."""
+        """Return what comes before the first token."""
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=self._shell) for kind in kinds)
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """Events of one delivery; empty when all its text is still held back."""
+        """Return events of one delivery; empty when all its text is still held back."""
         parts = []
         for delta in deltas:
             if delta.text:
@@ -427,7 +426,7 @@ class ResponseEvents:
         return b"".join(parts)
 
     def end(self, usage: Usage) -> bytes:
-        """Each item as a whole, and the response with them."""
+        """Return each item as a whole, and the response with them."""
         reason = self._generation.choices[0].finish_reason or "stop"
         told = b"" if self._items else self._message()[1]
         output = []
@@ -440,7 +439,7 @@ class ResponseEvents:
         return told + self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: ApiError) -> bytes:
-        """An error after the first byte; the stream ends behind it."""
+        """Return an error after the first byte; the stream ends behind it."""
         said = {"code": error.code or "server_error", "message": error.message}
         told = self._event("error", **said, param=error.param)
         return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": said})
@@ -451,7 +450,7 @@ class ResponseEvents:
         return told + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
 
     def _message(self) -> tuple[_Item, bytes]:
-        """The message and its one part, begun when they are first needed."""
+        """Return the message and its one part, begun when they are first needed."""
         if MESSAGE in self._items:
             return self._items[MESSAGE], b""
         item, told = self._begin(MESSAGE, message_item(self._shell["id"], "", "in_progress"))
@@ -475,7 +474,7 @@ class ResponseEvents:
         return item, added
 
     def _done(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
-        """An item at its end, and the events that say what it holds."""
+        """Return an item at its end, and the events that say what it holds."""
         whole = "".join(item.pieces)
         if key != MESSAGE:
             done = item.begun | {"status": status, "arguments": whole}
@@ -496,7 +495,7 @@ _RESPONSE = {"description": "the response", "content": {"application/json": {"sc
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes over one gateway."""
+    """Return the routes over one gateway."""
     routes = APIRouter()
 
     @routes.post(
@@ -546,7 +545,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def _spec(gateway: Gateway, body: ResponsesBody) -> GenerationSpec:
-    """Raises ApiError in the words of this endpoint."""
+    """Raise ApiError in the words of this endpoint."""
     chat = chat_body(body)
     served, limits = gateway.settings.served_model_name, gateway.cluster.limits
     try:
@@ -556,7 +555,7 @@ async def _spec(gateway: Gateway, body: ResponsesBody) -> GenerationSpec:
 
 
 async def _found(gateway: Gateway, response_id: str, tenant: str) -> dict[str, Any]:
-    """What is known of a response. Raises ApiError(404, 503)."""
+    """Return what is known of a response. Raise ApiError(404, 503)."""
     record = await gateway.dispatcher.raw_record(response_id)
     if not response_id.startswith(ids.BEGINNINGS[KIND]) or record.get(b"tenant", b"").decode() != tenant:
         raise unknown_request(response_id)

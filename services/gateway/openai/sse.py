@@ -31,27 +31,27 @@ SLOW_FLUSH_S = 5.0
 
 
 class Writer(Protocol):
-    """Makes the events of one request."""
+    """Make the events of one request."""
 
     def echo(self) -> bytes:
-        """What comes before the first token; may be empty."""
+        """Return what comes before the first token; may be empty."""
         ...
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """Events of one delivery; empty when all its text is still held back."""
+        """Return events of one delivery; empty when all its text is still held back."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """What comes behind the last token."""
+        """Return what comes behind the last token."""
         ...
 
     def error(self, error: ApiError) -> bytes:
-        """An error after the first byte; the stream ends behind it."""
+        """Return an error after the first byte; the stream ends behind it."""
         ...
 
 
 class EventWriter:
-    """Turns deltas into events in OpenAI's form."""
+    """Turn deltas into events in OpenAI's form."""
 
     def __init__(self, generation: Generation, fingerprint: str) -> None:
         spec = generation.spec
@@ -71,12 +71,12 @@ class EventWriter:
         self._position = Position(list(generation.position.last), generation.position.usage)
         # Of nearly every event, all but its index and its text never changes.
         own = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
-        self._is_plain = spec.choices == 1 and not own
+        self.is_plain = spec.choices == 1 and not own
         self._before = self._head + b'{"index":0,' + (b'"delta":{"content":' if self._chat else b'"text":')
         self._behind = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def echo(self) -> bytes:
-        """The prompts, when they were asked for: before the first token of each choice."""
+        """Return the prompts, if the request has `echo`, before the first token of each choice."""
         parts = []
         for choice, last in enumerate(self._position.last):
             if self._spec.echo and last == NOTHING:
@@ -85,9 +85,9 @@ class EventWriter:
         return b"".join(parts)
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """Events of one delivery; empty when all its text is still held back."""
+        """Return events of one delivery; empty when all its text is still held back."""
         last = self._position.last  # moved before each event: its id says what is had with it
-        if self._is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
+        if self.is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
             delta = deltas[0]
             if delta.finish_reason is None and not delta.calls:
                 return self._more(delta.text)
@@ -119,7 +119,7 @@ class EventWriter:
         return b"%b%d\n%b%b%b" % (self._id, index, self._before, orjson.dumps(text), self._behind)
 
     def end(self, usage: Usage) -> bytes:
-        """The usage, when asked for, and the end mark."""
+        """Return the usage, if the request wants it, and the end mark."""
         if not self._spec.include_usage or self._position.usage:
             return DONE
         self._position.usage = True
@@ -129,7 +129,9 @@ class EventWriter:
         return b"data: " + error.json() + b"\n\n"
 
     def _logprobs(self, choice: int) -> bytes:
-        """Of all tokens since the choice's last event, also those whose text was held back then."""
+        """Return the log-probabilities of all tokens since the choice's last event, also of tokens with text held back
+        then.
+        """
         if self._spec.logprobs is None or self._generation.logprobs is None:
             return b"null"
         return orjson.dumps(self._generation.logprobs.take(choice))
@@ -157,10 +159,9 @@ class EventWriter:
 
 
 class EventStream(Response):
-    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut.
-
-    While the writer waits and the connection has room, rows are written as they are read from Redis, by whoever reads
-    them. Ends, and all that needs patience with the client, are the writer's own.
+    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut. While the writer waits
+    and the connection has room, the task that reads Redis writes each row itself. The writer writes ends, and whatever
+    has to wait for the client.
     """
 
     media_type = "text/event-stream"
@@ -221,7 +222,7 @@ class EventStream(Response):
         await _body(send, writer.end(generation.usage), last=True)
 
     async def _next(self) -> list[Delta]:
-        """What is for the writer; empty when nothing was told for `keepalive_s`, in whatever way."""
+        """Return deltas for the writer; empty when nothing was written for `keepalive_s`, by either way."""
         generation, stream, begun = self._generation, self._generation.stream, time.monotonic()
         while True:
             told = max(begun, stream.heard_at)
@@ -230,7 +231,7 @@ class EventStream(Response):
                 return deltas
 
     def _at_once(self, row: Row) -> bool:
-        """Writes what a row adds; False where that would have to wait."""
+        """Write what a row adds; False where that would have to wait."""
         generation = self._generation
         if not self._has_room() or generation.holds_end:
             return False
@@ -245,7 +246,7 @@ class EventStream(Response):
         return True
 
     async def _cut(self, scope: Scope, send: Send) -> None:
-        """The client does not read: the error event may still fit, then the connection goes."""
+        """Write the error event to a client that does not read, if it still fits, and drop the connection."""
         failure = self._generation.stream.failure or ApiError(503, "the stream was cut", code="cut")
         self._generation.failure = failure
         try:
@@ -262,13 +263,13 @@ def _failed() -> ApiError:
 
 
 def calls_delta(delta: Delta) -> bytes:
-    """The delta of a chunk that has tool calls."""
+    """Return the delta of a chunk that has tool calls."""
     content = {"content": delta.text} if delta.text else {}
     return b'"delta":' + orjson.dumps({**content, "tool_calls": [call.body() for call in merged(delta.calls)]})
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Return when the client has gone."""
     while True:
         message: Any = await receive()
         if message["type"] == "http.disconnect":

@@ -29,7 +29,7 @@ MOST_RECORD_BYTES = 64 << 20
 
 
 def logprobs_asked(body: GenerationBody) -> int | None:
-    """How many most likely tokens are told beside each sampled one; None: no log-probabilities. Raises ApiError."""
+    """Return how many most likely tokens go beside each sampled one, None for no log-probabilities. Raise ApiError."""
     if isinstance(body, CompletionBody):
         return body.logprobs
     if not isinstance(body, ChatBody):
@@ -40,7 +40,9 @@ def logprobs_asked(body: GenerationBody) -> int | None:
 
 
 def choices_asked(body: GenerationBody) -> tuple[int, int]:
-    """Choices of each prompt that run, and how many of them, the best, are told; 0: all. Raises ApiError."""
+    """Return how many choices of each prompt run, and how many of them, the best, are returned; 0 means all. Raise
+    ApiError.
+    """
     n = body.n or 1
     best_of = body.best_of if isinstance(body, CompletionBody) else None
     if best_of is None or best_of == n:
@@ -55,7 +57,7 @@ def choices_asked(body: GenerationBody) -> tuple[int, int]:
 
 
 def check_records(choices: int, max_tokens: int, wanted: int) -> None:
-    """Raises ApiError for records (shared/logprobs.py) of so many choices that could take too much of Redis."""
+    """Raise ApiError for records (shared/logprobs.py) of so many choices that could take too much of Redis."""
     size = choices * max_tokens * record_bytes(wanted)
     if size > MOST_RECORD_BYTES:
         raise invalid(
@@ -74,7 +76,7 @@ COPIED = GenerationBody.model_fields.keys() & {field.name for field in fields(Ge
 
 
 def check_model(name: str | None, served: str) -> None:
-    """Raises ApiError(404) naming what is served."""
+    """Raise ApiError(404) naming what is served."""
     if name is not None and name != served:
         raise ApiError(
             404,
@@ -87,7 +89,7 @@ def check_model(name: str | None, served: str) -> None:
 async def completion_spec(
     body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
 ) -> GenerationSpec:
-    """Raises ApiError."""
+    """Raise ApiError."""
     check_model(body.model, served)
     prompts, texts = await _prompts(body, model, limits)
     echo = bool(body.echo)
@@ -113,7 +115,7 @@ async def completion_spec(
 async def chat_spec(
     body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
 ) -> GenerationSpec:
-    """Raises ApiError."""
+    """Raise ApiError."""
     check_model(body.model, served)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
@@ -133,7 +135,7 @@ async def chat_spec(
 
 
 async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: AskedTools) -> None:
-    """What the output has to be, and how it is read. Raises ApiError."""
+    """Set the grammar that binds the output, and how tool calls are read from it. Raise ApiError."""
     if not body.model_fields_set & OUTPUT_FIELDS:
         return
     spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
@@ -149,7 +151,7 @@ async def encode_messages(
     add_generation_prompt: bool = True,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Token ids of a conversation. tools: those that the template is to show. Raises ApiError(400)."""
+    """Return token ids of a conversation. tools: those that the template is to show. Raise ApiError(400)."""
     plain = plain_messages(messages)
     size = sum(len(message["content"]) for message in plain)
     _check_hopeless(size // model.longest, limits, "messages")
@@ -158,7 +160,7 @@ async def encode_messages(
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
-    """As chat templates want them. Raises ApiError(400)."""
+    """As chat templates want them. Raise ApiError(400)."""
     return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
@@ -210,7 +212,7 @@ def _missing(field: str) -> ApiError:
 
 
 async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a raw prompt. Raises ApiError(400)."""
+    """Return token ids of a raw prompt. Raise ApiError(400)."""
     return (await _encode([text], model, limits, add_special_tokens))[0]
 
 
@@ -225,7 +227,7 @@ async def _encode(texts: list[str], model: ModelText, limits: Limits, add_specia
 
 
 async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool) -> list[str]:
-    """The text of each sequence of ids."""
+    """Return the text of each sequence of ids."""
 
     def work() -> list[str]:
         return [model.text.decode(sequence, skip_special) for sequence in sequences]
@@ -234,7 +236,7 @@ async def decode(sequences: list[list[int]], model: ModelText, skip_special: boo
 
 
 async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:
-    """Token ids of every prompt and, when prompts were texts, the texts."""
+    """Return token ids of every prompt and, when prompts were texts, the texts."""
     prompt = body.prompt
     if isinstance(prompt, str):
         texts = [prompt]
@@ -281,7 +283,7 @@ def _check_choices(prompts: int, n: int, limits: Limits) -> None:
 
 
 def _check_hopeless(least: int, limits: Limits, param: str) -> None:
-    """Refuses texts so long that tokenizing them would be waste; the factor leaves room for normalizers."""
+    """Refuse texts so long that tokenizing them would be waste; the factor leaves room for normalizers."""
     if least > 4 * limits.max_model_len:
         raise invalid(
             param,
@@ -292,7 +294,7 @@ def _check_hopeless(least: int, limits: Limits, param: str) -> None:
 
 
 def _room(prompt_tokens: int, limits: Limits, param: str, needs: int = 1) -> int:
-    """Tokens that can follow the prompt. Raises when the prompt leaves less than `needs`."""
+    """Return the tokens that can follow the prompt. Raise when the prompt leaves less than `needs`."""
     if limits.max_input_tokens and prompt_tokens > limits.max_input_tokens:
         raise invalid(
             param,

@@ -42,9 +42,9 @@ MOST_PATH_BYTES = 90
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
-    """A new one that only this user may enter; removes those of the dead. Children that are forked hold it, too.
+    """Return a new one that only this user may enter; removes those of the dead. Children that are forked hold it, too.
 
-    Raises ConfigurationError where the system's temporary folder has too long a name for sockets.
+    Raise ConfigurationError where the system's temporary folder has too long a name for sockets.
     """
     with contextlib.ExitStack() as held:
         while True:
@@ -63,7 +63,7 @@ def own_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Whether this is a folder of this user that was nobody's and is ours within the block."""
+    """Lock a folder of this user within the block; yield whether that worked."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -78,7 +78,7 @@ def _locked(path: Path) -> Iterator[bool]:
 def _taken(folder: int) -> bool:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody's, or on a file system without locks
+    except OSError:  # in use, or on a file system without locks
         return False
     return True
 
@@ -110,7 +110,7 @@ class Place:
     number: int
     count: int
     folder: Path
-    """Where each listens for the others, on NUMBER.sock."""
+    """Where each process listens on NUMBER.sock."""
     beats: int
     """A pipe to the parent, which wants a byte every second from when the gateway serves on."""
 
@@ -194,7 +194,7 @@ class Processes:
         return code
 
     def _reap(self, now: float) -> int | None:
-        """Takes note of who ended; the exit code once nobody is left, or the first could not serve."""
+        """Reap ended processes. Return the exit code once none is left, or the first could not serve."""
         for member in self._members:
             if not member.pid:
                 continue
@@ -244,7 +244,7 @@ class Processes:
         return sum(1 for member in self._members if member.pid)
 
     def _start_due(self, now: float) -> None:
-        """The first alone until it serves: what is wrong with the settings is said once."""
+        """Start what is due; the first process alone until it serves, so that wrong settings are reported once."""
         if self._stopping:
             return
         first = self._members[0]
@@ -253,7 +253,7 @@ class Processes:
             if not member.pid and not member.has_left and member.start_at <= now:
                 try:
                     self._start(member)
-                except OSError as error:  # no memory, no process left; the others go on
+                except OSError as error:  # no memory, no process left; the other children continue
                     self._died(member, f"cannot be started: {error}", now)
 
     def _start(self, member: Member) -> None:
@@ -275,7 +275,7 @@ class Processes:
             os.close(beats)
 
     def _be(self, place: Place, parent: int) -> int:
-        """In the child: a gateway until it ends. Returns its exit code."""
+        """In the child: a gateway until it ends. Return its exit code."""
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
@@ -292,9 +292,9 @@ class Processes:
             sys.stderr.flush()
 
     def _let_go(self) -> None:
-        """What only the parent has: its sockets, its signals, the other children's pipes."""
+        """Close what only the parent needs: its sockets, its signals, the other children's pipes."""
         signal.set_wakeup_fd(-1)
-        # A terminal sends SIGINT to all; the parent says what it means. The others are handled once the gateway runs.
+        # A terminal sends SIGINT to all, and only the parent acts on it. The gateway handles the rest once it runs.
         for number in HANDLED:
             known = number in (signal.SIGTERM, signal.SIGCHLD)
             signal.signal(number, signal.SIG_DFL if known else signal.SIG_IGN)
@@ -322,7 +322,7 @@ class Processes:
 
     @staticmethod
     def _end_hung(member: Member, now: float) -> None:
-        """Only who is silent behind a first look: a machine that slept wakes the parent before the others."""
+        """End a process that is still silent at a second look: on a machine that slept, the parent wakes first."""
         if not member.hung_at:
             member.hung_at = now
             what = "has been silent for" if member.serves else "does not serve after"

@@ -1,4 +1,4 @@
-"""What the processes behind one port tell each other: whichever is asked for /metrics or /stats answers for all.
+"""Exchange metrics and state among the processes behind one port: any of them answers /metrics and /stats for all.
 
 Each listens on a unix socket in a folder that only their user may enter. Series keep their process apart by a label:
 when one dies and starts again its counters begin at 0, which Prometheus understands of a series, and not of a sum.
@@ -21,14 +21,14 @@ from services.gateway.processes.parent import Place
 log = logging.getLogger("orcinus.gateway")
 
 ANSWER_S = 1.0
-"""Who has not answered after so long is left out."""
+"""A process without an answer after so long is left out."""
 LENGTH_BYTES = 8
 """An answer begins with its length: of one that was killed in the middle of it what came is cut, and left out."""
 HELP = b"# HELP "
 
 
 class Siblings:
-    """One process's end: answers the others, and asks them."""
+    """Answers the other processes behind the port, and asks them."""
 
     def __init__(self, place: Place, registry: CollectorRegistry, state: Callable[[], dict[str, Any]]) -> None:
         """Answer for the metrics of `registry` and for the `state` of this process."""
@@ -38,7 +38,7 @@ class Siblings:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Raise OSError."""
         own = self._place.folder / f"{self._place.number}.sock"
         own.unlink(missing_ok=True)  # of the process before
         self._server = await asyncio.start_unix_server(self._answer, own)
@@ -69,7 +69,7 @@ class Siblings:
         return [answers[number] for number in sorted(answers) if answers[number]]
 
     async def _asked(self, number: int, what: bytes) -> bytes:
-        """One of the others' answer; empty when there is none."""
+        """Return the answer of one other process; empty when there is none."""
         writer = None
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -85,7 +85,7 @@ class Siblings:
                 writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, ValueError):  # who asked has gone
+        with contextlib.suppress(OSError, TimeoutError, ValueError):  # the asking process has gone
             async with asyncio.timeout(ANSWER_S):
                 answer = self._own((await reader.readline()).strip())
                 writer.write(len(answer).to_bytes(LENGTH_BYTES) + answer)
@@ -94,7 +94,7 @@ class Siblings:
 
 
 class _Labelled(Collector):
-    """A registry whose samples all say which process they are of."""
+    """A registry with the label `process` on every sample."""
 
     def __init__(self, registry: CollectorRegistry, process: str) -> None:
         self._registry = registry
@@ -108,7 +108,7 @@ class _Labelled(Collector):
 
 
 def labelled(registry: CollectorRegistry, process: str) -> bytes:
-    """The registry's text, each sample with the label `process`."""
+    """Return the registry's text, each sample with the label `process`."""
     own = CollectorRegistry()
     own.register(_Labelled(registry, process))
     return generate_latest(own)

@@ -41,13 +41,13 @@ class Renderer:
     """One template. `render` blocks and may be called by several threads; one at a time is served."""
 
     def __init__(self, source: str, timeout_s: float) -> None:
-        """Raises jinja2.TemplateSyntaxError. Nothing of the template runs, or is folded, in this process."""
+        """Raise jinja2.TemplateSyntaxError. Nothing of the template runs, or is folded, in this process."""
         environment().parse(source)
         self._first = orjson.dumps({"source": source, "seconds": timeout_s, "bytes": MEMORY_BYTES})
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self.connection: socket.socket | None = None
         self._end = weakref.finalize(self, _nothing)
 
     @property
@@ -56,9 +56,9 @@ class Renderer:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def render(self, **context: Any) -> str:
-        """The text. `context`: JSON values.
+        """Return the text. `context`: JSON values.
 
-        Raises jinja2.TemplateError with the template's own words, RenderError for all else.
+        Raise jinja2.TemplateError with the template's own words, RenderError for all else.
         """
         payload = orjson.dumps(context)
         with self._lock:
@@ -71,7 +71,7 @@ class Renderer:
         return text
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         with self._lock:
             self._end()
 
@@ -90,8 +90,8 @@ class Renderer:
         return answer
 
     def _connected(self) -> socket.socket:
-        if self._connection is not None and self.pid is not None:
-            return self._connection
+        if self.connection is not None and self.pid is not None:
+            return self.connection
         self._end()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -99,7 +99,7 @@ class Renderer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "services.gateway.text.template_process"], stdin=theirs, cwd=ROOT, env={}
             )
-        self._connection = ours
+        self.connection = ours
         self._end = weakref.finalize(self, _stop, self._process, ours)
         send(ours, self._first)
         return ours
@@ -123,7 +123,7 @@ class ChatTemplate:
     """One template, which a process of its own renders, and the twin tokenizer. `encode` blocks."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, names: Mapping[str, str], timeout_s: float) -> None:
-        """`names`: bos_token, eos_token, ... as the template may use them. Raises jinja2.TemplateSyntaxError."""
+        """`names`: bos_token, eos_token, ... as the template may use them. Raise jinja2.TemplateSyntaxError."""
         self._template = Renderer(source, timeout_s)
         self._names = dict(names)
         added = tokenizer.get_added_tokens_decoder()
@@ -138,7 +138,7 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
     ) -> list[int]:
-        """Token ids of a conversation. Raises ApiError(400) with the template's own words when it refuses.
+        """Return token ids of a conversation. Raise ApiError(400) with the template's own words when it refuses.
 
         tools: the functions that the model may call, in OpenAI's form.
         """
@@ -154,7 +154,7 @@ class ChatTemplate:
         return ids
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._template.close()
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool) -> str:
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 
 class _Hidden:
-    """Control tokens of user text behind names that nobody can guess, for one request."""
+    """Hides control tokens of user text behind unguessable names, for one request."""
 
     def __init__(self, pattern: re.Pattern[str] | None) -> None:
         self._pattern = pattern
@@ -204,7 +204,7 @@ class _Hidden:
 
 
 def _twin(tokenizer: Tokenizer, renamed: Mapping[str, str]) -> tuple[Tokenizer, dict[int, int]]:
-    """A tokenizer that knows control tokens by their new names only, and the map from its ids to the model's."""
+    """Return a tokenizer that knows control tokens by their new names only, and the map from its ids to the model's."""
     source = orjson.loads(tokenizer.to_str())
     source["post_processor"] = None
     original = {}

@@ -26,14 +26,14 @@ class Detokenizer(Protocol):
     """The text of one sequence."""
 
     def feed(self, token: int) -> str:
-        """Text that this token completes; empty while a code point is incomplete."""
+        """Return text that this token completes; empty while a code point is incomplete."""
 
     def flush(self) -> str:
-        """The end: U+FFFD for bytes that never became a code point."""
+        """Return the end: U+FFFD for bytes that never became a code point."""
 
 
 class TokenText:
-    """Turns ids of one model into text. Shared by all requests; holds no state of any."""
+    """Turn ids of one model into text. Shared by all requests; holds no state of any."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -47,18 +47,18 @@ class TokenText:
         return self._pieces is not None
 
     def start(self, prompt: Sequence[int], skip_special: bool = True) -> Detokenizer:
-        """A detokenizer for a sequence that continues `prompt`."""
+        """Return a detokenizer for a sequence that continues `prompt`."""
         if self._pieces is None:
-            return _Window(self._tokenizer, prompt, self.special if skip_special else frozenset())
+            return WindowDetokenizer(self._tokenizer, prompt, self.special if skip_special else frozenset())
         if self._texts is None:
             self._texts = [_whole(piece) for piece in self._pieces]
         strip = self._strips_first_space and not any(
             self._pieces[token] for token in prompt if not (skip_special and token in self.special)
         )
-        return _Bytes(self._pieces, self._texts, self.special if skip_special else frozenset(), strip)
+        return TableDetokenizer(self._pieces, self._texts, self.special if skip_special else frozenset(), strip)
 
     def tail(self, prompt: Sequence[int], skip_special: bool = True) -> list[int]:
-        """The part of a prompt on which the text of its continuation depends: `start` makes the same of both."""
+        """Return the part of a prompt on which the text of its continuation depends: `start` makes the same of both."""
         last = list(prompt[-_CONTEXT_MOST:])
         if self._pieces is None or not self._strips_first_space:
             return last
@@ -66,17 +66,17 @@ class TokenText:
         return next(([token] for token in prompt if self._pieces[token] and token not in skipped), last)
 
     def piece(self, token: int) -> bytes:
-        """The bytes of one token, special or not; those that its text alone has where there is no table."""
+        """Return the bytes of one token, special or not; those that its text alone has where there is no table."""
         if self._pieces is None:
             return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
         return self._pieces[token] if token < len(self._pieces) else b""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of whole sequences, as the tokenizer's own decoder gives it."""
+        """Return the text of whole sequences, as the tokenizer's own decoder gives it."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def _table(self) -> list[bytes] | None:
-        """Bytes of every id, or None when the decoder is of another kind or disagrees with the table."""
+        """Return the bytes of every id, or None when the decoder is of another kind or disagrees with the table."""
         steps = _decoder_steps(orjson.loads(self._tokenizer.to_str()).get("decoder"))
         kinds = [step["type"] for step in steps]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -99,7 +99,7 @@ class TokenText:
         return pieces if self._agrees(pieces) else None
 
     def _agrees(self, pieces: list[bytes]) -> bool:
-        """Compares the table with the tokenizer's decoder on a fixed sample of ids."""
+        """Compare the table with the tokenizer's decoder on a fixed sample of ids."""
         known = sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
         sample = random.Random(0).sample(known, min(len(known), 1000))  # noqa: S311 - a fixed sample, no secret
         for id_ in sample:
@@ -111,7 +111,7 @@ class TokenText:
         return True
 
 
-class _Bytes:
+class TableDetokenizer:
     """By table: O(1) a token. Nearly every token is text of its own and is looked up; the rest is decoded."""
 
     __slots__ = ("_decoder", "_is_open", "_pieces", "_skip", "_strip", "_texts")
@@ -155,7 +155,7 @@ def _whole(piece: bytes) -> str | None:
         return None
 
 
-class _Window:
+class WindowDetokenizer:
     """By decoding a window [start, read) and [start, now) and taking what the second adds."""
 
     __slots__ = ("_ids", "_read", "_shown", "_skip", "_tokenizer")
@@ -210,12 +210,12 @@ def _unicode_to_byte() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _unicode_to_byte()
+BYTE_OF = _unicode_to_byte()
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[char] for char in token)
+        return bytes(BYTE_OF[char] for char in token)
     except KeyError:  # an added token that is no byte-level text
         return token.encode()
 

@@ -21,13 +21,13 @@ from services.gateway.errors import invalid, shown, unavailable
 from shared.grammars import MOST_GRAMMAR_BYTES, GrammarError, Grammars, NoGrammarsError
 
 MOST_WAITING = 64
-"""Grammars that wait to be compiled; more are told to come again."""
+"""Grammars that may wait to be compiled; more get a 503."""
 OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 """Of JSON: with no bound a model may write blanks until its tokens run out."""
 
 
 class GrammarCheck:
-    """Compiles what requests bring. One for each model."""
+    """Compile what requests bring. One for each model."""
 
     def __init__(self, model: Path, vocab_size: int) -> None:
         self._grammars = Grammars(model, vocab_size)
@@ -35,8 +35,9 @@ class GrammarCheck:
         self._waiting = 0
 
     async def check(self, field: str, grammar: str) -> None:
-        """Raises ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
-        wait."""
+        """Raise ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
+        wait.
+        """
         if self._waiting >= MOST_WAITING:
             raise unavailable("too many grammars are waiting to be compiled; retry later", "grammars_busy")
         self._waiting += 1
@@ -51,7 +52,7 @@ class GrammarCheck:
 
 
 def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
-    """Of the values of a JSON schema. lenient: keywords that cannot be kept are ignored. Raises ApiError."""
+    """Of the values of a JSON schema. lenient: keywords that cannot be kept are ignored. Raise ApiError."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -70,5 +71,5 @@ def choice_grammar(choices: Iterable[str]) -> str:
 
 
 def lark_text(text: str) -> str:
-    """A literal of a Lark grammar."""
+    """Return a literal of a Lark grammar."""
     return json.dumps(text)

@@ -28,7 +28,7 @@ class Offsets(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    """Tokens of one choice that no answer or event has told yet; `first`: the index of the first of them."""
+    """Tokens of one choice that no answer or event has had yet; `first`: the index of the first of them."""
 
     first: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class _Held:
 
 
 class Logprobs:
-    """Those of one request, kept until they are told, and what best_of goes by."""
+    """The log-probabilities of one request, kept until they are sent, and the means that best_of compares."""
 
     def __init__(self, spec: GenerationSpec, text: TokenText, choices: Sequence[Offsets]) -> None:
         self._spec = spec
@@ -46,7 +46,7 @@ class Logprobs:
         self._sampled = [array("d") for _ in choices]  # of each token, for best_of alone
 
     def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
-        """Tokens that a choice gained, from index `first` on, and the records of all of them."""
+        """Keep tokens that a choice gained, from index `first` on, and their records."""
         if not tokens:
             return
         if self._spec.keep:
@@ -59,7 +59,9 @@ class Logprobs:
             held.records += records
 
     def take(self, choice: int) -> dict[str, Any] | None:
-        """`logprobs` of a choice, of the tokens since the last call; None when there are none, or nobody asked."""
+        """Return `logprobs` of a choice, of the tokens since the last call; None when there are none, or the request
+        wants none.
+        """
         held, self._held[choice] = self._held[choice], _Held()
         if not held.tokens:
             return None
@@ -70,7 +72,7 @@ class Logprobs:
         return self._columns(choice, held, found)
 
     def kept(self) -> list[int]:
-        """The choices that are told: of each prompt the `keep` with the highest log-probability per token."""
+        """Return the choices to send: of each prompt the `keep` with the highest log-probability per token."""
         spec, every = self._spec, range(len(self._choices))
         if not spec.keep:
             return list(every)
@@ -101,7 +103,7 @@ class Logprobs:
         }
 
     def _named(self, best: list[tuple[int, float]], sampled: str, logprob: float) -> dict[str, float]:
-        """The best and the sampled one, most likely first; of tokens that are the same text the most likely."""
+        """Return the best and the sampled one, most likely first; of tokens that are the same text the most likely."""
         named: dict[str, float] = {}
         for token, value in best:
             named.setdefault(self._name(token), _number(value))
@@ -109,7 +111,9 @@ class Logprobs:
         return named
 
     def _name(self, token: int) -> str:
-        """A token's text; where that is no whole characters its bytes, where there is none its id: no two the same."""
+        """Return a token's text; where that is no whole characters its bytes, where there is none its id: no two the
+        same.
+        """
         piece = self._text.piece(token)
         try:
             return piece.decode() or f"token_id:{token}"
@@ -118,7 +122,7 @@ class Logprobs:
 
 
 def _agreeing(one: TokenLogprobs, token: int) -> TokenLogprobs:
-    """The sampled token has one number, also where two kernels summed in another order."""
+    """Return the sampled token has one number, also where two kernels summed in another order."""
     return TokenLogprobs(dict(one.best).get(token, one.sampled), one.best)
 
 

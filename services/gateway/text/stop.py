@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Feeds text through; what comes out will never have to be taken back."""
+    """Feed text through; what comes out will never have to be taken back."""
 
     __slots__ = ("_held", "_include", "_longest", "_prefixes", "_stops", "matched")
 
@@ -24,7 +24,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that can be shown now. After a match (`matched` is set) nothing more comes out."""
+        """Return the text that can be shown now. After a match (`matched` is set) nothing more comes out."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -40,12 +40,14 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back; for the end of a sequence that found no stop string, or to skip matching for a while."""
+        """Return what was held back; for the end of a sequence that found no stop string, or to skip matching for a
+        while.
+        """
         held, self._held = self._held, ""
         return held
 
     def _overlap(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[len(text) - size :] in self._prefixes:
                 return size

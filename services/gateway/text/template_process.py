@@ -81,7 +81,7 @@ class TooLongError(BaseException):
 
 
 def receive(connection: socket.socket, most: int) -> bytes:
-    """The next frame; empty at the end. Raises ValueError for one of more than `most` bytes, OSError."""
+    """Return the next frame; empty at the end. Raise ValueError for one of more than `most` bytes, OSError."""
     head = _exactly(connection, LENGTH.size)
     if not head:
         return b""
@@ -92,7 +92,7 @@ def receive(connection: socket.socket, most: int) -> bytes:
 
 
 def send(connection: socket.socket, payload: bytes) -> None:
-    """Raises OSError."""
+    """Raise OSError."""
     connection.sendall(LENGTH.pack(len(payload)) + payload)
 
 
@@ -130,7 +130,7 @@ def _stop(*_: object) -> None:
 
 
 def main() -> int:
-    """Serves the socket on standard input until its other end is closed."""
+    """Serve the socket on standard input until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which may still have chats to render
     signal.signal(signal.SIGPROF, _stop)
     with socket.socket(fileno=sys.stdin.fileno()) as connection:

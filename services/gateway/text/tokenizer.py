@@ -27,7 +27,7 @@ class ModelText:
     """Text of one model, in and out."""
 
     def __init__(self, directory: Path, template_timeout_s: float = 2.0, tool_parser: str = "auto") -> None:
-        """template_timeout_s: what the chat template may take for one conversation. Raises ModelError.
+        """template_timeout_s: what the chat template may take for one conversation. Raise ModelError.
 
         tool_parser: how the model writes calls of tools, as the setting says.
         """
@@ -55,7 +55,7 @@ class ModelText:
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a raw prompt; control tokens written in it count.
+        """Return ids of a raw prompt; control tokens written in it count.
 
         What is added is tokenizer.json's business alone; transformers 5 ignores add_bos_token beside it, too.
         """
@@ -64,13 +64,13 @@ class ModelText:
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
     ) -> list[int]:
-        """Ids of a conversation by the model's template. Raises ApiError(400)."""
+        """Return ids of a conversation by the model's template. Raise ApiError(400)."""
         if self._chat is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
         return self._chat.encode(messages, add_generation_prompt, tools)
 
     def try_template(self) -> str:
-        """Why the chat template does not render a plain conversation; empty when it does, or there is none."""
+        """Return why the chat template does not render a plain conversation; empty when it does, or there is none."""
         if self._chat is None:
             return ""
         try:
@@ -80,12 +80,12 @@ class ModelText:
         return ""
 
     def close(self) -> None:
-        """Ends the process that renders the chat template; another call starts it again."""
+        """End the process that renders the chat template; another call starts it again."""
         if self._chat is not None:
             self._chat.close()
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary's strings of some ids."""
+        """Return the vocabulary's strings of some ids."""
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
 
     def _template(
@@ -144,7 +144,7 @@ def _read_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _token_text(token: Any) -> str | None:
-    """A token of tokenizer_config.json, which may be text or an object with `content`."""
+    """Return a token of tokenizer_config.json, which may be text or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -80,7 +80,7 @@ def test_a_command_is_said_again_at_once_where_its_connection_was_closed(errors:
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError()], ids=repr)
 def test_a_job_that_fails_ends_alone(error: BaseException) -> None:
     async def scenario() -> None:
-        jobs, _ = dispatcher()
+        jobs, cluster = dispatcher()
         jobs.start()
         done = asyncio.Event()
 
@@ -90,11 +90,11 @@ def test_a_job_that_fails_ends_alone(error: BaseException) -> None:
         async def works() -> None:
             done.set()
 
-        jobs._put(fails)
-        jobs._put(works)
+        jobs.submit(fails)
+        jobs.submit(works)
         await asyncio.wait_for(done.wait(), 10)
         assert not any(task.done() for task in jobs.tasks)
-        jobs._cluster.redis_error = "away"
+        cluster.redis_error = "away"
         await jobs.stop()
 
     asyncio.run(scenario())
@@ -118,7 +118,7 @@ def test_what_redis_refuses_is_503_with_a_time_to_wait(error: Exception, code: s
             raise error
 
         with pytest.raises(ApiError) as caught:
-            await asyncio.wait_for(jobs._ask(question), 10)
+            await asyncio.wait_for(jobs.ask(question), 10)
         assert (caught.value.status, caught.value.code) == (503, code)
         assert int(caught.value.headers["Retry-After"]) >= 1
         cluster.redis_error = "away"
@@ -131,7 +131,7 @@ def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
     async def scenario(server: RedisServer) -> None:
         _, cluster = dispatcher(server.url)
         for _ in range(3):
-            await cluster._look()
+            await cluster.look()
         await cluster.close()
         found: Any = server.client.info("commandstats")
         assert found["cmdstat_scan"]["calls"] == 1

@@ -79,13 +79,15 @@ async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> Non
     assert not gateway.dispatcher.streams
 
 
-async def test_the_reaper_takes_nothing_from_a_client_that_came_first(gateway: Gateway, server: RedisServer) -> None:
+async def test_the_orphan_adopter_takes_nothing_from_a_client_that_came_first(
+    gateway: Gateway, server: RedisServer
+) -> None:
     spec = await named(gateway)
     begun = await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
     record = gateway.settings.keys.req(spec.id)
     server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
     with pytest.raises(ApiError) as refused:
-        await gateway._take_up(spec.id, "gone")
+        await gateway.adopt(spec.id, "gone")
     assert (refused.value.code, begun.stream.failure) == ("taken_over", None)
     begun.close()
     found = gateway.dispatcher.raw_record
@@ -121,14 +123,14 @@ async def test_another_body_under_the_same_key_leaves_the_first_connection_alone
 async def test_one_whose_twin_was_refused_before_it_is_delivered(
     gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enqueue, asked = gateway.dispatcher._scripts.enqueue, 0
+    enqueue, asked = gateway.dispatcher.scripts.enqueue, 0
 
     async def full_at_first(keys: Any, arguments: Any) -> Any:
         nonlocal asked
         asked += 1
         return [b"full", 1] if asked == 1 else await enqueue(keys, arguments)
 
-    monkeypatch.setattr(gateway.dispatcher._scripts, "enqueue", full_at_first)
+    monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", full_at_first)
     specs = [await named(gateway), await named(gateway)]
     refused, second = await asyncio.gather(
         *(gateway.begin(spec, Caller(ANONYMOUS), 0.0) for spec in specs), return_exceptions=True
@@ -142,7 +144,7 @@ async def test_one_whose_twin_was_refused_before_it_is_delivered(
 async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_client(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enqueue = gateway.dispatcher._scripts.enqueue
+    enqueue = gateway.dispatcher.scripts.enqueue
 
     async def unheard(keys: Any, arguments: Any) -> Any:
         await enqueue(keys, arguments)
@@ -150,7 +152,7 @@ async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_clie
 
     spec = await named(gateway)
     with monkeypatch.context() as patch:
-        patch.setattr(gateway.dispatcher._scripts, "enqueue", unheard)
+        patch.setattr(gateway.dispatcher.scripts, "enqueue", unheard)
         with pytest.raises(ApiError, match="does not answer"):
             await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
     gateway.cluster.redis_error = ""

@@ -116,7 +116,7 @@ def test_the_bytes_are_those_of_the_writer_without_any_short_cut(
     async def both() -> tuple[Client, Client]:
         by_writer, at_once = Client(False, **changes), Client(True, **changes)
         by_writer.commands.away = at_once.commands.away = away
-        by_writer.generation.is_plain = by_writer.writer._is_plain = False
+        by_writer.generation.is_plain = by_writer.writer.is_plain = False
         await by_writer.run(rows)
         await at_once.run(rows)
         return by_writer, at_once

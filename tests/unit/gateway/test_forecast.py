@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, _renewed
+from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, renewed_at
 from services.gateway.request import Limits
 from shared.settings import DEMO_MODEL, GatewaySettings
 
@@ -80,5 +80,5 @@ def test_statistics_that_stopped_changing_or_were_read_long_ago_say_nothing() ->
 def test_statistics_are_renewed_when_their_time_changes_whatever_clock_that_is() -> None:
     before = Snapshot(10.0, frozenset(), {}, {"a": BUSY, "b": BUSY}, renewed={"a": 3.0, "b": 4.0})
     now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
-    assert _renewed(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
-    assert _renewed({"a": BUSY}, None, 11.0) == {"a": 11.0}
+    assert renewed_at(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
+    assert renewed_at({"a": BUSY}, None, 11.0) == {"a": 11.0}

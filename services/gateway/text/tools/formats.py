@@ -72,7 +72,7 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], opening: str, arg
 
 
 def _arguments(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments. Raises ApiError(400)."""
+    """Return the schema of a function's arguments. Raise ApiError(400)."""
     schema = function.parameters
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}

@@ -135,7 +135,7 @@ class CallObject:
 
 
 def _string(written: str) -> str:
-    """The text of a JSON string; nothing for any other value."""
+    """Return the text of a JSON string; nothing for any other value."""
     try:
         value = json.loads(written)
     except ValueError:
@@ -203,14 +203,14 @@ class ToolReader:
         self.cut = False  # behind `flush`: the arguments of the last call are not whole
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
-        """What can be told now."""
+        """Return the text and the calls that are certain now."""
         self._held += text
         while self._held and self._go_on():
             pass
         return self._take()
 
     def flush(self) -> tuple[str, list[CallPiece]]:
-        """The rest, at the end of the choice."""
+        """Return the rest, at the end of the choice."""
         if self._use.forced:  # what has no name yet is no text: it would have become a call
             if not self.calls and len(self._use.names) == 1:
                 self._begin_call(self._use.names[0])
@@ -231,7 +231,7 @@ class ToolReader:
         return text, pieces
 
     def _go_on(self) -> bool:
-        """Takes from what is held; False when more has to come first."""
+        """Take from what is held; False when more has to come first."""
         match self._at:
             case _At.TEXT:
                 return self._open_bare() if self._use.format == "llama3" else self._find_opening()
@@ -259,7 +259,7 @@ class ToolReader:
         return True
 
     def _open_bare(self) -> bool:
-        """A call without an opening is a call only where no text was before it."""
+        """Return a call without an opening is a call only where no text was before it."""
         rest = self._held.lstrip()
         tagged = rest.removeprefix(PYTHON_TAG)
         is_first = not self._said and not self.calls
@@ -289,7 +289,7 @@ class ToolReader:
         return True
 
     def _begin_named(self, rest: str) -> bool:
-        """A name before its arguments, or text."""
+        """Return a name before its arguments, or text."""
         found = _NAMED.match(rest)
         if found is None or found[2] is None:
             may_come = _BEGINS_NAMED.fullmatch(rest) if found is None else found.end() == len(rest)
@@ -350,7 +350,7 @@ class ToolReader:
         return rest
 
     def _is_text(self) -> bool:
-        """What was held to be a call is none."""
+        """Treat the text that began like a call as text."""
         self._say(self._raw)
         self._raw, self._listed, self._said = "", False, True
         self._at = _At.TEXT
@@ -368,7 +368,7 @@ class ToolReader:
 
 
 def _overlap(text: str, opening: str) -> int:
-    """Length of the longest end of the text that begins an opening."""
+    """Return the length of the longest end of the text that begins an opening."""
     return next(
         (size for size in range(min(len(text), len(opening) - 1), 0, -1) if opening.startswith(text[-size:])), 0
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.text.detokenizer import _BYTE_OF, TokenText, _Window
+from services.gateway.text.detokenizer import BYTE_OF, TokenText, WindowDetokenizer
 from tests.support import tokenizers as made
 
 KINDS = {"byte_level": made.byte_level, "byte_fallback": made.byte_fallback, "metaspace": made.metaspace}
@@ -56,7 +56,7 @@ def test_pieces_make_the_text_of_the_whole(kind: str, prompt: str, output: str) 
 def test_any_bytes_of_a_byte_level_model_decode_as_a_whole_would(data: bytes) -> None:
     tokenizer, text = loaded("byte_level")
     id_of = {
-        _BYTE_OF[token]: id_ for token, id_ in tokenizer.get_vocab().items() if len(token) == 1 and token in _BYTE_OF
+        BYTE_OF[token]: id_ for token, id_ in tokenizer.get_vocab().items() if len(token) == 1 and token in BYTE_OF
     }
     ids = [id_of[byte] for byte in data]
     detokenizer = text.start([])
@@ -135,7 +135,7 @@ def test_special_tokens_are_skipped_or_shown_as_asked() -> None:
 def test_the_window_method_agrees_with_the_table_on_bytes() -> None:
     tokenizer, text = loaded("byte_level")
     ids = tokenizer.encode("Grüße 🐋 aus 逆戟鲸").ids
-    window = _Window(tokenizer, tokenizer.encode("x").ids, frozenset())
+    window = WindowDetokenizer(tokenizer, tokenizer.encode("x").ids, frozenset())
     table = text.start([])
     assert "".join(window.feed(t) for t in ids) == "".join(table.feed(t) for t in ids) == "Grüße 🐋 aus 逆戟鲸"
 

@@ -103,8 +103,8 @@ def test_the_process_has_no_secrets_can_open_nothing_and_ends_with_its_gateway(r
     assert re.search(rf"Max data size +{MEMORY_BYTES} ", limits)
     for name in ("open files", "processes", "file size", "core file size"):
         assert re.search(rf"Max {name} +0 +0 ", limits), name
-    assert template._connection is not None
-    template._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the gateway is killed
+    assert template.connection is not None
+    template.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the gateway is killed
     until("the process has ended", lambda: process.status() == psutil.STATUS_ZOMBIE or not process.is_running())
 
 

@@ -15,7 +15,7 @@ from tests.support.stack import RedisServer
 IDS = [f"request-{number}" for number in range(20)]
 
 
-def reaper(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitable[None]]) -> OrphanAdopter:
+def adopter(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitable[None]]) -> OrphanAdopter:
     server.client.flushall()
     settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
     server.client.sadd(settings.keys.background, "gone")
@@ -23,8 +23,9 @@ def reaper(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitab
     return OrphanAdopter(settings, name, BackgroundTasks(), take_up)
 
 
-def left(server: RedisServer, reaper: OrphanAdopter) -> set[str]:
-    return {name.decode() for name in server.client.smembers(reaper._keys.background_of("gone"))}
+def left(server: RedisServer) -> set[str]:
+    keys = GatewaySettings(redis_url=server.url, api_keys=["k"]).keys
+    return {name.decode() for name in server.client.smembers(keys.background_of("gone"))}
 
 
 async def test_of_two_gateways_that_look_at_once_one_adopts_each_request(redis_server: RedisServer) -> None:
@@ -40,12 +41,12 @@ async def test_of_two_gateways_that_look_at_once_one_adopts_each_request(redis_s
 
     async def look(one: OrphanAdopter) -> None:
         await both.wait()
-        await one._inherit("gone")
+        await one.adopt_from("gone")
 
-    one, other = (reaper(redis_server, name, taking(name)) for name in ("one", "other"))
+    one, other = (adopter(redis_server, name, taking(name)) for name in ("one", "other"))
     await asyncio.gather(look(one), look(other))
     assert sorted(request_id for request_id, _ in adopted) == sorted(IDS)
-    assert left(redis_server, one) == set()
+    assert left(redis_server) == set()
     for each in (one, other):
         await each.close()
 
@@ -60,7 +61,7 @@ async def test_what_could_not_be_adopted_is_left_for_the_next_try_and_the_others
         if request_id == IDS[7]:
             raise error
 
-    one = reaper(redis_server, "one", take_up)
-    await one._inherit("gone")
-    assert left(redis_server, one) == {IDS[7]}
+    one = adopter(redis_server, "one", take_up)
+    await one.adopt_from("gone")
+    assert left(redis_server) == {IDS[7]}
     await one.close()
