@@ -71,11 +71,11 @@ class Caller:
     max_priority: str = CLASSES[0]
     has_others: bool = False  # there are keys of other tenants
 
-    def priority(self, asked: str) -> str:
-        """Return the class of a request; asked: the class that it names, '' for none. Raise ApiError(403) above the
+    def priority(self, requested: str) -> str:
+        """Return the class of a request; requested: the class that it names, '' for none. Raise ApiError(403) above the
         key's limit.
         """
-        chosen = asked or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
+        chosen = requested or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
         if CLASSES.index(chosen) < CLASSES.index(self.max_priority):
             raise ApiError(
                 403,

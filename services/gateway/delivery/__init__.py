@@ -1,1 +1,1 @@
-"""Requests on their way to Redis and tokens on their way back, up to one request's stream."""
+"""Bring requests to Redis and tokens back, up to one request's stream of text."""

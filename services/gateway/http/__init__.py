@@ -1,1 +1,1 @@
-"""Connections of the gateway: servers, protocol limits, middleware, listening sockets."""
+"""Serve connections: uvicorn's protocol with limits, TLS, middleware, listening sockets."""

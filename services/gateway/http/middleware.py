@@ -157,18 +157,18 @@ class CutSlow:
             await self._app(scope, receive, send)
             return
 
-        own = scope.get("extensions", {})
+        extensions = scope.get("extensions", {})
 
         async def bounded(message: Message) -> None:
             try:
                 async with asyncio.timeout(self._seconds):
                     await send(message)  # waits for what was written before
-                    if not message.get("more_body") and (drain := own.get("orcinus.drain")):
+                    if not message.get("more_body") and (drain := extensions.get("orcinus.drain")):
                         await drain["call"]()
             except TimeoutError:
                 log.info("client of %s read nothing for %.0f s; connection closed", scope["path"][:80], self._seconds)
                 self._metrics.slow_clients.inc()
-                if abort := own.get("orcinus.abort"):
+                if abort := extensions.get("orcinus.abort"):
                     abort["call"]()
 
         await self._app(scope, receive, bounded)

@@ -106,13 +106,13 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        own = {
+        extensions = {
             "orcinus.abort": {"call": self.transport.abort},
             "orcinus.drain": {"call": self.flow.drain},
             "orcinus.has_room": {"call": self._has_room},
             "orcinus.write": {"call": self._write},
         }
-        self.scope["extensions"] = own  # type: ignore[typeddict-item]
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
         self._in_head, self._head_bytes, self._past_body_bytes = True, 0, 0
         self._wait()
 

@@ -1,1 +1,1 @@
-"""The gRPC front: the Open Inference Protocol (KServe v2) and Triton's stream."""
+"""Serve gRPC: the Open Inference Protocol (KServe v2) and Triton's stream."""

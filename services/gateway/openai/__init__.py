@@ -1,1 +1,1 @@
-"""The OpenAI API: one module per endpoint, bodies, validation, events, errors."""
+"""Serve the OpenAI API: bodies, from body to request, one module for each endpoint, events, the OpenAPI document."""

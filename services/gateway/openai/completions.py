@@ -151,7 +151,7 @@ async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, s
 
 def _accepted(spec: GenerationSpec) -> Response:
     """Return the 202 of a background request; `GET /v1/requests/{id}` has its state."""
-    told = {
+    state = {
         "id": spec.id,
         "object": "request",
         "status": "queued",
@@ -161,7 +161,7 @@ def _accepted(spec: GenerationSpec) -> Response:
         "priority": spec.priority,
         "prompt_tokens": spec.prompt_tokens,
     }
-    response = json_response(told, 202)
+    response = json_response(state, 202)
     response.headers.update({"x-orcinus-request": spec.id, "location": f"/v1/requests/{spec.id}"})
     return response
 

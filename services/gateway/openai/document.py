@@ -58,9 +58,9 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: Collect
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             for kind in bodies:
-                own = kind.model_json_schema(ref_template=_REF)
-                schemas.update(own.pop("$defs", {}))
-                schemas[kind.__name__] = own
+                body_schema = kind.model_json_schema(ref_template=_REF)
+                schemas.update(body_schema.pop("$defs", {}))
+                schemas[kind.__name__] = body_schema
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
             for path in schema["paths"].keys() & set(open_paths):

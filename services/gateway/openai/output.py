@@ -32,7 +32,7 @@ OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice"}
 
 
 @dataclass(frozen=True, slots=True)
-class AskedTools:
+class ToolPlan:
     """use: how calls are read, None where no tool may be called. shown: for the template. grammar: of an answer that
     has to call, else empty. has_control: a call begins with a control token."""
 
@@ -42,13 +42,13 @@ class AskedTools:
     has_control: bool = False
 
 
-def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
+def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
     """Raise ApiError(400)."""
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools and choice not in ("none", "auto"):
         raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
     if not tools or choice == "none":
-        return AskedTools()
+        return ToolPlan()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise invalid("tools", f"duplicate name in tools; got {shown(names)}")
@@ -69,10 +69,10 @@ def asked_tools(body: ChatBody, model: ModelText) -> AskedTools:
     # With a named function the model sees all tools, also those that it may not call.
     offered = tools if isinstance(choice, ChosenTool) else callable_
     dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
-    return AskedTools(use, dumped, grammar, _control_id(opening, model) is not None)
+    return ToolPlan(use, dumped, grammar, _control_id(opening, model) is not None)
 
 
-async def output_grammar(body: GenerationBody, model: ModelText, tools: AskedTools) -> tuple[str, str]:
+async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan) -> tuple[str, str]:
     """Return what binds the output, compiled once, behind the field that brought it; empty where nothing does. Raise
     ApiError.
     """
@@ -115,17 +115,17 @@ def _control_id(opening: str, model: ModelText) -> int | None:
 
 async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
     """Return the field that binds the output of a request, and its grammar; empty without one. Raise ApiError."""
-    asked = dict(_asked(body))
-    if not asked:
+    grammars = dict(_field_grammars(body))
+    if not grammars:
         return "", ""
-    if len(asked) > 1:
-        raise invalid(list(asked)[1], f"only one of {', '.join(asked)} can be given")
-    ((field, grammar),) = asked.items()
+    if len(grammars) > 1:
+        raise invalid(list(grammars)[1], f"only one of {', '.join(grammars)} can be given")
+    ((field, grammar),) = grammars.items()
     await check.check(field, grammar)
     return field, grammar
 
 
-def _asked(body: StructuredBody) -> Iterable[tuple[str, str]]:
+def _field_grammars(body: StructuredBody) -> Iterable[tuple[str, str]]:
     """Return the field and grammar of each field that binds the output."""
     if body.response_format is not None and body.response_format.type != "text":
         yield "response_format", _response_format(body.response_format)

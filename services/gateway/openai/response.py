@@ -63,9 +63,9 @@ def answer(
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
-    for told, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
-        text, own = texts[index], None if logprobs is None else logprobs.take(index)
-        choice: dict[str, Any] = {"index": told, "logprobs": own, "finish_reason": reasons[index]}
+    for number, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
+        text, entry = texts[index], None if logprobs is None else logprobs.take(index)
+        choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
         if spec.endpoint == "chat":
             choice["message"] = _message(text, [] if calls is None else calls[index])
         else:
@@ -114,7 +114,7 @@ _UNCOUNTED = Metrics()
 def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
     """Return the state of a request from `req:{id}`, without its answer."""
     fields = {name.decode(): value.decode() for name, value in record.items() if name != b"delivery"}
-    told: dict[str, Any] = {
+    state: dict[str, Any] = {
         "id": request_id,
         "object": "request",
         "status": fields.get("state"),
@@ -127,12 +127,12 @@ def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
         "cancel_requested": "cancelled" in fields,
     }
     if fields.get("state") == "finished":
-        told["finish_reasons"] = [_NAMES.get(part) for part in fields.get("finish", "").split(",") if part]
+        state["finish_reasons"] = [_NAMES.get(part) for part in fields.get("finish", "").split(",") if part]
         output = int(fields.get("output_tokens", 0))
-        prompt = told["prompt_tokens"]
-        told["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        told["error"] = fields.get("error") or None
-    return told
+        prompt = state["prompt_tokens"]
+        state["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        state["error"] = fields.get("error") or None
+    return state
 
 
 async def result(

@@ -354,8 +354,8 @@ def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) 
         return begun | {"status": "in_progress" if state["status"] == "running" else "queued"}
     if state["error"] or "error" in state["finish_reasons"]:
         error = failed(state["error"] or "")
-        told = {"code": error.code if error.status < 500 else "server_error", "message": error.message}
-        return begun | {"status": "failed", "error": told}
+        fault = {"code": error.code if error.status < 500 else "server_error", "message": error.message}
+        return begun | {"status": "failed", "error": fault}
     return begun | {"status": "cancelled"}
 
 
@@ -428,44 +428,44 @@ class ResponseEvents:
     def end(self, usage: Usage) -> bytes:
         """Return each item as a whole, and the response with them."""
         reason = self._generation.choices[0].finish_reason or "stop"
-        told = b"" if self._items else self._message()[1]
+        events = b"" if self._items else self._message()[1]
         output = []
         for key, item in self._items.items():
             status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
             done, event = self._done(key, item, status)
             output.append(done)
-            told += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
+            events += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
         response = finished(self._shell, output, reason, usage.body())
-        return told + self._event(f"response.{response['status']}", response=response)
+        return events + self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: ApiError) -> bytes:
         """Return an error after the first byte; the stream ends behind it."""
         said = {"code": error.code or "server_error", "message": error.message}
-        told = self._event("error", **said, param=error.param)
-        return told + self._event("response.failed", response=self._shell | {"status": "failed", "error": said})
+        events = self._event("error", **said, param=error.param)
+        return events + self._event("response.failed", response=self._shell | {"status": "failed", "error": said})
 
     def _text(self, text: str) -> bytes:
-        item, told = self._message()
+        item, events = self._message()
         item.pieces.append(text)
-        return told + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
+        return events + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
 
     def _message(self) -> tuple[_Item, bytes]:
         """Return the message and its one part, begun when they are first needed."""
         if MESSAGE in self._items:
             return self._items[MESSAGE], b""
-        item, told = self._begin(MESSAGE, message_item(self._shell["id"], "", "in_progress"))
-        return item, told + self._event("response.content_part.added", **item.at, content_index=0, part=text_part(""))
+        item, events = self._begin(MESSAGE, message_item(self._shell["id"], "", "in_progress"))
+        return item, events + self._event("response.content_part.added", **item.at, content_index=0, part=text_part(""))
 
     def _call(self, piece: CallPiece) -> bytes:
-        told = b""
+        events = b""
         if piece.index not in self._items:
             begun = call_item(self._shell["id"], piece.index, piece.id, piece.name, "", "in_progress")
-            told = self._begin(piece.index, begun)[1]
+            events = self._begin(piece.index, begun)[1]
         item = self._items[piece.index]
         item.pieces.append(piece.arguments)
         if piece.arguments:
-            told += self._event("response.function_call_arguments.delta", **item.at, delta=piece.arguments)
-        return told
+            events += self._event("response.function_call_arguments.delta", **item.at, delta=piece.arguments)
+        return events
 
     def _begin(self, key: int, begun: dict[str, Any]) -> tuple[_Item, bytes]:
         item = _Item({"item_id": begun["id"], "output_index": len(self._items)}, begun, [])
@@ -481,8 +481,10 @@ class ResponseEvents:
             name = done["name"]
             return done, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=whole)
         done = message_item(self._shell["id"], whole, status)
-        told = self._event("response.output_text.done", **item.at, content_index=0, text=whole, logprobs=[])
-        return done, told + self._event("response.content_part.done", **item.at, content_index=0, part=text_part(whole))
+        events = self._event("response.output_text.done", **item.at, content_index=0, text=whole, logprobs=[])
+        return done, events + self._event(
+            "response.content_part.done", **item.at, content_index=0, part=text_part(whole)
+        )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **fields}

@@ -70,8 +70,8 @@ class EventWriter:
         self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
         self._position = Position(list(generation.position.last), generation.position.usage)
         # Of nearly every event, all but its index and its text never changes.
-        own = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
-        self.is_plain = spec.choices == 1 and not own
+        varies = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
+        self.is_plain = spec.choices == 1 and not varies
         self._before = self._head + b'{"index":0,' + (b'"delta":{"content":' if self._chat else b'"text":')
         self._behind = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
 
@@ -179,9 +179,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
-        own = scope.get("extensions", {})
-        if "orcinus.write" in own:
-            self._has_room, self._put = own["orcinus.has_room"]["call"], own["orcinus.write"]["call"]
+        extensions = scope.get("extensions", {})
+        if "orcinus.write" in extensions:
+            self._has_room, self._put = extensions["orcinus.has_room"]["call"], extensions["orcinus.write"]["call"]
             self._deliver = self._at_once
         writing = asyncio.create_task(self._write(send))
         leaving = asyncio.create_task(until_disconnect(receive))
@@ -225,9 +225,9 @@ class EventStream(Response):
         """Return deltas for the writer; empty when nothing was written for `keepalive_s`, by either way."""
         generation, stream, begun = self._generation, self._generation.stream, time.monotonic()
         while True:
-            told = max(begun, stream.heard_at)
-            deltas = await generation.next(max(0.0, told + self._keepalive_s - time.monotonic()), self._deliver)
-            if deltas or generation.done or stream.heard_at <= told:
+            heard_at = max(begun, stream.heard_at)
+            deltas = await generation.next(max(0.0, heard_at + self._keepalive_s - time.monotonic()), self._deliver)
+            if deltas or generation.done or stream.heard_at <= heard_at:
                 return deltas
 
     def _at_once(self, row: Row) -> bool:

@@ -17,7 +17,7 @@ import orjson
 from protos import queue_pb2
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.openai.bodies import INT64, ChatBody, ChatMessage, CompletionBody, GenerationBody
-from services.gateway.openai.output import OUTPUT_FIELDS, AskedTools, asked_tools, output_grammar
+from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, output_grammar, plan_tools
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
@@ -28,7 +28,7 @@ MOST_RECORD_BYTES = 64 << 20
 """What the log-probabilities of one request may take in Redis."""
 
 
-def logprobs_asked(body: GenerationBody) -> int | None:
+def requested_logprobs(body: GenerationBody) -> int | None:
     """Return how many most likely tokens go beside each sampled one, None for no log-probabilities. Raise ApiError."""
     if isinstance(body, CompletionBody):
         return body.logprobs
@@ -39,7 +39,7 @@ def logprobs_asked(body: GenerationBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def choices_asked(body: GenerationBody) -> tuple[int, int]:
+def requested_choices(body: GenerationBody) -> tuple[int, int]:
     """Return how many choices of each prompt run, and how many of them, the best, are returned; 0 means all. Raise
     ApiError.
     """
@@ -108,7 +108,7 @@ async def completion_spec(
         max_tokens = min(16, room)
     _check_output(max_tokens, longest, room, limits, "max_tokens")
     spec = _spec(body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id)
-    await _bind(spec, body, model, AskedTools())
+    await _bind(spec, body, model, ToolPlan())
     return spec
 
 
@@ -123,7 +123,7 @@ async def chat_spec(
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-    tools = asked_tools(body, model) if body.model_fields_set & OUTPUT_FIELDS else AskedTools()
+    tools = plan_tools(body, model) if body.model_fields_set & OUTPUT_FIELDS else ToolPlan()
     prompt = await encode_messages(body.messages, model, limits, tools=tools.shown)
     room = _room(len(prompt), limits, "messages")
     if max_tokens is None:
@@ -134,7 +134,7 @@ async def chat_spec(
     return spec
 
 
-async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: AskedTools) -> None:
+async def _bind(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: ToolPlan) -> None:
     """Set the grammar that binds the output, and how tool calls are read from it. Raise ApiError."""
     if not body.model_fields_set & OUTPUT_FIELDS:
         return
@@ -247,7 +247,7 @@ async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tu
         if size > THREAD_TOKENS:
             return await asyncio.to_thread(_token_prompts, prompt, model), []
         return _token_prompts(prompt, model), []
-    _check_choices(len(texts), choices_asked(body)[0], limits)
+    _check_choices(len(texts), requested_choices(body)[0], limits)
     special = body.add_special_tokens is not False
     encoded = await _encode(texts, model, limits, special)
     for index, tokens in enumerate(encoded):
@@ -336,8 +336,8 @@ def _spec(
     echo: bool,
     request_id: str | None,
 ) -> GenerationSpec:
-    n, keep = choices_asked(body)
-    logprobs = logprobs_asked(body)
+    n, keep = requested_choices(body)
+    logprobs = requested_logprobs(body)
     wanted = int(keep > 0) if logprobs is None else logprobs + 1
     _check_choices(len(prompts), n, limits)
     check_records(len(prompts) * n, max_tokens, wanted)

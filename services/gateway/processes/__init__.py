@@ -1,1 +1,1 @@
-"""Several gateway processes behind one port, kept running by a parent."""
+"""Run several gateway processes behind one port, with a parent that restarts them."""

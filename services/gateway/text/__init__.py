@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, stop strings, grammars, tools."""
+"""Turn text into token ids and back: tokenizer, chat template, stop strings, grammars, tools, log-probabilities."""

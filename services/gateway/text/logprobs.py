@@ -78,10 +78,10 @@ class Logprobs:
             return list(every)
         # fsum is exact: the same choice however the rows were cut.
         means = [math.fsum(values) / max(1, len(values)) for values in self._sampled]
-        told: list[int] = []
+        chosen: list[int] = []
         for first in every[:: spec.n]:
-            told += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
-        return told
+            chosen += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
+        return chosen
 
     def _content(self, tokens: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:
         return [

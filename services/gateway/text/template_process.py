@@ -134,9 +134,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which may still have chats to render
     signal.signal(signal.SIGPROF, _stop)
     with socket.socket(fileno=sys.stdin.fileno()) as connection:
-        asked = orjson.loads(receive(connection, 64 << 20))
+        settings = orjson.loads(receive(connection, 64 << 20))
         environment().from_string(WARM_UP).render()
-        resource.setrlimit(resource.RLIMIT_DATA, (asked["bytes"], asked["bytes"]))
+        resource.setrlimit(resource.RLIMIT_DATA, (settings["bytes"], settings["bytes"]))
         for nothing in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
             resource.setrlimit(nothing, (0, 0))
         # Compiling folds constants, so it is bounded as well; its own refusals come with the first context.
@@ -144,11 +144,11 @@ def main() -> int:
 
         def render(**context: Any) -> str:
             if not template:
-                template.append(environment().from_string(asked["source"]))
+                template.append(environment().from_string(settings["source"]))
             return template[0].render(**context)
 
         while frame := receive(connection, 1 << 30):
-            send(connection, _answer(render, orjson.loads(frame), asked["seconds"]))
+            send(connection, _answer(render, orjson.loads(frame), settings["seconds"]))
     return 0
 
 

@@ -168,7 +168,7 @@ def test_the_oldest_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch, caplog:
     for name in "abc":
         waiting.keep(command(name))
     assert [each.key[0] for each in waiting.take()] == ["b", "c"]
-    assert "cancel of a is dropped" in caplog.text
+    assert "dropping cancel of a" in caplog.text
 
 
 def test_a_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +181,7 @@ def test_a_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.L
     (taken,) = waiting.take()
     waiting.refused(taken, ReadOnlyError("READONLY"))
     assert waiting.take() == []
-    assert "given up" in caplog.text
+    assert "giving up" in caplog.text
 
 
 # Beside the event loop

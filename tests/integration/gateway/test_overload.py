@@ -117,7 +117,8 @@ def test_a_first_token_that_would_come_too_late_is_429_with_the_figures(
     assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, field)
-    for figure in (f"{predicted_ms} ms", f"{field}: ", f"later than {limit_ms} ms", "480 prompt tokens", "100 a second"):
+    figures = (f"{predicted_ms} ms", f"{field}: ", f"later than {limit_ms} ms", "480 prompt tokens", "100 a second")
+    for figure in figures:
         assert figure in error["message"]
 
 

@@ -86,7 +86,7 @@ def test_a_redis_that_refuses_writes_costs_503s_and_no_task(tmp_path: Path, mode
         refused = own.post("/v1/completions", {"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_refused")
         assert int(refused.headers["retry-after"]) >= 1
-        until("the cancel was refused", lambda: "is tried again" in own.log())
+        until("the cancel was refused", lambda: "refused by Redis" in own.log())
         server.client.config_set("min-replicas-to-write", 0)
         own.wait_ready()
         scheduler.wait_control("cancel", claimed.id)

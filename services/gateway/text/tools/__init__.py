@@ -1,1 +1,1 @@
-"""Tool calls: how models write them, and how their text is read while it arrives."""
+"""Describe how models write tool calls, and read calls from text while it arrives."""

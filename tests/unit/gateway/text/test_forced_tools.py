@@ -11,7 +11,7 @@ import pytest
 from services.gateway.delivery.codec import from_delivery, to_delivery
 from services.gateway.delivery.generation import ChoiceText
 from services.gateway.errors import ApiError, failed
-from services.gateway.openai.output import asked_tools
+from services.gateway.openai.output import plan_tools
 from services.gateway.request import ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
@@ -109,7 +109,7 @@ def test_the_finish_reason_says_whether_a_call_is_whole(
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_are_all_that_is_shown_read_and_let_happen(directory: Path, model: ModelText, mode: str) -> None:
     body = chat(tools=THREE, tool_choice=allowed(mode, "knock", "ring"))
-    asked = asked_tools(body, model)
+    asked = plan_tools(body, model)
     assert asked.use is not None
     assert (asked.use.names, asked.use.forced) == (("ring", "knock"), mode == "required")
     assert [tool["function"]["name"] for tool in asked.shown] == ["ring", "knock"]
@@ -135,13 +135,13 @@ def test_allowed_tools_are_all_that_is_shown_read_and_let_happen(directory: Path
 )
 def test_a_choice_that_is_none_is_refused_by_what_is_wrong_with_it(model: ModelText, choice: Any, words: str) -> None:
     with pytest.raises(ApiError) as refused:
-        asked_tools(chat(tools=TOOLS, tool_choice=choice), model)
+        plan_tools(chat(tools=TOOLS, tool_choice=choice), model)
     assert refused.value.status == 400 and (refused.value.param or "").startswith("tool_choice")
     assert words in refused.value.message
 
 
 def test_a_named_function_is_shown_among_the_others(model: ModelText) -> None:
-    asked = asked_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
+    asked = plan_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
     assert asked.use is not None and asked.use.names == ("ring",)
     assert len(asked.shown) == 2 and "ring" in json.dumps(asked.shown)
 

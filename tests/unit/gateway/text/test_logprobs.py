@@ -20,7 +20,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import ChatBody, CompletionBody
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import check_records, choices_asked, logprobs_asked
+from services.gateway.openai.validate import check_records, requested_choices, requested_logprobs
 from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
@@ -228,14 +228,19 @@ def test_what_is_asked_is_checked_by_name() -> None:
     def completion(**fields: Any) -> CompletionBody:
         return CompletionBody.model_validate({"model": "m", "prompt": "x", **fields})
 
-    assert [logprobs_asked(chat(logprobs=True)), logprobs_asked(chat(logprobs=True, top_logprobs=20))] == [0, 20]
-    assert [logprobs_asked(chat()), logprobs_asked(chat(top_logprobs=0)), logprobs_asked(completion())] == [None] * 3
-    assert logprobs_asked(completion(logprobs=0)) == 0
-    assert [choices_asked(completion(n=2, best_of=n)) for n in (None, 2, 5)] == [(2, 0), (2, 0), (5, 2)]
+    assert [requested_logprobs(chat(logprobs=True)), requested_logprobs(chat(logprobs=True, top_logprobs=20))] == [
+        0,
+        20,
+    ]
+    assert [requested_logprobs(chat()), requested_logprobs(chat(top_logprobs=0)), requested_logprobs(completion())] == [
+        None
+    ] * 3
+    assert requested_logprobs(completion(logprobs=0)) == 0
+    assert [requested_choices(completion(n=2, best_of=n)) for n in (None, 2, 5)] == [(2, 0), (2, 0), (5, 2)]
     for body, check in (
-        (chat(top_logprobs=3), logprobs_asked),
-        (completion(n=3, best_of=2), choices_asked),
-        (completion(best_of=2, stream=True), choices_asked),
+        (chat(top_logprobs=3), requested_logprobs),
+        (completion(n=3, best_of=2), requested_choices),
+        (completion(best_of=2, stream=True), requested_choices),
     ):
         with pytest.raises(ApiError) as refused:
             check(body)

@@ -23,7 +23,7 @@ from services.gateway.delivery.stream import Position, RequestStream, Row
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
-from services.gateway.openai.output import asked_tools, output_grammar
+from services.gateway.openai.output import output_grammar, plan_tools
 from services.gateway.openai.response import answer
 from services.gateway.openai.sse import EventWriter
 from services.gateway.openai.validate import plain_messages
@@ -71,7 +71,7 @@ def completion(**fields: Any) -> CompletionBody:
 
 def grammar_of(body: Any, model: ModelText) -> str:
     async def work() -> str:
-        tools = asked_tools(body, model) if isinstance(body, ChatBody) else asked_tools(chat(), model)
+        tools = plan_tools(body, model) if isinstance(body, ChatBody) else plan_tools(chat(), model)
         return (await output_grammar(body, model, tools))[1]
 
     return asyncio.run(work())
@@ -216,9 +216,9 @@ def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
     plain = ModelText(write_model(tmp_path / "plain"))
     assert plain.tool_format == "none"
     with pytest.raises(ApiError, match="has no tools"):
-        asked_tools(chat(tools=TOOLS), plain)
+        plan_tools(chat(tools=TOOLS), plain)
     chosen = ModelText(write_model(tmp_path / "chosen"), tool_parser="mistral")
-    assert asked_tools(chat(tools=TOOLS), chosen).use == ToolUse("mistral", ("get_weather", "ring"), True)
+    assert plan_tools(chat(tools=TOOLS), chosen).use == ToolUse("mistral", ("get_weather", "ring"), True)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_calls_that_have_to_be_are_valid_whatever_the_model_draws(
     directory = write_model(tmp_path / "m", tokenizer)
     text = ModelText(directory, tool_parser=kind)
     body = chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
-    asked = asked_tools(body, text)
+    asked = plan_tools(body, text)
     assert asked.use is not None and asked.has_control == (control and kind != "llama3")
     grammar = grammar_of(body, text)
     for seed in range(4):
@@ -284,7 +284,7 @@ CONVERSATION = [
 
 def test_templates_are_shown_tools_calls_and_results_as_transformers_shows_them(model: ModelText) -> None:
     body = chat(messages=CONVERSATION, tools=TOOLS)
-    shown = asked_tools(body, model).shown
+    shown = plan_tools(body, model).shown
     ids = model.encode_chat(plain_messages(body.messages), True, shown)
     theirs = PreTrainedTokenizerFast(tokenizer_object=model.tokenizer, chat_template=HERMES)
     plain = json.loads(json.dumps(CONVERSATION))
