@@ -160,7 +160,7 @@ class ChoiceText:
         return text + rest
 
     def _feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
-        text = ""
+        text, matcher = "", self._matcher
         for used, token in enumerate(tokens, 1):
             self.count += 1
             if self._tells_offsets:
@@ -169,30 +169,31 @@ class ChoiceText:
                 continue
             piece = self._detokenizer.feed(token)
             self._length += len(piece)
-            text += self._match(piece)
-            if self._has_matched:
+            if matcher is None:
+                text += piece
+                continue
+            text += self._match(matcher, piece)
+            if matcher.matched is not None:
                 self.finish_reason = "stop"
                 return text, tokens[:used], True
-        if finish_reason is not None:
-            self.finish_reason = finish_reason
-            text += self._match(self._detokenizer.flush())
-            if self._matcher is not None:
-                text += self._matcher.flush()
-            if self._has_matched:  # it ended with what stands for half a character
-                self.finish_reason = "stop"
-                return text, tokens, True
+        if finish_reason is None:
+            return text, tokens, False
+        self.finish_reason = finish_reason
+        rest = self._detokenizer.flush()
+        if matcher is None:
+            return text + rest, tokens, False
+        text += self._match(matcher, rest) + matcher.flush()
+        if matcher.matched is not None:  # the text ended with the stand-in of half a character
+            self.finish_reason = "stop"
+            return text, tokens, True
         return text, tokens, False
 
-    @property
-    def _has_matched(self) -> bool:
-        return self._matcher is not None and self._matcher.matched is not None
-
-    def _match(self, text: str) -> str:
-        if not text or self._matcher is None:
-            return text
+    def _match(self, matcher: StopMatcher, text: str) -> str:
+        if not text:
+            return ""
         if self.count <= self._min_tokens:  # stop strings end nothing before min_tokens
             return text
-        return self._matcher.feed(text)
+        return matcher.feed(text)
 
 
 class Commands(Protocol):

@@ -171,14 +171,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
-    ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "one name"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "duplicate name"),
     ({"tools": [TOOLS[1]] * 129}, "tools", "128"),
     ({"tool_choice": "required"}, "tool_choice", "tools are given"),
     ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "required"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
         "tool_choice",
-        "names no tool",
+        "not in tools",
     ),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools", "tool_choice none"),
     (
