@@ -76,7 +76,7 @@ def _torch() -> dict[str, Any]:
     answer = {"version": torch.__version__, "cuda": torch.version.cuda or "", "devices": torch.cuda.device_count()}
     if answer["cuda"] and not answer["devices"]:
         try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             answer["error"] = _first_line(error)
     return answer

@@ -97,11 +97,11 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
             raise invalid("inputs", f"the input {shown(name)} {what}", "unknown_parameter")
         if tensor.datatype != known[name]:
             raise invalid(name, f"{name} must have the datatype {known[name]}; got {shown(tensor.datatype)}")
-        if raw:
-            elements = _unpacked(raw[index], name) if known[name] == "BYTES" else [byte != 0 for byte in raw[index]]
+        elements: Sequence[bytes] | Sequence[bool]
+        if known[name] == "BYTES":
+            elements = _unpacked(raw[index], name) if raw else list(tensor.contents.bytes_contents)
         else:
-            contents = tensor.contents
-            elements = list(contents.bytes_contents if known[name] == "BYTES" else contents.bool_contents)
+            elements = [byte != 0 for byte in raw[index]] if raw else list(tensor.contents.bool_contents)
         if len(elements) > MOST_ELEMENTS:
             raise invalid(name, f"{name} may have {MOST_ELEMENTS} elements; got {len(elements)}", "invalid_value")
         if len(tensor.shape) > MOST_DIMENSIONS:
@@ -159,7 +159,8 @@ def _packed(element: bytes) -> bytes:
 
 def _unpacked(raw: bytes, name: str) -> list[bytes]:
     """Elements of type BYTES, each behind its length; of too many one more than may be."""
-    elements, at = [], 0
+    elements: list[bytes] = []
+    at = 0
     while at < len(raw) and len(elements) <= MOST_ELEMENTS:
         start = at + 4
         (size,) = struct.unpack_from("<I", raw, at) if start <= len(raw) else (len(raw),)

@@ -308,10 +308,11 @@ class Processes:
     def _wait(self, now: float) -> None:
         due = [each.start_at - now for each in self._members if each.deaths and not each.pid and not each.has_left]
         pipes = {member.pipe: member for member in self._members if member.pipe >= 0}
-        readable, _, _ = select.select([self._wake, *pipes], [], [], max(0.0, min([1.0, *due])))
+        ends: list[int] = [self._wake.fileno(), *pipes]
+        readable, _, _ = select.select(ends, [], [], max(0.0, min([1.0, *due])))
         now = time.monotonic()
         for end in readable:
-            if end is self._wake:
+            if end == self._wake.fileno():
                 for number in self._signals():
                     self._on_signal(number)
             else:

@@ -48,7 +48,7 @@ class Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self.connection: socket.socket | None = None
-        self._end = weakref.finalize(self, _nothing)
+        self._end: weakref.finalize[..., Any] = weakref.finalize(self, _nothing)
 
     @property
     def pid(self) -> int | None:
@@ -97,7 +97,7 @@ class Renderer:
         with theirs:
             # No environment: no key or password of the gateway's is within a template's reach.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.gateway.text.template_process"], stdin=theirs, cwd=ROOT, env={}
+                [sys.executable, "-m", "services.gateway.text.template_process"], stdin=theirs.fileno(), cwd=ROOT, env={}
             )
         self.connection = ours
         self._end = weakref.finalize(self, _stop, self._process, ours)

@@ -109,7 +109,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 def _answer(render: Any, context: dict[str, Any], seconds: float) -> bytes:
     signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time: a busy machine is no template's fault
     try:
-        text = render(**context)
+        text: str = render(**context)
         if len(text) > MOST_CHARS:
             return FAILED + f"it has {len(text)} characters; at most {MOST_CHARS} are taken".encode()
         return TEXT + text.encode("utf-8", "surrogatepass")
