@@ -374,7 +374,7 @@ class Engine:
     def _learn(self, slots: Int32) -> None:
         """Wait for the tokens, drawn elsewhere, that these slots get in steps that are in flight."""
         for inflight in self._in_flight.unknown(slots):
-            if (sampled := inflight.sampled and inflight.sampled.wait()) is not None:
+            if inflight.sampled is not None and (sampled := inflight.sampled.wait()) is not None:
                 with self._lock:
                     self._in_flight.learn(inflight, sampled)
 

@@ -99,7 +99,8 @@ class Registration:
         seconds, micros = self._redis.time()
         now_ms = seconds * 1000 + micros // 1000
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(self._key, mapping=dict(self._fields))
+            fields: dict[Any, Any] = dict(self._fields)  # redis-py wants keys of all types that it takes
+            pipe.hset(self._key, mapping=fields)
             pipe.pexpire(self._key, TTL_MS)
             pipe.set(self._alive, self._last_step_id(), px=TTL_MS)
             pipe.zadd(self._workers, {self._id: now_ms})

@@ -109,6 +109,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         first = next(request_iterator, None)
         if first is None or not first.HasField("hello"):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a Run must carry hello")
+            return  # not reached: abort raises
         run = self._begin(first, context)
         context.add_callback(run.end)
         context.send_initial_metadata(())

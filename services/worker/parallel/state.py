@@ -34,6 +34,10 @@ TEXT_BYTES = 256
 class ParallelState:
     """One rank's place among tp * pp, and its connections. A ParallelState() is alone: calls do nothing or fail."""
 
+    _store: dist.Store  # these three by `join`
+    _timeout: timedelta
+    _host: str
+
     def __init__(self, tp: int = 1, pp: int = 1, rank: int = 0) -> None:
         """Use `join` for more than one rank. Raise ConfigurationError."""
         if tp < 1 or pp < 1 or not 0 <= rank < tp * pp:
@@ -159,7 +163,7 @@ class ParallelState:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         with _together("agreeing on sizes"):
             self._everyone.allreduce([found], options).wait()
         return [int(number) for number in found.tolist()]
@@ -202,7 +206,7 @@ class ParallelState:
             sent.append((group.send([x], to, tag), x))
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub leaves it out
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         options._timeout = self._timeout
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, options)
