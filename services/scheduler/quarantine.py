@@ -82,7 +82,7 @@ class Bisection:
         if self:
             suspected = self._trial.union(*self._groups)
             self._bystanders = set(unfinished) - suspected - set(actions.dead)
-            actions.park = sorted((unfinished - self._trial).difference(actions.dead))
+            actions.park = sorted(unfinished - self._trial - set(actions.dead))
         return actions
 
     def arrived(self, name: str) -> Actions:

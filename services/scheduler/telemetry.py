@@ -25,7 +25,7 @@ from services.scheduler.tracing import RequestTimes
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import CLASSES, Keys
-from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable, Value
 from shared.tasks import end
 
 log = logging.getLogger("orcinus.scheduler")
@@ -106,17 +106,19 @@ class Reports:
         """
         key, history = self._keys.stats(self._shard), self._keys.stats_history(self._shard)
         last, each = self._keys.iterations(self._shard), self._keys.replicas(self._shard)
-        rows = [word for name, figures in replicas.items() for word in (name, json.dumps(figures))]
-        row = [word for item in fields.items() for word in item]
+        rows: list[Value] = [word for name, figures in replicas.items() for word in (name, json.dumps(figures))]
+        row: list[Value] = [word for item in fields.items() for word in item]
+        iteration_row: list[Value] = [word for item in iterations.items() for word in item]
+        replica_commands: list[list[Value]] = [["HSET", each, *rows], ["PEXPIRE", each, KEPT_TTL_MS]] if rows else []
         await self._lease.write(
             ["HSET", key, *row],
             ["PEXPIRE", key, KEPT_TTL_MS],
             ["XADD", history, "MAXLEN", "~", HISTORY_ROWS, "*", *row],
             ["PEXPIRE", history, LIVE_TTL_MS],
-            ["HSET", last, *(word for item in iterations.items() for word in item)],
+            ["HSET", last, *iteration_row],
             ["PEXPIRE", last, KEPT_TTL_MS],
             ["DEL", each],  # forget replicas that are lost
-            *([["HSET", each, *rows], ["PEXPIRE", each, KEPT_TTL_MS]] if rows else []),
+            *replica_commands,
         )
 
     async def gateways_alive(self, names: Iterable[str]) -> set[str]:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Container
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
@@ -73,7 +74,7 @@ class Commands:
         kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
         while True:
             try:
-                found = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
+                found: Any = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
                 if found:
                     last = found[0][1][-1][0].decode()
                     once = [id_ for id_, fields in found[0][1] if self._take(fields.get(b"c", b"")) in ONCE]

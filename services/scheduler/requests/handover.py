@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from services.scheduler.core.core import Core
 from services.scheduler.requests.intake import Entry, Intake
@@ -93,13 +94,15 @@ class Handover:
             await lease.release()
 
     async def _release(self, lease: Lease, entries: Iterable[Entry]) -> int:
-        rows = [[self._keys.req(e.request.id), e.stream, e.id, e.request.SerializeToString()] for e in entries]
+        rows: list[list[Value]] = [
+            [self._keys.req(e.request.id), e.stream, e.id, e.request.SerializeToString()] for e in entries
+        ]
         count = 0
         for part in _parts(rows):
             head: list[Value] = [lease.epoch, GROUP]
             count += await persist(
                 "hand requests back",
-                lambda args=[*head, *part]: lease.fenced(self._scripts.release, [], args),
+                partial(lease.fenced, self._scripts.release, [], [*head, *part]),
                 log,
             )
         return count
@@ -111,7 +114,7 @@ class Handover:
             head: list[Value] = [lease.epoch, GROUP, giver, taker]
             count += await persist(
                 "give requests to another shard",
-                lambda args=[*head, *part]: lease.fenced(self._scripts.give, [], args),
+                partial(lease.fenced, self._scripts.give, [], [*head, *part]),
                 log,
             )
         return count

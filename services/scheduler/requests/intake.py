@@ -203,7 +203,10 @@ class Intake:
         """Yield the pending list of a shard, oldest first, as XREADGROUP answers."""
         for stream in self._streams:
             last = "0"
-            while (found := await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)) and found[0][1]:
+            while True:
+                found: Any = await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)
+                if not found or not found[0][1]:
+                    break
                 last = found[0][1][-1][0].decode()
                 yield found
 
@@ -251,7 +254,7 @@ class Intake:
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts
         error = ""
-        stored: bytes | None = None
+        stored: Any = None
         if entry.request.prompts_apart:
             stored = await self._redis.get(self._keys.prompt(entry.request.id))
         try:
@@ -271,7 +274,7 @@ class Intake:
 
     async def _read_tails(self, requests: list[NewRequest], gateways: set[str]) -> None:
         for gateway in sorted(gateways):
-            rows = await self._redis.xrange(self._keys.tokens(gateway))
+            rows: Any = await self._redis.xrange(self._keys.tokens(gateway))
             extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
 
     async def _restore(self, claimed: list[Claimed]) -> set[str]:

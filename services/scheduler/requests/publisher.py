@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -196,7 +197,7 @@ class Publisher:
             while self._waiting:
                 taken = [self._waiting.popleft() for _ in range(min(MAX_PER_CALL, len(self._waiting)))]
                 args = arguments(taken, self._lease.epoch, self._keys.prefix, self._entries)
-                await persist("publish tokens", lambda args=args: self._write(args), log, lambda: self._stopping)
+                await persist("publish tokens", partial(self._write, args), log, lambda: self._stopping)
                 self.written_count += len(taken)
                 for _, outcome in taken:
                     for finished in outcome.ended:

@@ -118,7 +118,7 @@ class Shards:
 
     async def _of_workers(self) -> set[str]:
         """Return the shards that have taken a worker."""
-        members = await self._redis.zrange(self._keys.workers, 0, -1)
+        members: Any = await self._redis.zrange(self._keys.workers, 0, -1)
         pipe = self._redis.pipeline(transaction=False)
         for member in members:
             pipe.hget(self._keys.worker(member.decode()), "shard")

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import LEASES, Shards
 from shared.keys import Keys
-from shared.redis_client import Scripts
+from shared.redis_client import Scripts, Value
 
 SILENT_S = 2.5
 """A worker registers every second; it counts as dead after so long without a registration."""
@@ -130,7 +130,7 @@ class WorkerRegistry:
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
             names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
-            words = [self._lease.epoch, self._shard, self._keys.prefix]
+            words: list[Value] = [self._lease.epoch, self._shard, self._keys.prefix]
             if epoch := int(await self._lease.fenced(self._scripts.take_worker, names, words)):
                 return replace(worker, epoch=epoch)
         return None
@@ -142,5 +142,5 @@ class WorkerRegistry:
 
     async def give_back(self, worker: Registration) -> None:
         """Release a worker, unless another shard has it already."""
-        words = [self._lease.epoch, self._shard, worker.epoch]
+        words: list[Value] = [self._lease.epoch, self._shard, worker.epoch]
         await self._lease.fenced(self._scripts.give_worker, [self._keys.worker(worker.id)], words)

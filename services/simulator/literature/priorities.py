@@ -27,7 +27,8 @@ def core_steps(requests: list[Request], blocks: int = BLOCKS) -> list[Counts]:
         steps.append(Counts(plan.decode_tokens, plan.prefill_tokens, int(stats["waiting"]), int(stats["running"])))
 
     def column(values: list[float]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.rint(np.array(values)).astype(np.int64)
+        rounded: np.ndarray[tuple[int], np.dtype[np.int64]] = np.rint(np.array(values)).astype(np.int64)
+        return rounded
 
     workload = Workload(
         column([request.arrival_ms * 1e6 for request in requests]),
