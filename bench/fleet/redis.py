@@ -98,7 +98,10 @@ def measure(client: redis.Redis, iterations: int) -> dict[str, float]:
             for _ in range(iterations // waves):
                 publisher.step()
         with _spent(client, spent, "read"):
-            while rows := client.xread({keys.tokens(GATEWAY): last}, count=1):
+            while True:
+                rows: Any = client.xread({keys.tokens(GATEWAY): last}, count=1)
+                if not rows:
+                    break
                 last = rows[0][1][-1][0]
         with _spent(client, spent, "checkpoint"):
             publisher._publish(Outcome(checkpoints=_checkpoints(publisher)))

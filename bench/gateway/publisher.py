@@ -51,16 +51,16 @@ class Publisher:
 
     def beat(self) -> None:
         """Statistics as a scheduler writes them, without which the gateway would call the stack not ready."""
-        zeros = dict.fromkeys(("running", "waiting", "queued_tokens", "in_flight"), 0)
+        fields: dict[Any, Any] = dict.fromkeys(("running", "waiting", "queued_tokens", "in_flight"), 0)
         step = len(self.published_s) if self._epoch else 0
-        now = {"workers": 1, "time_ms": int(time.time() * 1000), "iteration": step, "last_step": step}
-        self._client.hset(self._keys.stats(SHARD), mapping={**zeros, **now})
+        fields |= {"workers": 1, "time_ms": int(time.time() * 1000), "iteration": step, "last_step": step}
+        self._client.hset(self._keys.stats(SHARD), mapping=fields)
 
     def claim(self, count: int, meanwhile: Callable[[], None]) -> None:
         """Takes so many requests. meanwhile: called again and again while they are waited for. Raises TimeoutError."""
         end = time.monotonic() + CLAIM_S
         self._requests, self._entries, self.published_s = [], {}, []
-        streams = dict.fromkeys(self._keys.request_streams(), ">")
+        streams: dict[Any, Any] = dict.fromkeys(self._keys.request_streams(), ">")
         while len(self._requests) < count:
             meanwhile()
             found: Any = self._client.xreadgroup(GROUP, SHARD, streams, count=count, block=20)

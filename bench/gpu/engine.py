@@ -90,7 +90,7 @@ def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, A
 
 def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -> Engine:
     tokens = max(case.context for case in cases) + steps + 1
-    settings = EngineSettings(
+    settings: Any = EngineSettings(  # all that an engine reads of WorkerSettings
         model=folder,
         served_model_name="bench",
         device="cuda" if context.device == "cuda" else "cpu",

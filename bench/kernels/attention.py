@@ -112,7 +112,8 @@ def error_of_attention(bench: Bench, paged: Paged, work: Recorded, attention: At
 def _spread(count: int) -> Tensor:
     """Some of `count` rows: the last ones, and others all over."""
     step = max(1, count // CHECKED_ROWS)
-    return torch.cat([torch.arange(0, count, step), torch.arange(max(0, count - CHECKED_ROWS), count)]).unique()
+    rows: Tensor = torch.cat([torch.arange(0, count, step), torch.arange(max(0, count - CHECKED_ROWS), count)]).unique()
+    return rows
 
 
 def _operands(bench: Bench, sequences: int, rows: int, context: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -122,7 +123,8 @@ def _operands(bench: Bench, sequences: int, rows: int, context: int) -> tuple[Te
     bytes_each = 2 * sequences * model.kv_heads * context * model.head_dim * bench.dtype.itemsize
     copies = bench.plan.copies(bytes_each) if rows == 1 else 2
     q = clock.random(sequences, model.heads, rows, model.head_dim, dtype=bench.dtype)
-    return q, [tuple(clock.random(*shape, dtype=bench.dtype, seed=2 * i + j) for j in (0, 1)) for i in range(copies)]
+    parts = [clock.random(*shape, dtype=bench.dtype, seed=seed) for seed in range(2 * copies)]
+    return q, list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _sdpa(bench: Bench, sequences: int, rows: int, context: int) -> list[Thunk]:
@@ -136,7 +138,7 @@ def _sdpa(bench: Bench, sequences: int, rows: int, context: int) -> list[Thunk]:
         how["attn_mask"] = causal_lower_right(rows, context)
         # The mask's own kernels know no grouped heads.
         wide = bench.plan.model.heads // bench.plan.model.kv_heads
-        pairs = [tuple(part.repeat_interleave(wide, 1) for part in pair) for pair in pairs]
+        pairs = [(k.repeat_interleave(wide, 1), v.repeat_interleave(wide, 1)) for k, v in pairs]
         how["enable_gqa"] = False
     return [partial(F.scaled_dot_product_attention, q, k, v, **how) for k, v in pairs]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,12 @@ def recorded(
         time=lambda: bench.clock.recorded(work),
         error=error,
         limit=LIMITS[bench.dtype],
-        peers={name: lambda make=make: bench.clock.eager(make()) for name, make in peers.items()},
+        peers={name: partial(_eager, bench, make) for name, make in peers.items()},
     )
+
+
+def _eager(bench: Bench, make: Callable[[], Sequence[Thunk]]) -> float:
+    return bench.clock.eager(make())
 
 
 def run(bench: Bench, makers: Sequence[Maker], tell: Callable[[str], None]) -> Iterator[Row]:

@@ -24,7 +24,7 @@ def rows_of(
     block_size: int = BLOCK_SIZE,
 ) -> Batch:
     """Sequence s computes positions starts[s] .. ends[s] - 1 in blocks tables[s]. Tokens are 0, 1, 2, ..."""
-    lengths = np.array(ends) - starts
+    lengths = np.asarray(ends, np.intp) - np.asarray(starts, np.intp)
     positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
     owner = np.repeat(np.arange(len(lengths)), lengths)
     query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

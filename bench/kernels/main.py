@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def _measure(options: argparse.Namespace, backend: Backend, peaks: Peaks) -> dic
     with torch.inference_mode():
         for dtype in options.dtypes or TYPES[options.device][:1]:
             bench = Bench(backend.clock, peaks, plan, getattr(torch, dtype))
-            rows += [row.as_dict() for row in run(bench, wanted, lambda name, dtype=dtype: _say(f"{name}, {dtype}"))]
+            rows += [row.as_dict() for row in run(bench, wanted, partial(_say_case, dtype))]
     return {"device": options.device, "model": plan.model.name, "peaks": peaks.as_dict(), "rows": rows}
 
 
@@ -84,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--note", default="", help="kept in the JSON: what else the machine was doing")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser
+
+
+def _say_case(dtype: str, name: str) -> None:
+    _say(f"{name}, {dtype}")
 
 
 def _say(text: str) -> None:

@@ -215,7 +215,8 @@ def _work(bench: Bench, x: Tensor, call_bytes: float, run: Callable[[Tensor, Any
 def _cache(bench: Bench, blocks: int, layers: int = 1) -> Cache:
     model = bench.plan.model
     shape = CacheShape(blocks, 0, layers, model.kv_heads, BLOCK_SIZE, model.head_dim, bench.dtype)
-    return bench.clock.ops.new_cache(shape)
+    cache: Cache = bench.clock.ops.new_cache(shape)
+    return cache
 
 
 def _random(bench: Bench, *shape: int) -> Tensor:

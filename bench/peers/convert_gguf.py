@@ -15,7 +15,7 @@ from pathlib import Path
 def main(source: str, model: str, out: str, kind: str) -> None:
     folder = Path(source) / "vendor" / "llama.cpp"
     sys.path[:0] = [str(folder), str(folder / "gguf-py")]
-    from conversion import base
+    from conversion import base  # type: ignore[import-not-found]  # llama.cpp's own, beside its converter
 
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", kind]

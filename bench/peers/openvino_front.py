@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
-import openvino_genai
+import openvino as ov  # type: ignore[import-not-found]  # installed in an environment of the peer's own
+import openvino_genai  # type: ignore[import-not-found]
 import orjson
 import uvicorn
 from tokenizers import Tokenizer

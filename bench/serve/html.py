@@ -6,7 +6,7 @@ Called by `bench/serve/main.py`. No script, nothing is fetched; text from the se
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -29,7 +29,7 @@ figure{margin:1rem 0;overflow-x:auto}svg{max-width:100%;height:auto;background:#
 @media(prefers-color-scheme:dark){body{color:#dde3ec;background:#14181f}p.about{color:#9aa6b8}th,td{border-color:#2b3340}
 .warning{background:#3a2f10}}
 """
-COLUMNS = (
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("finished", lambda run: f"{run['finished']} of {run['requests']}"),
     ("output tok/s", lambda run: shown(run["output_tok_s"])),
     ("requests/s", lambda run: shown(run["request_rps"])),

@@ -56,13 +56,14 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
         addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
         core, counted = Core("orcinus"), Counted()
         quarantine = Quarantine(core, lambda name, text: None, lambda name, finish, text: None)
-        reports = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
+        reports: Any = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
         context = WorkerContext(
             core, quarantine, Stats(time.monotonic_ns()), reports, counted.put, lambda: False, lambda: None,
             lambda: fleet.wake_idle(),
         )  # fmt: skip
-        claims = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
-        fleet = Fleet(SchedulerSettings(), SimpleNamespace(ready=[]), context, claims)
+        registry: Any = SimpleNamespace(ready=[])
+        claims: Any = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
+        fleet = Fleet(SchedulerSettings(), registry, context, claims)
         leads = [
             asyncio.create_task(fleet.serve(Registration(f"sleep-{i}", address, f"sleep-{i}", epoch=1)))
             for i, address in enumerate(addresses)

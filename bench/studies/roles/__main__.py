@@ -74,7 +74,7 @@ def measure(requests: int, quick: bool) -> list[dict[str, Any]]:
     for mix, load, told, replicas in cases(requests, quick):
         spec = replace(MIXES[mix], requests=requests, seed=1, rate_rps=1.0)
         rate = load * replicas * nominal_rps(build(spec), roofline)
-        limits = {"ttft_slo_ms": {"": TTFT_SLO_MS}, "tbt_slo_ms": {"": TBT_SLO_MS}} if told else {}
+        limits: dict[str, Any] = {"ttft_slo_ms": {"": TTFT_SLO_MS}, "tbt_slo_ms": {"": TBT_SLO_MS}} if told else {}
         work = build(replace(spec, rate_rps=rate, **limits))
         for cast in FOUR if replicas == 4 else TWO:
             begun = time.perf_counter()
