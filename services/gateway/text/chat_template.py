@@ -97,7 +97,10 @@ class Renderer:
         with theirs:
             # No environment: no key or password of the gateway's is within a template's reach.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.gateway.text.template_process"], stdin=theirs.fileno(), cwd=ROOT, env={}
+                [sys.executable, "-m", "services.gateway.text.template_process"],
+                stdin=theirs.fileno(),
+                cwd=ROOT,
+                env={},
             )
         self.connection = ours
         self._end = weakref.finalize(self, _stop, self._process, ours)
