@@ -74,7 +74,7 @@ def test_a_worker_that_is_told_to_end_answers_its_steps_and_the_next_start_goes_
         assert attempts(stack, under_way.streams) == [1] * STREAMS
     assert events(stack, "worker_left") == 1
     assert events(stack, "worker_lost") == lost
-    assert "worker worker-0 has left: it drains" in stack.log("scheduler")
+    assert "worker worker-0 left: worker drained" in stack.log("scheduler")
     after = stack.settled()
     assert (after["blocks"], after["pending"]) == (after["total"], [0, 0, 0, 0])
 

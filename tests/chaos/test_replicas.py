@@ -85,7 +85,7 @@ def test_a_worker_that_drains_leaves_its_streams_to_the_other(stack: Stack, refe
         under_way.check(LONG)
     assert_nothing_is_left(stack)
     has_workers(stack, 1)
-    assert "worker worker-1 has left: it drains" in stack.log("scheduler")
+    assert "worker worker-1 left: worker drained" in stack.log("scheduler")
 
 
 def test_a_second_shard_gets_one_of_the_two_workers_and_leaves_it_behind(stack: Stack, reference: Reference) -> None:

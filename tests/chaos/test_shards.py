@@ -113,7 +113,7 @@ def test_requests_of_a_shard_that_nobody_leads_go_on_at_another(stack: Stack, re
         under_way.check(LONG, but=[leaver])
         assert not of_shard(stack, under_way.streams, "shard-1")
     assert_nothing_is_left(stack, "shard-0")
-    assert "shard shard-1 is led by nobody" in stack.log("scheduler")
+    assert "shard shard-1 has no scheduler" in stack.log("scheduler")
     stack.start("scheduler", OTHER, **SECOND)
 
 
