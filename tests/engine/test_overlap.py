@@ -271,7 +271,7 @@ def test_copies_are_acknowledged_once_in_order_by_the_result_that_finds_them_com
 
     out = ahead.submit({0: (len(prompt), 1)}, swap_out_gpu=pack([1, 0]), swap_out_host=pack([5, 6]))
     in_ = ahead.submit({}, swap_in_host=pack([5]), swap_in_gpu=pack([80]))
-    pending = out.copies._begun[0].pending[0]
+    pending = out.transfers._begun[0].pending[0]
     pending._patience = 1  # type: ignore[attr-defined]
     note(ahead.finish(out, more=True))
     last = ahead.submit({0: (len(prompt) + 1, 1)})

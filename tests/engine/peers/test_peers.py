@@ -375,6 +375,6 @@ def test_a_prefill_worker_has_a_host_tier_and_roles_need_a_folder(reference: Ref
     assert all(info.host_tier for info in infos.values()), "without blocks of its own it still reads those of others"
     with pytest.raises(ConfigurationError, match=r"prefill worker.*raise --host-blocks"):
         make_engine(model, **given | {"host_blocks": 0}, worker_role="prefill")
-    with pytest.raises(ValueError, match="prefill needs ORCINUS_KV_SHARE_DIR"):
+    with pytest.raises(ValueError, match="worker role prefill: needs ORCINUS_KV_SHARE_DIR"):
         make_engine(model, worker_role="prefill")
     assert make_engine(model).info().host_tier == ""

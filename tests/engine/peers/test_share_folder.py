@@ -138,8 +138,8 @@ def test_an_empty_setting_is_no_folder_and_a_relative_one_is_refused(
 
     assert settings("").kv_share_dir is None
     assert settings(str(tmp_path)).kv_share_dir == tmp_path
-    with pytest.raises(ValueError, match="prefill needs ORCINUS_KV_SHARE_DIR"):
+    with pytest.raises(ValueError, match="worker role prefill: needs ORCINUS_KV_SHARE_DIR"):
         settings("", worker_role="prefill")
     for relative in ("kv", ".", "../kv"):
-        with pytest.raises(ValueError, match=f"ORCINUS_KV_SHARE_DIR {relative} is relative.*begin it with /"):
+        with pytest.raises(ValueError, match=f"ORCINUS_KV_SHARE_DIR={relative}: relative.*begin it with /"):
             settings(relative)
