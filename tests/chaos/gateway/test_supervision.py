@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from tests.support.waiting import free_port, until
 IMPATIENT = """
 import sys
 from services.cli.app import main
-from services.gateway import processes
+from services.gateway.processes import parent as processes
 
 processes.HUNG_S, processes.LAST_WORDS_S = 3.0, 0.5
 sys.argv = ["orcinus", "gateway"]
@@ -49,7 +51,9 @@ class Parent:
             directory, model, f"redis://127.0.0.1:{free_port()}/0", processes=2, drain_s=1, **settings
         )
         self._stats = f"{gateway.ops_url}/stats"
-        environment = {**gateway.environment, "TMPDIR": str(directory)}
+        # The path of a socket has at most 107 bytes, which pytest's own folders use up.
+        self.folder = Path(tempfile.mkdtemp(prefix="orc-", dir="/tmp"))
+        environment = {**gateway.environment, "TMPDIR": str(self.folder)}
         self._log = directory / "log"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -89,6 +93,7 @@ def parent(directory: Path, model: Path, **settings: Any) -> Iterator[Parent]:
     finally:
         one.process.kill()
         one.process.wait(60)
+        shutil.rmtree(one.folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -157,16 +162,17 @@ def test_a_process_that_dies_as_soon_as_it_serves_waits_longer_each_time(referen
 def test_the_folder_of_a_parent_that_was_killed_is_removed_by_the_next_and_that_of_one_that_lives_is_not(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with parent(tmp_path, reference.path) as gateway:
+        folder = gateway.folder
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
         gateway.serving(2)
         children = gateway.children()
-        (left,) = tmp_path.glob("orcinus-gateway-*")
+        (left,) = folder.glob("orcinus-gateway-*")
         with own_folder() as mine:
             until("both listen", lambda: {each.name for each in left.iterdir()} == {"0.sock", "1.sock"})
             gateway.process.kill()
             gateway.process.wait(60)
             until("all have ended", lambda: not any(child.is_running() for child in children))
             with own_folder() as another:
-                assert set(tmp_path.glob("orcinus-gateway-*")) == {mine, another}
-    assert not list(tmp_path.glob("orcinus-gateway-*"))
+                assert set(folder.glob("orcinus-gateway-*")) == {mine, another}
+        assert not list(folder.glob("orcinus-gateway-*"))

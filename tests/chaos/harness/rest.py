@@ -17,7 +17,7 @@ from tests.chaos.harness.stack import SHARD, ChaosStack, NotReadyError
 SEQUENCES = ("running", "waiting", "swapped", "parked", "in_flight", "blocks_draining")
 
 
-LAST_WORDS = ("; leaving", "the worker ends itself")
+LAST_WORDS = ("; stopping", "the worker ends itself")
 """Logs of a scheduler that lost its shard and of a worker that hangs: they end with status 1 as they should."""
 
 
