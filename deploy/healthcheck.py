@@ -52,7 +52,7 @@ def worker() -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from shared.channels import channel, channel_credentials
+    from shared.security.channels import channel, channel_credentials
     from shared.settings import WorkerSettings
 
     settings = WorkerSettings()

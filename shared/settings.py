@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
-from shared.tls import readable
+from shared.security.tls import readable
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "assets" / "demo-model"

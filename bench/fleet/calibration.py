@@ -10,10 +10,10 @@ from typing import Any
 from bench.fleet.replica import Size, StepCost
 from bench.fleet.run import Fleet, run
 from bench.fleet.traffic import Spec, Traffic, build
-from services.simulator.clock import RooflineClock
+from services.simulator.device.clock import RooflineClock
+from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Setup, simulate
-from services.simulator.roofline import Roofline
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 FIGURES = (
     ("TTFT p50", "ttft_ms", "p50"),

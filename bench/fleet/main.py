@@ -21,8 +21,8 @@ from bench.fleet.replica import Size, StepCost
 from bench.fleet.routing import ROUTERS
 from bench.fleet.run import Fleet, Ran, Rule, run
 from bench.fleet.traffic import Spec, build
-from services.simulator.arrivals import CHAT, Lengths
-from services.simulator.roofline import DEVICES, SHAPES, Roofline
+from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
+from services.simulator.workload.arrivals import CHAT, Lengths
 
 WIDTH = 150
 COLUMNS = (

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from math import sqrt
 
-from services.simulator.roofline import Roofline
+from services.simulator.device.roofline import Roofline
 
 NEVER = float("inf")
 

@@ -19,7 +19,7 @@ from bench.fleet.routing import ROUTERS
 from bench.fleet.run import Fleet, Ran, Rule, run
 from bench.fleet.traffic import Spec, build
 from bench.result import ROOT, commit, provenance, read, write
-from services.simulator.roofline import Roofline
+from services.simulator.device.roofline import Roofline
 
 SHAPE, DEVICE = "llama-8b", "h100"
 RESULT, PICTURES = ROOT / "bench" / "results" / "fleet.json", ROOT / "docs" / "img"

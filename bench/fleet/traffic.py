@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from services.simulator.arrivals import CHAT, Lengths
-from services.simulator.traffic import read_trace
-from services.simulator.workload import Int64, Workload
+from services.simulator.workload.arrivals import CHAT, Lengths
+from services.simulator.workload.traffic import read_trace
+from services.simulator.workload.workload import Int64, Workload
 
 MOST_REQUESTS = 20_000_000
 

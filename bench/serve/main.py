@@ -36,8 +36,8 @@ from bench.serve import report as load_report
 from bench.serve.client import Target
 from bench.serve.options import parser
 from bench.serve.stats import Record, Run, Slo, summarise
-from services.simulator import traffic
-from services.simulator.traffic import Arrival
+from services.simulator.workload import traffic
+from services.simulator.workload.traffic import Arrival
 
 CLIENT_CPU_LIMIT = 0.80
 LATE_LIMIT_MS = 10.0

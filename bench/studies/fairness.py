@@ -22,10 +22,10 @@ import numpy.typing as npt
 from bench import render
 from bench.result import RESULTS, provenance, read, write
 from bench.studies.policies.runs import DEVICE, SHAPE, clock, replica
-from services.simulator.arrivals import CHAT, Spec, build
 from services.simulator.engine import simulate
 from services.simulator.metrics import Recorder
-from services.simulator.workload import Workload
+from services.simulator.workload.arrivals import CHAT, Spec, build
+from services.simulator.workload.workload import Workload
 
 POLICIES = ("orcinus", "orcinus:order=class", "sarathi:order=fair", "sarathi")
 FLOODS = (1.5, 5.0)  # times the saturation

@@ -289,7 +289,7 @@ def bench_serve(context: typer.Context) -> None:
 @app.command("simulate", context_settings=PASS_ON, add_help_option=False)
 def simulate(context: typer.Context) -> None:
     """Run scheduling policies on a virtual clock, side by side, without a worker (simulate --help)."""
-    from services.simulator.main import main as run
+    from services.simulator.command.main import main as run
 
     raise typer.Exit(run(context.args))
 

@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.options import build, settings_command
-from shared import api_keys
-from shared.api_keys import MOST_KEYS, KeyRecord
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.options import Values
+from shared.security import api_keys
+from shared.security.api_keys import MOST_KEYS, KeyRecord
 from shared.settings import CommonSettings, LauncherSettings
 
 app = typer.Typer(rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)

@@ -2,7 +2,7 @@
 
 Three parts: functions that turn a view into text (pure; text from outside is shown, never interpreted), the full-screen
 application, one look a second, and `run`. Without a Redis address it looks for the stack that `orcinus up` runs on this
-machine. A view is what `shared.stack_view` returns, or has `error`.
+machine. A view is what `shared.telemetry.stack_view` returns, or has `error`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.cli.policy import redis_address
 from shared.keys import CLASSES
 from shared.options import without_password
 from shared.settings import CommonSettings, LauncherSettings
-from shared.stack_view import HISTORY, HISTORY_S, StackReader, View
+from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 
 TIMEOUT_S = 2.0
 REFRESH_S = 1.0

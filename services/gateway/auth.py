@@ -18,10 +18,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.errors import ApiError
-from shared import api_keys
-from shared.api_keys import KeyRecord
 from shared.keys import CLASSES
 from shared.redis_client import Unreachable, connect
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")

@@ -24,9 +24,9 @@ from services.gateway.kserve.front import GrpcFront
 from services.gateway.processes.parent import Place
 from services.gateway.processes.siblings import Siblings
 from services.gateway.text.tokenizer import ModelText
-from shared import logs
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from shared.telemetry import logs
 
 log = logging.getLogger("orcinus.gateway")
 

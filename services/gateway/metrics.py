@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from services.gateway.cluster import Cluster
 from services.gateway.request import GenerationSpec
 from shared.keys import CLASSES
-from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram
+from shared.telemetry.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram
 
 C = TypeVar("C", bound=Collector)
 P = "orcinus_gateway_"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from services.gateway.errors import ApiError
 from services.gateway.request import GenerationSpec
-from shared.traces import Tracer, Value, traceparent
+from shared.telemetry.traces import Tracer, Value, traceparent
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span

@@ -7,11 +7,11 @@ import uvloop
 from services.scheduler.metrics import Metrics
 from services.scheduler.service import Service
 from services.scheduler.tracing import Spans
-from shared import logs
-from shared.channels import channel_credentials
 from shared.ids import process_id
-from shared.metrics import serve as serve_metrics
+from shared.security.channels import channel_credentials
 from shared.settings import SchedulerSettings
+from shared.telemetry import logs
+from shared.telemetry.metrics import serve as serve_metrics
 
 
 def run(settings: SchedulerSettings) -> int:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from services.scheduler.core.types import FinishedRequest
 from services.scheduler.tracing import Timeline
 from shared.keys import CLASSES
-from shared.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
+from shared.telemetry.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 
 CALLS = ("claim", "publish", "fenced", "lease", "release", "give", "take_worker", "give_worker")
 DECODE, PREFILL = 0, 1
@@ -202,7 +202,7 @@ class _Reports(Collector):
 
 
 class Metrics:
-    """The registry of the process; `serve` of shared/metrics.py shows it."""
+    """The registry of the process; `serve` of shared/telemetry/metrics.py shows it."""
 
     def __init__(
         self, model: str = "", aliases: bool = False, on_end: Callable[[FinishedRequest, Timeline], None] | None = None

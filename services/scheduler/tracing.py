@@ -15,7 +15,7 @@ import numpy as np
 from services.scheduler.core.types import FinishedRequest, Outcome
 from shared.keys import CLASSES
 from shared.settings import SchedulerSettings
-from shared.traces import Tracer, Value
+from shared.telemetry.traces import Tracer, Value
 
 
 @dataclass(slots=True)

@@ -17,11 +17,11 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.policy import presets
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
-from services.simulator.clock import StepClock
-from services.simulator.device import Device
+from services.simulator.device.clock import StepClock
+from services.simulator.device.device import Device
 from services.simulator.metrics import Recorder, figures
 from services.simulator.routing import ROUTERS, SCHEDULER
-from services.simulator.workload import Int64, Workload
+from services.simulator.workload.workload import Int64, Workload
 
 START_NS = 1_000_000_000  # the core takes an arrival of 0 for "now"
 TICK_NS = 1_000_000  # between two plans of a core with requests, nothing in flight and no step

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from services.simulator.arrivals import Spec, build
-from services.simulator.clock import StepClock
+from services.simulator.device.clock import StepClock
 from services.simulator.engine import Run, Sample, Setup, simulate
-from services.simulator.workload import Int64
+from services.simulator.workload.arrivals import Spec, build
+from services.simulator.workload.workload import Int64
 
 _POLL_S = 0.1
 _EVERY = 64  # requests between two words about progress

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.types import CLASS_NAMES, Finish, FinishedRequest, Outcome
-from services.simulator.workload import Int64, Workload
+from services.simulator.workload.workload import Int64, Workload
 
 GOOD_TTFT_NS = 2_000_000_000  # the limits of goodput: docs/simulate.md#json
 GOOD_GAP_NS = 100_000_000

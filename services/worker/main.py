@@ -21,11 +21,11 @@ from services.worker.parallel.state import ParallelState
 from services.worker.rank_server import RankServer
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
-from shared.channels import channel_credentials, server_credentials
 from shared.errors import RankError
-from shared.logs import setup
-from shared.metrics import serve as serve_metrics
+from shared.security.channels import channel_credentials, server_credentials
 from shared.settings import WorkerSettings
+from shared.telemetry.logs import setup
+from shared.telemetry.metrics import serve as serve_metrics
 
 log = logging.getLogger("orcinus.worker")
 

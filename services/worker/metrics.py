@@ -8,14 +8,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from protos import worker_pb2
 from services.worker.slots import Chunks
-from shared.metrics import GAPS_S
+from shared.telemetry.metrics import GAPS_S
 
 P = "orcinus_worker_"
 PHASES = ("queued", "idle", "forward", "sample", "swap")
 
 
 class Metrics:
-    """One registry; `serve` of shared/metrics.py exposes it."""
+    """One registry; `serve` of shared/telemetry/metrics.py exposes it."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()

@@ -10,10 +10,10 @@ import redis
 from shared.settings import ROOT
 
 ROLES = {
-    "gateway": ["services/gateway/**/*.py", "shared/redis_client.py", "shared/stack_view.py"],
+    "gateway": ["services/gateway/**/*.py", "shared/redis_client.py", "shared/telemetry/stack_view.py"],
     "scheduler": ["services/scheduler/**/*.py", "shared/redis_client.py", "deploy/healthcheck.py"],
     "worker": ["services/worker/**/*.py"],
-    "ops": ["services/cli/**/*.py", "services/launcher/redis_server.py", "shared/stack_view.py"],
+    "ops": ["services/cli/**/*.py", "services/launcher/redis_server.py", "shared/telemetry/stack_view.py"],
 }
 OTHER_NAMES = {
     "delete": "del", "scan_iter": "scan", "script_load": "script|load", "xgroup_create": "xgroup|create",

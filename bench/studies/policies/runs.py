@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.scheduler.core.policy.presets import PRESETS
-from services.simulator.arrivals import CHAT, TRACES, Spec, build
-from services.simulator.clock import RooflineClock
+from services.simulator.device.clock import RooflineClock
+from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Setup
 from services.simulator.jobs import Finished, Job
-from services.simulator.roofline import Roofline
+from services.simulator.workload.arrivals import CHAT, TRACES, Spec, build
 
 SHAPE, DEVICE = "llama-8b", "h100"
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from bench.studies.policies.runs import DEVICE, QUICK, SHAPE, Row, Runner, clock, replica
-from services.simulator.arrivals import CHAT, Spec, build
+from services.simulator.device.roofline import Roofline
 from services.simulator.jobs import Job
-from services.simulator.roofline import Roofline
-from services.simulator.workload import Workload
+from services.simulator.workload.arrivals import CHAT, Spec, build
+from services.simulator.workload.workload import Workload
 
 BATCHES, QUICK_BATCHES = (8, 16, 32, 64, 128, 256), (32,)
 REQUESTS, SATURATING = 1_000, 3_000

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from services.simulator.clock import Linear
+from services.simulator.device.clock import Linear
 from services.simulator.engine import START_NS, Setup
 from services.simulator.engine import simulate as run_simulation
 from services.simulator.routing import SCHEDULER
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 BLOCK = 16
 PREFIX, OWN, OUTPUT = 1024, 64, 32  # tokens of a request

@@ -18,9 +18,9 @@ from typing import Any
 from bench import render
 from bench.result import RESULTS, provenance, read, write
 from bench.studies.roles.run import Cast, simulate
-from services.simulator.arrivals import TRACES, Lengths, Spec, build
-from services.simulator.roofline import Roofline
-from services.simulator.workload import Workload
+from services.simulator.device.roofline import Roofline
+from services.simulator.workload.arrivals import TRACES, Lengths, Spec, build
+from services.simulator.workload.workload import Workload
 
 RESULT = RESULTS / "roles.json"
 SHAPE, DEVICE = "llama-8b", "h100"

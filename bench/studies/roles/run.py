@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from services.scheduler.core.types import DECODE, PREFILL
-from services.simulator.clock import RooflineClock
+from services.simulator.device.clock import RooflineClock
+from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Run, Setup
 from services.simulator.engine import simulate as run_simulation
-from services.simulator.roofline import Roofline
 from services.simulator.routing import SCHEDULER
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 PLAN_US = 150.0
 BLOCK = 16

@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 from services.gateway.errors import unavailable
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
-from shared.stack_view import HISTORY, HISTORY_S, StackReader, View
 from shared.tasks import end
+from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 
 log = logging.getLogger("orcinus.gateway")
 

@@ -13,8 +13,8 @@ import uvicorn
 
 from services.gateway.http.listeners import BACKLOG
 from services.gateway.http.protocol import Bounds, Protocol
+from shared.security.tls import check_pair
 from shared.settings import GatewaySettings, is_loopback
-from shared.tls import check_pair
 
 log = logging.getLogger("orcinus.gateway")
 

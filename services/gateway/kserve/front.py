@@ -29,8 +29,8 @@ from services.gateway.openai.info import VERSION
 from services.gateway.openai.sse import SLOW_FLUSH_S
 from services.gateway.openai.validate import check_model, completion_spec
 from shared.errors import ConfigurationError
+from shared.security.tls import check_pair
 from shared.tasks import end
-from shared.tls import check_pair
 
 log = logging.getLogger("orcinus.gateway")
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.gateway.http.listeners import reserve
-from shared import logs
 from shared.errors import ConfigurationError
 from shared.restarts import Backoff
 from shared.settings import GatewaySettings
+from shared.telemetry import logs
 
 log = logging.getLogger("orcinus.gateway")
 

@@ -18,8 +18,8 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.wire import limits_from_wire
-from shared.channels import aio_channel, channel_credentials
 from shared.errors import ProtocolError
+from shared.security.channels import aio_channel, channel_credentials
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")

@@ -12,9 +12,9 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.types import Limits, Outcome, StepResult
-from services.simulator.arrivals import CHAT, Spec, build
 from services.simulator.literature.table import Table
-from services.simulator.workload import Int64, Workload
+from services.simulator.workload.arrivals import CHAT, Spec, build
+from services.simulator.workload.workload import Int64, Workload
 
 # T4: tokens: GEMM ms, attention ms (an input), iteration ms
 T4_SHEET = {

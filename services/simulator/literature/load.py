@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.simulator.clock import RooflineClock
+from services.simulator.device.clock import RooflineClock
+from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Setup, simulate
 from services.simulator.literature.table import Table, monotone
-from services.simulator.roofline import Roofline
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 SHEET = {10: (0.0, 0.2), 20: (0.1, 1.8), 30: (0.3, 5.7), 40: (0.8, 14.2), 50: (2.1, 28.9)}  # req/s: Orca, baseline; %
 BEYOND = (100, 200)  # loads at which ours moves, too

@@ -6,12 +6,12 @@ import numpy as np
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import StepPlan
-from services.simulator.clock import Linear
+from services.simulator.device.clock import Linear
 from services.simulator.engine import Setup, simulate
 from services.simulator.literature import reference_scheduler
 from services.simulator.literature.reference_scheduler import Counts, Request
 from services.simulator.literature.table import Table
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 TIGHT = (3_000, 1_000, 500)  # blocks with which the same is asked again: the sheet's pool holds all hundred at once
 SHOWN = (1, 2, 3, 4, 5, 10, 20, 40, 80, 160, 280)  # steps printed, beside the first that differ

@@ -9,13 +9,13 @@ import numpy as np
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.types import StepPlan
-from services.simulator.arrivals import TRACES, Spec, build
-from services.simulator.clock import Features, Linear, RooflineClock
+from services.simulator.device.clock import Features, Linear, RooflineClock
+from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Setup, simulate
 from services.simulator.literature.table import Table, monotone
-from services.simulator.roofline import Roofline
-from services.simulator.traffic import read_trace
-from services.simulator.workload import Int64, all_at_once
+from services.simulator.workload.arrivals import TRACES, Spec, build
+from services.simulator.workload.traffic import read_trace
+from services.simulator.workload.workload import Int64, all_at_once
 
 T1_REQUESTS = {"A": (128, 500), "B": (64, 50), "C": (256, 200), "D": (32, 30)}
 T1_SHEET = [(62, 4), (114, 3), (456, 2), (628, 1)]  # until step, slots active

@@ -17,8 +17,8 @@ import grpc
 
 from protos import worker_pb2
 from services.worker.watchdog import end_process
-from shared.channels import channel
 from shared.errors import ConfigurationError
+from shared.security.channels import channel
 
 log = logging.getLogger("orcinus.worker")
 

@@ -16,7 +16,7 @@ import pytest
 from services.cli.top import RedisSource, Top, bars, count, milliseconds, plain
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
-from shared.stack_view import View
+from shared.telemetry.stack_view import View
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stack import RedisServer
 from tests.support.written_stack import REPLICA, STATS, WrittenStack

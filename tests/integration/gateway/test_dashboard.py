@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.dashboard import routes
 from services.gateway.dashboard.feed import MOST_VIEWERS
-from shared.stack_view import HISTORY
+from shared.telemetry.stack_view import HISTORY
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.waiting import until

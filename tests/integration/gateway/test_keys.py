@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from shared.api_keys import KeyRecord
+from shared.security.api_keys import KeyRecord
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.stack import PLAIN, RedisServer

@@ -21,8 +21,8 @@ import httpx
 
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
-from shared import api_keys
-from shared.api_keys import KeyRecord
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
 from shared.settings import ROOT
 from tests.support.docs.bad_calls import CALLS, USER, Called
 from tests.support.docs.bad_requests import CROWDED, MOST_BODY, NOBODY_SERVES, SECTIONS, Sent

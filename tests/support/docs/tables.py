@@ -22,7 +22,6 @@ from services.gateway import metrics as gateway_metrics
 from services.scheduler import metrics as scheduler_metrics
 from services.scheduler.core.policy.presets import NEEDS, PARTS, PRESETS, TAKES
 from services.worker import metrics as worker_metrics
-from shared.metrics import Alias
 from shared.settings import (
     ROOT,
     BatchSettings,
@@ -32,6 +31,7 @@ from shared.settings import (
     SchedulerSettings,
     WorkerSettings,
 )
+from shared.telemetry.metrics import Alias
 
 CLASSES: dict[str, type[BaseSettings]] = {
     "common": CommonSettings,

@@ -16,7 +16,7 @@ from bench.fleet.replica import NEVER, Replica, Requests, Size, StepCost
 from bench.fleet.routing import ROUTERS
 from bench.fleet.run import Fleet, Rule, Scaler, _Run, run
 from bench.fleet.traffic import Spec, Traffic, build
-from services.simulator.roofline import Roofline
+from services.simulator.device.roofline import Roofline
 from shared.settings import ROOT
 
 MS = 1e6

@@ -15,11 +15,11 @@ from bench.studies.policies import static as policies_static
 from bench.studies.policies.claims import claims
 from bench.studies.policies.runs import LOADS, Study, replica, run_studies, studies
 from services.scheduler.core.policy.presets import PRESETS
-from services.simulator.arrivals import CHAT, TRACES, Spec, build
+from services.simulator.device.roofline import Roofline
 from services.simulator.jobs import Finished, Job, run_job
 from services.simulator.literature import chunks as literature_chunks
-from services.simulator.roofline import Roofline
-from services.simulator.workload import all_at_once
+from services.simulator.workload.arrivals import CHAT, TRACES, Spec, build
+from services.simulator.workload.workload import all_at_once
 
 MEASURED = json.loads(policies.RESULT.read_text())
 

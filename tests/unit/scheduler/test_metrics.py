@@ -12,7 +12,7 @@ from services.scheduler.telemetry import COLUMNS, ROWS, Iterations, Stats
 from services.scheduler.tracing import RequestTimes, Timeline
 from services.scheduler.workers.loop import WorkerRates
 from shared.columns import unpack
-from shared.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
+from shared.telemetry.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
 from tests.support.written_stack import REPLICA
 
 BOUNDS = (0.1, 0.5, 1, 2.5)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.simulator.arrivals import Lengths, Spec, build
-from services.simulator.clock import fit_step_log
-from services.simulator.main import main
-from services.simulator.options import parser
-from services.simulator.speed import measure
+from services.simulator.command.main import main
+from services.simulator.command.options import parser
+from services.simulator.command.speed import measure
+from services.simulator.device.clock import fit_step_log
+from services.simulator.workload.arrivals import Lengths, Spec, build
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTRACT = {
@@ -229,7 +229,7 @@ def test_what_the_machine_cannot_do_ends_with_2_and_names_what_was_asked(
         raise failure
 
     monkeypatch.setattr("services.simulator.jobs.simulate", fail)
-    monkeypatch.setattr("services.simulator.main.run_all", fail)
+    monkeypatch.setattr("services.simulator.command.main.run_all", fail)
     assert main(["--requests", "5", "--max-seqs", "7"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--requests 5 --max-seqs 7" in line

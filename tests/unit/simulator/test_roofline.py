@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.simulator.roofline import DEVICES, SHAPES, Device, Roofline, Shape
+from services.simulator.device.roofline import DEVICES, SHAPES, Device, Roofline, Shape
 
 # One layer, hidden 4, two heads of 2, one KV head, intermediate 8, 10 words: attention 4*2*2*(2+1) = 48, mlp 96.
 SMALL = Shape(1, 4, 2, 1, 2, 8, 10)

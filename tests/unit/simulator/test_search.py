@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.simulator.main import main
-from services.simulator.speed import measure
+from services.simulator.command.main import main
+from services.simulator.command.speed import measure
 
 
 def step_file(folder: Path, **coefficients: float) -> str:
@@ -108,8 +108,8 @@ def test_speed_measures_orca_and_orcinus_and_says_whether_the_goal_is_met(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = functools.partial(measure, requests=4)
-    monkeypatch.setattr("services.simulator.speed.measure", small)
-    monkeypatch.setattr("services.simulator.speed.GOALS", {32: 1, 64: 10**12, 256: 1})
+    monkeypatch.setattr("services.simulator.command.speed.measure", small)
+    monkeypatch.setattr("services.simulator.command.speed.GOALS", {32: 1, 64: 10**12, 256: 1})
     assert main(["--speed", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [(r["policy"], r["running"]) for r in printed["results"]] == [

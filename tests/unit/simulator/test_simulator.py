@@ -12,11 +12,11 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import preset
 from services.scheduler.core.types import EMPTY, Outcome, StepPlan, StepResult
-from services.simulator.clock import Features, Linear
-from services.simulator.device import Device
+from services.simulator.device.clock import Features, Linear
+from services.simulator.device.device import Device
 from services.simulator.engine import Run, Setup, Stuck, simulate
 from services.simulator.metrics import Histogram
-from services.simulator.workload import STOP_ID, Workload, all_at_once
+from services.simulator.workload.workload import STOP_ID, Workload, all_at_once
 
 MS = 1_000_000
 TEN = Linear(10 * MS)  # every step takes 10 ms, whatever is in it

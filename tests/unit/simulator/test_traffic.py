@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.simulator.traffic import Arrival, clip, from_trace, gamma_times, lengths, read_trace
+from services.simulator.workload.traffic import Arrival, clip, from_trace, gamma_times, lengths, read_trace
 
 
 def trace_file(tmp_path: Path, text: str) -> Path:

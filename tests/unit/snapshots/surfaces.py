@@ -32,7 +32,6 @@ from services.gateway.text.tokenizer import ModelText
 from services.scheduler import metrics as scheduler_metrics
 from services.worker import metrics as worker_metrics
 from shared.keys import Keys
-from shared.metrics import Alias
 from shared.settings import (
     DEMO_MODEL,
     ROOT,
@@ -44,6 +43,7 @@ from shared.settings import (
     SchedulerSettings,
     WorkerSettings,
 )
+from shared.telemetry.metrics import Alias
 
 WIDTH = 100
 """Columns of rendered help."""

@@ -9,9 +9,9 @@ import pytest
 from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import StepPlan
-from services.simulator.clock import Linear
+from services.simulator.device.clock import Linear
 from services.simulator.engine import Setup, simulate
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 CLOCK = Linear(5e6, 50e3)  # 5 ms a step and 50 us a token
 SECOND = 1_000_000_000

@@ -20,13 +20,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from services.simulator.command.options import WrongUse, clock_of, notes_of, options_of, setup_of, spec_of
+from services.simulator.command.search import capacity, knee
+from services.simulator.command.search import show as show_search
+from services.simulator.command.speed import measure_all
+from services.simulator.command.speed import show as show_speed
 from services.simulator.engine import Stuck
 from services.simulator.jobs import Finished, Job, run_all
-from services.simulator.options import WrongUse, clock_of, notes_of, options_of, setup_of, spec_of
-from services.simulator.search import capacity, knee
-from services.simulator.search import show as show_search
-from services.simulator.speed import measure_all
-from services.simulator.speed import show as show_speed
 
 WIDTH = 165  # columns the table needs
 COLUMNS = (
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def _drawing(options: argparse.Namespace) -> Callable[[list[Finished], Path, str], list[Path]]:
     """What draws, once it is sure that it will be able to. Raises WrongUse."""
     try:
-        from services.simulator.plots import draw
+        from services.simulator.command.plots import draw
 
         options.plots.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.plots):

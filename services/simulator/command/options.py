@@ -10,13 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from services.simulator.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST, Spec
-from services.simulator.clock import COEFFICIENTS, Linear, RooflineClock, StepClock, fit_step_log, read_coefficients
+from services.simulator.command.values import asked, by_class, classes, lengths, policies, real, scales, whole
+from services.simulator.device.clock import (
+    COEFFICIENTS,
+    Linear,
+    RooflineClock,
+    StepClock,
+    fit_step_log,
+    read_coefficients,
+)
+from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.engine import Setup
-from services.simulator.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.routing import ROUTERS, SCHEDULER
-from services.simulator.traffic import MOST_TOKENS
-from services.simulator.values import asked, by_class, classes, lengths, policies, real, scales, whole
+from services.simulator.workload.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST, Spec
+from services.simulator.workload.traffic import MOST_TOKENS
 
 MOST_BLOCKS = 10_000_000  # of a replica
 MOST_OF_ALL = {"blocks": 100_000_000, "slots": 1_000_000}  # of all replicas together

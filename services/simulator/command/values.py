@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import CLASS_NAMES
-from services.simulator.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.engine import named
-from services.simulator.traffic import MOST_TOKENS
+from services.simulator.workload.arrivals import MOST_RATE, SLOWEST, Lengths
+from services.simulator.workload.traffic import MOST_TOKENS
 
 LEAST_MS, MOST_MS = 0.001, 1e9  # of a limit
 MOST_SHARE = 1e6

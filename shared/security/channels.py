@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from shared.errors import ConfigurationError
+from shared.security.tls import check_pair, readable
 from shared.settings import InternalSettings
-from shared.tls import check_pair, readable
 
 WORKER_NAME = "orcinus-worker"
 Options = Sequence[tuple[str, Any]]

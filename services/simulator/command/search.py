@@ -15,8 +15,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from services.simulator.arrivals import MOST_RATE, SLOWEST
 from services.simulator.jobs import Finished, Job
+from services.simulator.workload.arrivals import MOST_RATE, SLOWEST
 
 BUDGETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 MOST_VIOLATIONS = 0.01  # at least 99 % of the requests are within their limits

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from services.scheduler.core.types import CLASS_NAMES
-from services.simulator.traffic import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
-from services.simulator.workload import Int64, Workload
+from services.simulator.workload.traffic import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
+from services.simulator.workload.workload import Int64, Workload
 
-TRACES = Path(__file__).resolve().parents[2] / "assets" / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "assets" / "traces"
 SLOWEST, MOST_RATE = 1e-6, 1e6  # of a rate and of a rate scale
 MOST_REQUESTS = 1_000_000
 CHAT = TRACES / "azure_conv_2023.csv"

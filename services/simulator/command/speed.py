@@ -16,9 +16,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from services.simulator.clock import Linear
+from services.simulator.device.clock import Linear
 from services.simulator.engine import Setup, simulate
-from services.simulator.workload import Workload
+from services.simulator.workload.workload import Workload
 
 GOALS = {32: 1_000_000, 64: 1_000_000, 256: 400_000}  # iterations a minute
 RUNNING = (32, 64, 256)

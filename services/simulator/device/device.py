@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from services.scheduler.core.types import EMPTY, Int32, StepPlan
-from services.simulator.clock import Features, StepClock
-from services.simulator.workload import PLAIN_ID, STOP_ID, Int64
+from services.simulator.device.clock import Features, StepClock
+from services.simulator.workload.workload import PLAIN_ID, STOP_ID, Int64
 
 _NEVER = 1 << 62  # due of a row that samples no stop any more
 

@@ -1,0 +1,1 @@
+"""`orcinus simulate`: options, runs, searches, tables and plots. Nothing outside this package imports it."""

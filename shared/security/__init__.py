@@ -1,0 +1,1 @@
+"""API keys, files of certificates, and gRPC channels with mutual TLS."""
