@@ -259,7 +259,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     """Whether the forward pass and sample_later return before the device is done, so that the next iteration can be
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
     weight_formats: frozenset[str] = frozenset()
-    """Formats of pack_linear beside the model's own type."""
+    """Formats of pack_linear beside the model's own type; kernels/cpu/src/formats/ says what each is."""
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Return the bytes of one block as this backend's caches hold it."""
@@ -285,9 +285,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
         parts: [any number of rows, inputs], contiguous, on the CPU, one under the other; they are read from the
         checkpoint as they are asked for, so one that is let go before the next keeps the peak of memory low.
-        bias: [outputs] float32. weight_format: how the numbers are held, empty: in the parts' type; int8: rounded to 8
-        bits with one scale per output row, max |w| / 127, activations as they are. Raise ValueError for a format that
-        the backend has no kernel for (`demand_format`).
+        bias: [outputs] float32. weight_format: how the numbers are held; empty means in the parts' type. Raise
+        ValueError for a format that the backend has no kernel for (`demand_format`).
         """
 
     def demand_format(self, weight_format: str) -> None:

@@ -135,13 +135,13 @@ def show(found: dict[str, Any]) -> None:
     console = Console()
     console.width = max(console.width, WIDTH)
     model, floor = found["model"], found["floor"]
-    int8 = ", int8 weights" if model["quantize"] == "int8" else ""
+    weights = "" if model["quantize"] == "none" else f", {model['quantize']} weights"
     where = f"{floor['threads']} threads" if not floor["device"] else floor["device"]
     rate = f"{floor['float32_gflop_s']:.0f} GFLOP/s float32"
     if floor["device"]:
         rate = f"{floor['float32_gflop_s'] / 500:.3g} TFLOP/s in 16 bits"
     console.print(
-        f"{model['name']}, {model['layers']} layers, {model['dtype']}{int8}, {model['backend']} kernels, "
+        f"{model['name']}, {model['layers']} layers, {model['dtype']}{weights}, {model['backend']} kernels, "
         f"{model['matrices']} matrices, {where}; memory {floor['read_gb_s']:.0f} GB/s, {rate}"
     )
     table = Table()

@@ -21,15 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.engine.floor import Floor, machine_floor
-from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, Command, LinearArgs, Step, command
+from kernels.cpu.commands import BFLOAT16, FLOAT32, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
 from kernels.cpu.matrices import torch_multiplies
 
 CHUNK_US = 500
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
-TYPES = {"float32": (FLOAT32, torch.float32), "bfloat16": (BFLOAT16, torch.bfloat16), "int8": (INT8, torch.float32)}
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +50,19 @@ def measure(
     library: Library, peaks: Floor, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
 ) -> list[Row]:
     outputs, inputs = shape
-    weight_dtype, dtype = TYPES[name]
-    weight_bytes = outputs * inputs * WEIGHT_BYTES[name]
+    weight_format = library.weight_formats[name]
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    weight_bytes = library.packed_bytes(weight_format, outputs, inputs)
     copies = max(1, options.megabytes * 1_000_000 // weight_bytes)
     plain_copies = max(1, options.megabytes * 1_000_000 // (outputs * inputs * dtype.itemsize))
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(min(copies, 4))]
     packed = []
     for i in range(copies):
-        memory = torch.empty(library.packed_bytes(weight_dtype, outputs, inputs) + 64, dtype=torch.uint8)
+        memory = torch.empty(library.packed_bytes(weight_format, outputs, inputs) + 64, dtype=torch.uint8)
         at = -(-memory.data_ptr() // 64) * 64
         source = weights[i % len(weights)]
         library.pack(
-            weight_dtype, at, shape, 0, outputs, source.data_ptr(), BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
+            weight_format, at, shape, 0, outputs, source.data_ptr(), BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         )
         packed.append((memory, at))
     # Different memory each, as different layers are.
@@ -78,7 +77,7 @@ def measure(
         floor = peaks.step_ms(weight_bytes, flops, dtype.itemsize) * 1000
         chunk = max(1, min(8, int(CHUNK_US / floor)))
         commands = [
-            (Command * len(part))(*(_command(x, at, out, weight_dtype, dtype) for _, at in part))
+            (Command * len(part))(*(_command(x, at, out, weight_format, dtype) for _, at in part))
             for part in (packed[i : i + chunk] for i in range(0, copies, chunk))
         ]
         step = Step()
@@ -115,7 +114,7 @@ def measure(
     return found
 
 
-def _command(x: Tensor, packed: int, out: Tensor, weight_dtype: int, dtype: torch.dtype) -> Command:
+def _command(x: Tensor, packed: int, out: Tensor, weight_format: int, dtype: torch.dtype) -> Command:
     kind = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
     args = LinearArgs(
         x=x.data_ptr(),
@@ -124,7 +123,7 @@ def _command(x: Tensor, packed: int, out: Tensor, weight_dtype: int, dtype: torc
         inputs=x.shape[1],
         outputs=out.shape[1],
         dtype=kind,
-        weight_dtype=weight_dtype,
+        weight_format=weight_format,
         out_dtype=kind,
     )
     return command(x.shape[0], args)
@@ -148,10 +147,12 @@ def _fastest(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    library = load()
+    formats = [*library.weight_formats]
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.gemm", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTPUTSxINPUTS")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=[*TYPES])
+    parser.add_argument("--types", nargs="+", choices=formats, default=formats)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--megabytes", type=int, default=96, help="of different weights per shape")
     parser.add_argument("--repeats", type=int, default=40)
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    library, peaks = load(), machine_floor()
+    peaks = machine_floor()
     rows: list[Row] = []
     if not options.json:
         print(f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32")

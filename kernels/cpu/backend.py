@@ -20,7 +20,6 @@ from kernels.cpu.commands import (
     ACTIVATIONS,
     ROWS_SAMPLES,
     ROWS_TOKENS,
-    WEIGHT_FORMATS,
     ActivateArgs,
     AddArgs,
     AttentionArgs,
@@ -35,7 +34,7 @@ from kernels.cpu.commands import (
 from kernels.cpu.library import Library
 from kernels.cpu.matrices import TorchWeight
 from kernels.cpu.memory import large
-from kernels.cpu.program import DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
+from kernels.cpu.program import DTYPE_NAMES, DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
 from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Sampled, SamplingRows
 from kernels.reference.backend import batch_size
@@ -58,7 +57,7 @@ class Packed:
     bias: Tensor | None  # [outputs] float32
     outputs: int
     inputs: int
-    dtype: int
+    weight_format: int  # a number of Library.weight_formats
     computes_in: torch.dtype
 
 
@@ -86,13 +85,13 @@ class Compiled:
 
 class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
-    weight_formats = frozenset(WEIGHT_FORMATS)
 
     def __init__(self, library: Library, threads: int, path: str = "own") -> None:
         """path: the matrix kernels, "own" or "torch" (kernels.cpu.matrices)."""
         self.device = torch.device("cpu")
         self.path = path
         self.library = library
+        self.weight_formats = frozenset(library.weight_formats) - set(DTYPE_NAMES.values())
         self.threads = threads
         self._immediate = Immediate(library, threads)
         self._runner: Runner = self._immediate
@@ -149,15 +148,14 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         for part in parts:
             source = dtype_code(part.dtype)
             if packed is None:
-                dtype = WEIGHT_FORMATS.get(weight_format, source)
-                size = self.library.packed_bytes(dtype, outputs, inputs)
-                memory = large(size)
-                packed = Packed(memory, bias, outputs, inputs, dtype, part.dtype)
+                number = self.library.weight_formats[weight_format or DTYPE_NAMES[part.dtype]]
+                memory = large(self.library.packed_bytes(number, outputs, inputs))
+                packed = Packed(memory, bias, outputs, inputs, number, part.dtype)
             rows = part.shape[0]
             if first + rows > outputs:
                 raise ValueError(f"{first + rows} rows were given for a weight of {outputs}")
             self.library.pack(
-                packed.dtype, packed.memory.data_ptr(), (outputs, inputs), first, rows, part.data_ptr(), source
+                packed.weight_format, packed.memory.data_ptr(), (outputs, inputs), first, rows, part.data_ptr(), source
             )
             first += rows
         if packed is None or first != outputs:
@@ -199,7 +197,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             inputs=packed.inputs,
             outputs=packed.outputs,
             dtype=DTYPES[x.dtype],
-            weight_dtype=packed.dtype,
+            weight_format=packed.weight_format,
             out_dtype=DTYPES[dtype],
         )
         self._runner.emit(rows, args, None, packed)
@@ -219,7 +217,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     ) -> Tensor:
         packed = isinstance(table, Packed)
         if isinstance(table, Packed):
-            vocab, hidden, code = table.outputs, table.inputs, table.dtype
+            vocab, hidden, code = table.outputs, table.inputs, table.weight_format
             dtype = table.computes_in
         else:
             vocab, hidden = table.memory.shape

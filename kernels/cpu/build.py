@@ -209,13 +209,15 @@ def build_all(compiler: str) -> list[Path]:
 
 
 def _sources() -> list[Path]:
-    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    if not SOURCES.is_dir():
+        raise FileNotFoundError(SOURCES)
+    return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
 def _digest(sources: Sequence[Path], *more: str | Sequence[str]) -> str:
     digest = hashlib.sha256(repr((FLAGS, more)).encode())
     for path in sources:
-        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(SOURCES)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:20]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from ctypes import POINTER, Structure, Union, c_float, c_int32, c_int64, c_void_p
 
 ROWS_TOKENS, ROWS_SAMPLES = -1, -2
-FLOAT32, BFLOAT16, INT8 = 0, 1, 2
-WEIGHT_FORMATS = {"int8": INT8}
-"""Weight format of Ops.pack_linear -> its number in ops.h."""
+FLOAT32, BFLOAT16 = 0, 1
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
@@ -50,7 +48,7 @@ class LinearArgs(Structure):
         ("inputs", c_int32),
         ("outputs", c_int32),
         ("dtype", c_int32),
-        ("weight_dtype", c_int32),
+        ("weight_format", c_int32),
         ("out_dtype", c_int32),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
@@ -53,17 +54,21 @@ class Library:
         self._multiply = lib.orcinus_multiply
         self._multiply.argtypes, self._multiply.restype = (c_int64, c_int32), c_double
         self.lanes = int(lib.orcinus_lanes())
+        lib.orcinus_weight_format.restype = ctypes.c_char_p
+        names = iter(map(lib.orcinus_weight_format, map(c_int32, itertools.count())).__next__, None)
+        self.weight_formats = {name.decode(): number for number, name in enumerate(names)}
+        """Name of a weight format (src/formats.h) -> its number."""
 
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
         """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""
         self._run(commands, count, step, threads, nanoseconds)
 
-    def packed_bytes(self, weight_dtype: int, outputs: int, inputs: int) -> int:
-        return int(self._packed_bytes(weight_dtype, outputs, inputs))
+    def packed_bytes(self, weight_format: int, outputs: int, inputs: int) -> int:
+        return int(self._packed_bytes(weight_format, outputs, inputs))
 
     def pack(
         self,
-        weight_dtype: int,
+        weight_format: int,
         packed: int,
         shape: Sequence[int],
         first: int,
@@ -72,7 +77,7 @@ class Library:
         source_dtype: int,
     ) -> None:
         """Pack rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
-        self._pack(weight_dtype, packed, shape[0], shape[1], first, rows, source, source_dtype)
+        self._pack(weight_format, packed, shape[0], shape[1], first, rows, source, source_dtype)
 
     def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int) -> int:
         return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype))

@@ -33,6 +33,8 @@ from kernels.cpu.library import Library
 from kernels.cpu.threads import ThreadChoice
 
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Type -> the weight format that holds its numbers as they are."""
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -70,10 +70,10 @@ class Engine:
             settings, self.parallel
         )  # first: what is amiss with the folder shows before the weights come
         set_threads(settings, self.parallel.ranks_here)
-        config = load_config(settings.model)
+        method = METHODS[settings.quantize]
+        config = load_config(settings.model, method.quant_methods)
         self.lengths = wanted_lengths(settings, config)
         weights = open_weights(settings.model, settings.load_format, progress)
-        method = METHODS[settings.quantize]
         check_matrices(config, weights, method)
         self.config = config
         self.model_hash = weights.fingerprint()

@@ -3,8 +3,10 @@
 // Rows are cut into tiles and blocks of tiles, outputs into panels; a piece of work is some panels of one block of
 // rows. Neither the cut nor the number of threads touches the order in which a number is summed (gemm_kernel.h).
 #include <algorithm>
+#include <array>
 #include <cmath>
 
+#include "formats.h"
 #include "gemm_kernel.h"
 #include "kernels.h"
 
@@ -19,16 +21,14 @@ constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when th
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// The packed form: panels, then for I8 one scale per output.
+// The packed form of a weight: panels, then one scale per output where the format has them.
+template <class W>
 struct Packed {
-  int64_t panels, panel_bytes, step_bytes, depth;
-  Packed(int32_t dtype, int64_t outputs, int64_t inputs) {
-    depth = dtype == BF16 ? 2 : 1;
-    step_bytes = dtype == I8 ? WIDTH : 4 * WIDTH;
-    panels = ceil_div(outputs, WIDTH);
-    panel_bytes = ceil_div(inputs, depth) * step_bytes;
-  }
+  int64_t panels, panel_bytes;
+  Packed(int64_t outputs, int64_t inputs)
+      : panels(ceil_div(outputs, WIDTH)), panel_bytes(ceil_div(inputs, W::DEPTH) * W::BYTES) {}
   int64_t scales_at() const { return round_up(panels * panel_bytes, 64); }
+  int64_t bytes() const { return scales_at() + (W::SCALED ? panels * WIDTH * 4 : 0); }
 };
 
 // Which panels of which block of rows a piece is. Pieces get smaller towards the end, so that threads end together.
@@ -109,7 +109,7 @@ class Linear {
 
  public:
   Linear(const LinearArgs& args, int64_t rows, Team& team)
-      : args_(args), rows_(rows), team_(team), packed_(args.weight_dtype, args.outputs, args.inputs) {
+      : args_(args), rows_(rows), team_(team), packed_(args.outputs, args.inputs) {
     tiles_ = ceil_div(rows, TILE);
     stride_ = args.inputs;
     int64_t most = BLOCK_TILES;
@@ -117,7 +117,7 @@ class Linear {
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
     copied_ = args.dtype != read_as || args.inputs % W::DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
-      stride_ = round_up(args.inputs, 16) + 16;
+      stride_ = round_up(args.inputs, std::max(16, W::DEPTH)) + 16;
       most = std::clamp<int64_t>(COPY_BYTES / (TILE * stride_ * sizeof(Input)), 1, most);
     }
     blocks_ = ceil_div(tiles_, most);
@@ -215,7 +215,7 @@ class Linear {
     const int64_t column = panel * WIDTH, count = std::min<int64_t>(WIDTH, args_.outputs - column);
     const float* bias = args_.bias ? args_.bias + column : nullptr;
     const float* scales = nullptr;
-    if (args_.weight_dtype == I8)
+    if constexpr (W::SCALED)
       scales = reinterpret_cast<const float*>(static_cast<const char*>(args_.weight) + packed_.scales_at()) + column;
     const int64_t at = begin_ * args_.outputs + column;
     if (args_.out_dtype == F32)
@@ -227,7 +227,7 @@ class Linear {
   const LinearArgs& args_;
   const int64_t rows_;
   Team& team_;
-  const Packed packed_;
+  const Packed<W> packed_;
   int64_t tiles_, blocks_, block_rows_, stride_;
   bool copied_;
   Input* copy_;
@@ -249,86 +249,107 @@ struct Source {
   }
 };
 
-float quantise(const Source& source, int64_t row) {
-  float most = 0;
-  for (int64_t k = 0; k < source.inputs; k++) most = std::max(most, std::fabs(source.at(row, k)));
-  return most / 127;
+// Packs `count` rows of `source` as rows first_row.. of a weight. Padding after the last row is zeroed with that row.
+template <class W>
+void pack(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source& source) {
+  const Packed<W> p(outputs, inputs);
+  const int64_t end = first_row + count, padded_end = end == outputs ? p.panels * WIDTH : end;
+  for (int64_t begin = first_row; begin < padded_end; begin = (begin / WIDTH + 1) * WIDTH) {
+    char* step = packed + begin / WIDTH * p.panel_bytes;
+    const int64_t stop = std::min((begin / WIDTH + 1) * WIDTH, padded_end);
+    float inverse[WIDTH] = {};
+    if constexpr (W::SCALED) {
+      float* scales = reinterpret_cast<float*>(packed + p.scales_at());
+      for (int64_t row = begin; row < stop; row++) {
+        float largest = 0;
+        for (int64_t k = 0; row < end && k < inputs; k++)
+          largest = std::max(largest, std::fabs(source.at(row - first_row, k)));
+        scales[row] = W::scale(largest);
+        inverse[row % WIDTH] = scales[row] > 0 ? 1 / scales[row] : 0;
+      }
+    }
+    for (int64_t first = 0; first < inputs; first += W::DEPTH, step += W::BYTES)
+      for (int64_t row = begin; row < stop; row++) {
+        float numbers[W::DEPTH];
+        for (int64_t k = 0; k < W::DEPTH; k++)
+          numbers[k] = row < end && first + k < inputs ? source.at(row - first_row, first + k) : 0;
+        W::pack(step, row % WIDTH, numbers, inverse[row % WIDTH]);
+      }
+  }
 }
+
+// One row of a packed weight, [inputs] float32.
+template <class W>
+void unpack(const char* packed, int64_t outputs, int64_t inputs, int64_t row, float* out) {
+  const Packed<W> p(outputs, inputs);
+  const char* step = packed + row / WIDTH * p.panel_bytes;
+  float scale = 1;
+  if constexpr (W::SCALED) scale = reinterpret_cast<const float*>(packed + p.scales_at())[row];
+  for (int64_t first = 0; first < inputs; first += W::DEPTH, step += W::BYTES) {
+    float numbers[W::DEPTH];
+    W::unpack(step, row % WIDTH, numbers);
+    for (int64_t k = 0; k < std::min<int64_t>(W::DEPTH, inputs - first); k++)
+      out[first + k] = W::SCALED ? numbers[k] * scale : numbers[k];
+  }
+}
+
+template <class W>
+int64_t packed_bytes(int64_t outputs, int64_t inputs) {
+  return Packed<W>(outputs, inputs).bytes();
+}
+
+template <class W>
+void multiply(const LinearArgs& args, int64_t rows, Team& team) {
+  if (args.dtype == BF16)
+    Linear<typename W::ForBfloat16>(args, rows, team).run();
+  else
+    Linear<W>(args, rows, team).run();
+}
+
+// ---- the formats by number
+
+struct Format {
+  const char* name;
+  int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
+  void (*pack)(char*, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source&);
+  void (*unpack)(const char*, int64_t outputs, int64_t inputs, int64_t row, float* out);
+  void (*multiply)(const LinearArgs&, int64_t rows, Team&);
+};
+
+template <class... W>
+constexpr std::array<Format, sizeof...(W)> table_of(Formats<W...>) {
+  return {Format{W::NAME, packed_bytes<W>, pack<W>, unpack<W>, multiply<W>}...};
+}
+
+constexpr auto FORMATS = table_of(WeightFormats{});
 
 }  // namespace
 
 void run_linear(const LinearArgs& args, int64_t rows, Team& team) {
-  switch (args.weight_dtype) {
-    case F32: return Linear<FloatWeights>(args, rows, team).run();
-    case I8: return Linear<Int8Weights>(args, rows, team).run();
-    case BF16:
-#ifdef BF16_PAIRS
-      if (args.dtype == BF16) return Linear<PairWeights>(args, rows, team).run();
-#endif
-      return Linear<WidenedWeights>(args, rows, team).run();
-  }
+  FORMATS[args.weight_format].multiply(args, rows, team);
 }
 
-void unpack_row(const void* packed, int32_t weight_dtype, int64_t inputs, int64_t outputs, int64_t row, float* out) {
-  const Packed p(weight_dtype, outputs, inputs);
-  const char* base = static_cast<const char*>(packed);
-  const char* panel = base + row / WIDTH * p.panel_bytes;
-  const int64_t column = row % WIDTH;
-  if (weight_dtype == F32) {
-    const float* w = reinterpret_cast<const float*>(panel) + column;
-    for (int64_t k = 0; k < inputs; k++) out[k] = w[k * WIDTH];
-  } else if (weight_dtype == BF16) {
-    const bf16* w = reinterpret_cast<const bf16*>(panel) + 2 * column;
-    for (int64_t k = 0; k < inputs; k++) out[k] = widen(w[k / 2 * 2 * WIDTH + k % 2]);
-  } else {
-    const int8_t* w = reinterpret_cast<const int8_t*>(panel) + column;
-    const float scale = reinterpret_cast<const float*>(base + p.scales_at())[row];
-    for (int64_t k = 0; k < inputs; k++) out[k] = float(w[k * WIDTH]) * scale;
-  }
+void unpack_row(const void* packed, int32_t weight_format, int64_t inputs, int64_t outputs, int64_t row, float* out) {
+  FORMATS[weight_format].unpack(static_cast<const char*>(packed), outputs, inputs, row, out);
 }
 
 extern "C" {
 
-// Bytes of a packed weight; its memory is the caller's, aligned to 64.
-int64_t orcinus_packed_bytes(int32_t weight_dtype, int64_t outputs, int64_t inputs) {
-  const Packed p(weight_dtype, outputs, inputs);
-  return p.scales_at() + (weight_dtype == I8 ? p.panels * WIDTH * 4 : 0);
+// The name of a format, or null after the last one.
+const char* orcinus_weight_format(int32_t number) {
+  return number < int32_t(FORMATS.size()) ? FORMATS[number].name : nullptr;
 }
 
-// Packs `source` [rows, inputs], row-major, F32 or BF16, as rows first_row.. of a weight of `outputs` rows. I8: each
-// row is scaled by max |w| / 127 and rounded to nearest. Padding after the last row is zeroed with that row.
-void orcinus_pack(int32_t weight_dtype, void* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t rows,
+// Bytes of a packed weight; its memory is the caller's, aligned to 64.
+int64_t orcinus_packed_bytes(int32_t weight_format, int64_t outputs, int64_t inputs) {
+  return FORMATS[weight_format].packed_bytes(outputs, inputs);
+}
+
+// Packs `source` [rows, inputs], row-major, F32 or BF16, as rows first_row.. of a weight of `outputs` rows.
+void orcinus_pack(int32_t weight_format, void* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t rows,
                   const void* source, int32_t source_dtype) {
-  const Packed p(weight_dtype, outputs, inputs);
   const Source from{source, source_dtype, inputs};
-  char* base = static_cast<char*>(packed);
-  const int64_t end = first_row + rows, padded_end = end == outputs ? p.panels * WIDTH : end;
-  for (int64_t begin = first_row; begin < padded_end; begin = (begin / WIDTH + 1) * WIDTH) {
-    char* panel = base + begin / WIDTH * p.panel_bytes;
-    const int64_t stop = std::min((begin / WIDTH + 1) * WIDTH, padded_end);
-    float scale[WIDTH], inverse[WIDTH];
-    if (weight_dtype == I8) {
-      float* scales = reinterpret_cast<float*>(base + p.scales_at());
-      for (int64_t row = begin; row < stop; row++) {
-        const int64_t c = row % WIDTH;
-        scale[c] = row < end ? quantise(from, row - first_row) : 0;
-        inverse[c] = scale[c] > 0 ? 1 / scale[c] : 0;
-        scales[row] = scale[c];
-      }
-    }
-    for (int64_t k = 0; k < round_up(inputs, p.depth); k++)
-      for (int64_t row = begin; row < stop; row++) {
-        const int64_t c = row % WIDTH;
-        const float w = row < end && k < inputs ? from.at(row - first_row, k) : 0;
-        if (weight_dtype == F32)
-          reinterpret_cast<float*>(panel)[k * WIDTH + c] = w;
-        else if (weight_dtype == BF16)
-          reinterpret_cast<bf16*>(panel)[(k / 2 * WIDTH + c) * 2 + k % 2] = narrow(w);
-        else
-          reinterpret_cast<int8_t*>(panel)[k * WIDTH + c] =
-              int8_t(std::clamp<long>(std::lrintf(w * inverse[c]), -127, 127));
-      }
-  }
+  FORMATS[weight_format].pack(static_cast<char*>(packed), outputs, inputs, first_row, rows, from);
 }
 
 }  // extern "C"

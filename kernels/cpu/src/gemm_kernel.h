@@ -7,90 +7,10 @@
 #pragma once
 #include <utility>
 
-#include "ops.h"
-#include "vec.h"
+#include "formats/panel.h"
 
-#if LANES > 4
-#include <immintrin.h>
-#endif
-
-constexpr int WIDTH = 2 * LANES;                 // outputs of a panel: two registers
 constexpr int TILE = LANES == 16 ? 14 : 6;       // rows of a tile: all registers but those of weights and activations
 constexpr int WIDE_SUMS = LANES == 16 ? 24 : 12; // registers of sums when several panels run together
-
-static inline vf fused(vf a, vf b, vf sum) {
-#if LANES == 16
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif LANES == 8 && defined(__FMA__)
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
-#else
-  return a * b + sum;
-#endif
-}
-
-// The kinds of weights. Input: what activations are read as. DEPTH: inputs per step. BYTES: of a panel per step.
-// `load_weights` brings a step of LANES outputs into a register, which holds PARTS vectors of factors; `add` adds the
-// products of one part with one row to the sums.
-struct FloatWeights {
-  typedef float Input;
-  typedef vf Register;
-  static constexpr int DEPTH = 1, BYTES = 4 * WIDTH, PARTS = 1;
-  static Register load_weights(const char* p) { return load(reinterpret_cast<const float*>(p)); }
-  static vf part(Register w, int) { return w; }
-  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
-};
-
-struct Int8Weights {
-  typedef float Input;
-  typedef vf Register;
-  static constexpr int DEPTH = 1, BYTES = WIDTH, PARTS = 1;
-  static Register load_weights(const char* p) {
-#if LANES == 16
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return (vf)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
-#elif LANES == 8
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-    typedef int8_t vb __attribute__((vector_size(LANES)));
-    vb bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
-#endif
-  }
-  static vf part(Register w, int) { return w; }
-  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
-};
-
-// A step is a pair of inputs; both numbers of an output lie together in 32 bits.
-struct WidenedWeights {
-  typedef float Input;
-  typedef vu Register;
-  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 2;
-  static Register load_weights(const char* p) {
-    vu v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static vf part(Register w, int i) { return (vf)(i == 0 ? w << 16 : w & 0xffff0000u); }
-  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
-};
-
-#if LANES == 16 && defined(__AVX512BF16__)
-#define BF16_PAIRS 1
-// The same layout, multiplied as it is.
-struct PairWeights {
-  typedef bf16 Input;
-  typedef vu Register;
-  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 1;
-  static Register load_weights(const char* p) { return WidenedWeights::load_weights(p); }
-  static Register part(Register w, int) { return w; }
-  static vf add(const bf16* x, Register w, vf sum) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
-  }
-};
-#endif
 
 // What a kernel works on. Sums of panel p, row r lie at sums[(p * sums_rows + r) * WIDTH].
 template <class Input>

@@ -14,6 +14,6 @@ void run_rope(const RopeArgs&, const Step&, int64_t rows, Team&);
 void run_attention(const AttentionArgs&, const Step&, int64_t rows, Team&);
 void run_sample(const SampleArgs&, int64_t rows, Team&);
 // One row of a packed weight as float32 (gemm.cpp), for embeddings that share the output matrix.
-void unpack_row(const void* packed, int32_t weight_dtype, int64_t inputs, int64_t outputs, int64_t row, float* out);
+void unpack_row(const void* packed, int32_t weight_format, int64_t inputs, int64_t outputs, int64_t row, float* out);
 
 void run_copy(const CopyArgs&, int64_t rows, Team&);

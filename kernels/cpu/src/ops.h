@@ -9,7 +9,7 @@
 #pragma once
 #include <cstdint>
 
-enum DType : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
+enum DType : int32_t { F32 = 0, BF16 = 1 };
 
 // Rows of a command: a number, or one of these, which the Step resolves. A recorded program is so run at any size.
 enum Rows : int32_t { ROWS_TOKENS = -1, ROWS_SAMPLES = -2 };
@@ -61,12 +61,12 @@ struct LinearArgs {
   const float* bias;   // [outputs] or null
   void* out;           // [rows, outputs] of `out_dtype`
   int32_t inputs, outputs;
-  int32_t dtype, weight_dtype, out_dtype;
+  int32_t dtype, weight_format, out_dtype;  // weight_format: its place in formats.h
 };
 
 // out[i] = table[token i] * scale (+ places[position i])
 struct EmbedArgs {
-  const void* table;   // [vocab, hidden] of table_dtype, or packed as a linear's weight when `packed`
+  const void* table;   // [vocab, hidden] of table_dtype or, when `packed`, a linear's weight of that format
   const void* places;  // [positions, hidden] of `dtype`, or null
   void* out;           // [rows, hidden] of `dtype`
   int32_t hidden, vocab, dtype, table_dtype, packed;

@@ -14,7 +14,7 @@ import mmap
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,18 @@ from shared.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ITEM_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1, "I16": 2, "I32": 4, "I64": 8}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Types of safetensors -> torch's."""
 HEADER_BYTES = 100 << 20  # more than that is no header
 PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32
 SAMPLE_BYTES = 4096
@@ -46,8 +56,8 @@ class Source(ABC):
     def __contains__(self, name: str) -> bool: ...
 
     @abstractmethod
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ModelError when that tensor is missing, has another shape or is no float tensor."""
+    def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
+        """Raise ModelError when that tensor is missing, or has another shape or none of these types (DTYPES)."""
 
     @abstractmethod
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
@@ -90,9 +100,8 @@ class _Place:
 
     @property
     def size(self) -> int:
-        """Bytes; 0 for a type that nobody knows."""
-        item = ITEM_BYTES.get(self.dtype) or (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
-        return math.prod(self.shape) * item
+        """Bytes; 0 for an unknown type."""
+        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
 
 
 class Checkpoint(Source):
@@ -121,7 +130,7 @@ class Checkpoint(Source):
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         place = self._where.get(name)
         if place is None:
             raise ModelError(f"{self.model}: tensor {name} is missing from the checkpoint")
@@ -129,7 +138,7 @@ class Checkpoint(Source):
             raise ModelError(
                 f"{self.model}: tensor {name} has shape {list(place.shape)}, config.json says {list(shape)}"
             )
-        if place.dtype not in DTYPES:
+        if place.dtype not in dtypes:
             raise ModelError(f"{self.model}: tensor {name} is {place.dtype}; use an unquantized checkpoint")
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
@@ -177,7 +186,7 @@ class Dummy(Source):
     def __contains__(self, name: str) -> bool:
         return True
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         """Every tensor is there."""
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:

@@ -132,18 +132,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_config(model: Path) -> DecoderConfig:
-    """Read `model`/config.json. Raise ModelError naming the field, its value and what would work."""
+def load_config(model: Path, quant_methods: frozenset[str] = frozenset()) -> DecoderConfig:
+    """Read `model`/config.json. Raise ModelError naming the field, its value and what would work.
+
+    quant_methods: kinds of quantized checkpoints that can be read (`LinearMethod.quant_methods`).
+    """
     if not model.is_dir():
         raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
     raw, where = read_json(model / "config.json"), str(model / "config.json")
     try:
-        return parse_config(raw, where)
+        return parse_config(raw, where, quant_methods)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"{where} does not hold what a config holds: {type(error).__name__}: {error}") from error
 
 
-def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
+def parse_config(raw: dict[str, Any], where: str, quant_methods: frozenset[str] = frozenset()) -> DecoderConfig:
     """Return the pure part of load_config; `where` names the file in errors."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
@@ -152,7 +155,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     family = FAMILIES[name]
     raw = {**family.defaults, **{key: raw[own] for key, own in family.field_names.items() if own in raw}, **raw}
     read = Fields(raw, where, family.field_names)
-    _refuse_unsupported(read, family)
+    _refuse_unsupported(read, family, quant_methods)
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
@@ -193,12 +196,15 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     )
 
 
-def _refuse_unsupported(read: Fields, family: Family) -> None:
+def _refuse_unsupported(read: Fields, family: Family, quant_methods: frozenset[str]) -> None:
     raw, where = read.raw, read.where
     if raw.get("quantization_config"):
         given = raw["quantization_config"]
         method = given.get("quant_method", "?") if isinstance(given, dict) else given
-        raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantized checkpoint")
+        if not isinstance(method, str) or method not in quant_methods:
+            raise ModelError(
+                f"{where}: quantization_config ({method}) is not supported; use the unquantized checkpoint"
+            )
     for key, value in family.only.items():
         found = raw.get(key)
         if found is not None and found != value:

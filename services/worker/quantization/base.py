@@ -37,6 +37,10 @@ class LinearMethod(ABC):
     """Value of --quantize."""
     backends: ClassVar[tuple[str, ...]] = ()
     """Kernel backends (`Ops.name`) that can multiply it; empty means all."""
+    weight_format: ClassVar[str] = ""
+    """Format of Ops.pack_linear that it is held in; empty means the model's own type."""
+    quant_methods: ClassVar[frozenset[str]] = frozenset()
+    """`quant_method` of the quantized checkpoints that it reads; empty means plain checkpoints alone."""
 
     def check(self, source: Source, matrix: Matrix) -> None:
         """Raise ModelError when the checkpoint lacks the matrix or holds it in another shape. Read headers alone."""
@@ -57,9 +61,9 @@ class LinearMethod(ABC):
         for first in range(rows.start, rows.stop, step):
             yield as_piece(stored[:, first : min(first + step, rows.stop)].t(), dtype)
 
-    @abstractmethod
     def pack(self, ops: AnyOps, pieces: Iterator[Tensor], outputs: int, inputs: int, bias: Tensor | None) -> Any:
         """Return the weight [outputs, inputs] as `multiply` takes it; see Ops.pack_linear."""
+        return ops.pack_linear(pieces, outputs, inputs, bias, self.weight_format)
 
     def multiply(self, ops: AnyOps, x: Tensor, packed: Any) -> Tensor:
         """Return x @ weight.T + bias: x [N, inputs] -> [N, outputs]."""

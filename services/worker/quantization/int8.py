@@ -1,17 +1,12 @@
 """Round weights to 8 bits while they are loaded: one scale per output row, max |w| / 127; activations stay exact.
 
-A rank that holds some of the columns scales by the largest of its own, so its numbers are not those of one process.
+A rank that holds some of the columns scales by the largest of these, so its numbers are not those of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from kernels.ops import AnyOps
 from services.worker.quantization.base import LinearMethod
 
 SCALE_BYTES = 4  # float32
@@ -22,9 +17,7 @@ class Int8(LinearMethod):
 
     name = "int8"
     backends = ("cpu",)
-
-    def pack(self, ops: AnyOps, pieces: Iterator[Tensor], outputs: int, inputs: int, bias: Tensor | None) -> Any:
-        return ops.pack_linear(pieces, outputs, inputs, bias, "int8")
+    weight_format = "int8"  # kernels/cpu/src/formats/int8.h
 
     def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         return outputs * inputs + SCALE_BYTES * outputs

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernels.cpu.commands import BFLOAT16, FLOAT32, INT8, EmbedArgs, LinearArgs, Step, command
+from kernels.cpu.commands import BFLOAT16, FLOAT32, EmbedArgs, LinearArgs, Step, command
 from kernels.cpu.library import Library
 from tests.kernels import cpu_variants
 
 KINDS = (
     # weights, activations, output
-    (FLOAT32, FLOAT32, FLOAT32),
-    (BFLOAT16, BFLOAT16, BFLOAT16),
-    (BFLOAT16, BFLOAT16, FLOAT32),
-    (BFLOAT16, FLOAT32, FLOAT32),
-    (INT8, FLOAT32, FLOAT32),
-    (INT8, BFLOAT16, BFLOAT16),
+    ("float32", FLOAT32, FLOAT32),
+    ("bfloat16", BFLOAT16, BFLOAT16),
+    ("bfloat16", BFLOAT16, FLOAT32),
+    ("bfloat16", FLOAT32, FLOAT32),
+    ("int8", FLOAT32, FLOAT32),
+    ("int8", BFLOAT16, BFLOAT16),
 )
-KIND_NAMES = [f"{w}-{x}-{out}" for w, x, out in np.array(("f32", "bf16", "i8"))[np.array(KINDS)]]
+KIND_NAMES = [f"{weights}-{('f32', 'bf16')[x]}-{('f32', 'bf16')[out]}" for weights, x, out in KINDS]
 SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
 """Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""
 ROWS = (1, 2, 3, 4, 6, 7, 13, 14, 15, 29)
@@ -53,7 +53,7 @@ def read(x: Array, dtype: int) -> NDArray[np.float64]:
 class Weight:
     memory: Array
     packed: int
-    dtype: int
+    weight_format: int
     outputs: int
     inputs: int
 
@@ -64,19 +64,20 @@ class Gemm:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def pack(self, dtype: int, parts: list[Array], source: int) -> Weight:
+    def pack(self, name: str, parts: list[Array], source: int) -> Weight:
         """Parts, [rows, inputs] each, packed last one first into memory that was not zero."""
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-        size = self._library.packed_bytes(dtype, outputs, inputs)
+        number = self._library.weight_formats[name]
+        size = self._library.packed_bytes(number, outputs, inputs)
         memory = np.full(size + 64, 0xA5, np.uint8)
         packed = -(-memory.ctypes.data // 64) * 64
         for i in reversed(range(len(parts))):
             first = sum(len(part) for part in parts[:i])
             part = np.ascontiguousarray(parts[i])
-            self._library.pack(dtype, packed, (outputs, inputs), first, len(part), part.ctypes.data, source)
+            self._library.pack(number, packed, (outputs, inputs), first, len(part), part.ctypes.data, source)
         end = packed - memory.ctypes.data + size
         assert (memory[end:] == 0xA5).all()
-        return Weight(memory[end - size : end], packed, dtype, outputs, inputs)
+        return Weight(memory[end - size : end], packed, number, outputs, inputs)
 
     def unpack(self, weight: Weight) -> NDArray[np.float64]:
         """Row by row, as embeddings read it."""
@@ -88,7 +89,7 @@ class Gemm:
             hidden=weight.inputs,
             vocab=weight.outputs,
             dtype=FLOAT32,
-            table_dtype=weight.dtype,
+            table_dtype=weight.weight_format,
             packed=1,
             scale=1,
         )
@@ -112,7 +113,7 @@ class Gemm:
             inputs=weight.inputs,
             outputs=weight.outputs,
             dtype=dtype,
-            weight_dtype=weight.dtype,
+            weight_format=weight.weight_format,
             out_dtype=out_dtype,
         )
         made, step = command(len(x), args), Step()
@@ -143,12 +144,12 @@ class Expected:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
-def test_product_equals_float64_for_any_shape(gemm: Gemm, kind: tuple[int, int, int]) -> None:
-    weight_dtype, dtype, out_dtype = kind
+def test_product_equals_float64_for_any_shape(gemm: Gemm, kind: tuple[str, int, int]) -> None:
+    weight_format, dtype, out_dtype = kind
     rng = np.random.default_rng(1)
     for i, (outputs, inputs) in enumerate(SHAPES):
-        source = BFLOAT16 if weight_dtype == BFLOAT16 else FLOAT32
-        weight = gemm.pack(weight_dtype, [stored(rng.standard_normal((outputs, inputs), np.float32), source)], source)
+        source = BFLOAT16 if weight_format == "bfloat16" else FLOAT32
+        weight = gemm.pack(weight_format, [stored(rng.standard_normal((outputs, inputs), np.float32), source)], source)
         bias = rng.standard_normal(outputs, np.float32) if i % 2 else None
         rows = (*ROWS, MANY_ROWS) if inputs in LONG else ROWS
         x = stored(rng.standard_normal((max(rows), inputs), np.float32), dtype)
@@ -159,12 +160,12 @@ def test_product_equals_float64_for_any_shape(gemm: Gemm, kind: tuple[int, int, 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 def test_a_row_is_the_same_to_the_bit_alone_in_any_batch_at_any_place_and_with_any_threads(
-    gemm: Gemm, kind: tuple[int, int, int]
+    gemm: Gemm, kind: tuple[str, int, int]
 ) -> None:
-    weight_dtype, dtype, out_dtype = kind
+    weight_format, dtype, out_dtype = kind
     rng = np.random.default_rng(2)
     for outputs, inputs in ((200, 1111), (65, 1024)):
-        weight = gemm.pack(weight_dtype, [rng.standard_normal((outputs, inputs), np.float32)], FLOAT32)
+        weight = gemm.pack(weight_format, [rng.standard_normal((outputs, inputs), np.float32)], FLOAT32)
         bias = rng.standard_normal(outputs, np.float32)
         x = stored(rng.standard_normal((MANY_ROWS, inputs), np.float32), dtype)
         whole = gemm.linear(x, dtype, weight, bias, out_dtype, 1)
@@ -186,18 +187,18 @@ def test_one_output_is_one_ascending_chain_of_float32_sums(gemm: Gemm) -> None:
     sums = np.zeros((20, 33), np.float32)
     for k in range(700):
         sums += np.outer(x[:, k] * scale[k], w[:, k])
-    out = gemm.linear(x * scale, FLOAT32, gemm.pack(FLOAT32, [w], FLOAT32), None, FLOAT32)
+    out = gemm.linear(x * scale, FLOAT32, gemm.pack("float32", [w], FLOAT32), None, FLOAT32)
     assert np.array_equal(out, sums)
 
 
 @pytest.mark.parametrize("source", (FLOAT32, BFLOAT16))
-@pytest.mark.parametrize("weight_dtype", (FLOAT32, BFLOAT16, INT8))
-def test_packing_in_parts_is_packing_the_whole(gemm: Gemm, weight_dtype: int, source: int) -> None:
+@pytest.mark.parametrize("weight_format", ("float32", "bfloat16", "int8"))
+def test_packing_in_parts_is_packing_the_whole(gemm: Gemm, weight_format: str, source: int) -> None:
     rng = np.random.default_rng(3)
     for inputs in (64, 37):
         parts = [rng.standard_normal((rows, inputs), np.float32) for rows in (48, 3, 1, 70, 9)]
-        one = gemm.pack(weight_dtype, [stored(np.concatenate(parts), source)], source)
-        many = gemm.pack(weight_dtype, [stored(part, source) for part in parts], source)
+        one = gemm.pack(weight_format, [stored(np.concatenate(parts), source)], source)
+        many = gemm.pack(weight_format, [stored(part, source) for part in parts], source)
         assert np.array_equal(gemm.unpack(one), gemm.unpack(many))
         x = rng.standard_normal((9, inputs), np.float32)
         assert np.array_equal(gemm.linear(x, FLOAT32, one, None, FLOAT32), gemm.linear(x, FLOAT32, many, None, FLOAT32))
@@ -205,16 +206,16 @@ def test_packing_in_parts_is_packing_the_whole(gemm: Gemm, weight_dtype: int, so
 
 def test_unpacked_rows_are_the_source(gemm: Gemm) -> None:
     w = np.random.default_rng(4).standard_normal((71, 39), np.float32)
-    assert np.array_equal(gemm.unpack(gemm.pack(FLOAT32, [w], FLOAT32)), w)
-    assert np.array_equal(gemm.unpack(gemm.pack(BFLOAT16, [w], FLOAT32)), from_bf16(to_bf16(w)))
-    assert np.array_equal(gemm.unpack(gemm.pack(FLOAT32, [to_bf16(w)], BFLOAT16)), from_bf16(to_bf16(w)))
+    assert np.array_equal(gemm.unpack(gemm.pack("float32", [w], FLOAT32)), w)
+    assert np.array_equal(gemm.unpack(gemm.pack("bfloat16", [w], FLOAT32)), from_bf16(to_bf16(w)))
+    assert np.array_equal(gemm.unpack(gemm.pack("float32", [to_bf16(w)], BFLOAT16)), from_bf16(to_bf16(w)))
 
 
 def test_int8_rows_are_scaled_by_their_largest_number_and_rounded_to_nearest(gemm: Gemm) -> None:
     rng = np.random.default_rng(5)
     w = rng.standard_normal((71, 39), np.float32) * np.exp(rng.standard_normal((71, 1), np.float32))
     w[17] = 0
-    found = gemm.unpack(gemm.pack(INT8, [w], FLOAT32))
+    found = gemm.unpack(gemm.pack("int8", [w], FLOAT32))
     scale = np.abs(w).max(1, keepdims=True).astype(np.float64) / 127
     assert (np.abs(found - w) <= scale * 0.50001).all()
     steps = found[scale[:, 0] > 0] / scale[scale[:, 0] > 0]

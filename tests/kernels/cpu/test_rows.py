@@ -15,7 +15,6 @@ from kernels.cpu.commands import (
     ACTIVATIONS,
     BFLOAT16,
     FLOAT32,
-    INT8,
     ROWS_SAMPLES,
     ROWS_TOKENS,
     ActivateArgs,
@@ -234,7 +233,7 @@ def test_embed_scales_and_adds_places(width: int, dtype: torch.dtype, table_dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "width"), [(50, 5), (131, 64), (70, 130)])
 def test_embed_reads_rows_of_a_packed_matrix(vocab: int, width: int, dtype: torch.dtype, int8: bool) -> None:
-    table, code = numbers(vocab, width, dtype=dtype), INT8 if int8 else CODES[dtype]
+    table, code = numbers(vocab, width, dtype=dtype), LIBRARY.weight_formats["int8"] if int8 else CODES[dtype]
     packed = torch.empty(LIBRARY.packed_bytes(code, vocab, width), dtype=torch.uint8)
     LIBRARY.pack(code, packed.data_ptr(), (vocab, width), 0, vocab, table.data_ptr(), CODES[dtype])
     tokens, out = np.array([vocab - 1, 0, 33, 17], np.int32), torch.empty(4, width, dtype=dtype)

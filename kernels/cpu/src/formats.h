@@ -1,0 +1,27 @@
+// The weight formats: one format is one file of formats/ and its name in the list below.
+//
+// A format is a struct of constants and inline functions. gemm_kernel.h multiplies with them; gemm.cpp packs, unpacks
+// and makes a row of its table of functions from each. A packed weight is panels of WIDTH outputs, a panel is steps of
+// DEPTH inputs, a step is two halves of BYTES / 2, one for each LANES outputs; scales of blocks of DEPTH inputs lie in
+// the step. A format has:
+//
+//   NAME          what Ops.pack_linear of kernels/ops.py calls it
+//   Input         the type that activations are read as: float or bf16
+//   DEPTH, BYTES  inputs and bytes of a step of a panel
+//   SCALED        whether each output has a float32 scale besides: `scale` finds it, finished sums are multiplied by it
+//   Register      half a step, as `load_weights` brings it from memory
+//   PARTS, part   the vectors of factors that it holds, the i-th for the i-th input of the step; an input of bf16 pairs
+//                 has one part for both
+//   add           sums plus one part times one row's activations
+//   pack, unpack  the DEPTH numbers of one output of a panel in a step; `inverse` is 1 / scale. Zeros must give zeros
+//   ForBfloat16   the struct that multiplies bfloat16 activations: itself, or one with the same packed form
+#pragma once
+#include "formats/bfloat16.h"
+#include "formats/float32.h"
+#include "formats/int8.h"
+
+template <class... W>
+struct Formats {};
+
+// A format's place is its number in LinearArgs and EmbedArgs; Python asks for the names (orcinus_weight_format).
+typedef Formats<Float32, Bfloat16, Int8> WeightFormats;

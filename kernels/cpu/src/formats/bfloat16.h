@@ -1,0 +1,52 @@
+// Weights in bfloat16. A step is a pair of inputs; both numbers of an output lie together in 32 bits.
+#pragma once
+#include "panel.h"
+
+#if LANES == 16 && defined(__AVX512BF16__)
+struct Bfloat16Pairs;
+#endif
+
+struct Bfloat16 {
+  typedef float Input;
+  typedef vu Register;
+  static constexpr const char* NAME = "bfloat16";
+  static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 2;
+  static constexpr bool SCALED = false;
+#if LANES == 16 && defined(__AVX512BF16__)
+  typedef Bfloat16Pairs ForBfloat16;
+#else
+  typedef Bfloat16 ForBfloat16;
+#endif
+
+  static Register load_weights(const char* p) {
+    vu v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static vf part(Register w, int i) { return (vf)(i == 0 ? w << 16 : w & 0xffff0000u); }
+  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
+
+  static void pack(char* step, int64_t column, const float* numbers, float) {
+    bf16* pair = reinterpret_cast<bf16*>(step) + 2 * column;
+    for (int i = 0; i < 2; i++) pair[i] = narrow(numbers[i]);
+  }
+  static void unpack(const char* step, int64_t column, float* numbers) {
+    const bf16* pair = reinterpret_cast<const bf16*>(step) + 2 * column;
+    for (int i = 0; i < 2; i++) numbers[i] = widen(pair[i]);
+  }
+};
+
+#if LANES == 16 && defined(__AVX512BF16__)
+// The same packed form, multiplied as it is.
+struct Bfloat16Pairs : Bfloat16 {
+  typedef bf16 Input;
+  static constexpr int PARTS = 1;
+
+  static Register part(Register w, int) { return w; }
+  static vf add(const bf16* x, Register w, vf sum) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
+  }
+};
+#endif

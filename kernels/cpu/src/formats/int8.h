@@ -1,0 +1,40 @@
+// Weights rounded to 8 bits with one scale per output, max |w| / 127. A step is one input; activations stay exact.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "panel.h"
+
+struct Int8 {
+  typedef float Input;
+  typedef vf Register;
+  typedef Int8 ForBfloat16;
+  static constexpr const char* NAME = "int8";
+  static constexpr int DEPTH = 1, BYTES = WIDTH, PARTS = 1;
+  static constexpr bool SCALED = true;
+
+  static Register load_weights(const char* p) {
+#if LANES == 16
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (vf)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    typedef int8_t vb __attribute__((vector_size(LANES)));
+    vb bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
+#endif
+  }
+  static vf part(Register w, int) { return w; }
+  static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
+
+  // The scale of an output whose numbers are at most `largest`.
+  static float scale(float largest) { return largest / 127; }
+  static void pack(char* step, int64_t column, const float* numbers, float inverse) {
+    reinterpret_cast<int8_t*>(step)[column] = int8_t(std::clamp<long>(std::lrintf(*numbers * inverse), -127, 127));
+  }
+  static void unpack(const char* step, int64_t column, float* numbers) {
+    *numbers = reinterpret_cast<const int8_t*>(step)[column];
+  }
+};

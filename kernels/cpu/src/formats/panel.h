@@ -1,0 +1,19 @@
+// What all weight formats share: the shape of a panel and the multiply-add.
+#pragma once
+#include "../vec.h"
+
+#if LANES > 4
+#include <immintrin.h>
+#endif
+
+constexpr int WIDTH = 2 * LANES;  // outputs of a panel: two registers
+
+static inline vf fused(vf a, vf b, vf sum) {
+#if LANES == 16
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif LANES == 8 && defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return a * b + sum;
+#endif
+}
