@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.support import sse
 from tests.support.models import Reference
 from tests.support.stack import Stack
 from tests.support.waiting import until
@@ -61,14 +61,11 @@ class Stream:
             return  # the gateway leaves, or has just come
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {answer.read()[:300]!r}")
-        event_id = ""
-        for line in answer.iter_lines():
+        for event in sse.events(answer.iter_lines()):
             if self.leave.is_set():
                 return
-            if line.startswith("id: "):
-                event_id = line.removeprefix("id: ")
-            elif line.startswith("data: {"):
-                self._event(json.loads(line.removeprefix("data: ")), event_id)
+            if event.data != sse.DONE:
+                self._event(event.json, event.id)
 
     def _event(self, event: dict[str, Any], event_id: str) -> None:
         if "error" in event:

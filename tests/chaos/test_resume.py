@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
 from tests.support.models import Reference, make_llama
 from tests.support.stack import Stack, running_stack
@@ -77,17 +77,14 @@ class Told:
 
     def read(self, lines: Iterable[str], events: int = 1 << 30, started: threading.Event | None = None) -> None:
         """Takes in so many events."""
-        event_id = ""
-        for line in lines:
-            if line.startswith("id: "):
-                event_id = line.removeprefix("id: ")
-            elif line == "data: [DONE]":
+        for event in sse.events(lines):
+            if event.data == sse.DONE:
                 self.done += 1
-            elif line.startswith("data: "):
-                self._take(json.loads(line.removeprefix("data: ")), event_id)
-                events -= 1
-                if started is not None and sum(map(len, self.ids.values())) > 4:
-                    started.set()
+                continue
+            self._take(event.json, event.id)
+            events -= 1
+            if started is not None and sum(map(len, self.ids.values())) > 4:
+                started.set()
             if not events:
                 return
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -19,6 +19,7 @@ from services.worker.main import record
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.settings import WorkerSettings
+from tests.support import sse
 from tests.support.models import Reference, make_llama
 from tests.support.stack import ROOT, START_S, RedisServer, Stack, running_stack
 from tests.support.waiting import until
@@ -41,13 +42,13 @@ def whole(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield running
 
 
-def tokens_of_an_endless_stream(stack: Stack) -> Iterator[str]:
+def tokens_of_an_endless_stream(stack: Stack) -> Iterator[Any]:
     body = {"model": stack.name, "prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if line.startswith("data: {") and json.loads(line.removeprefix("data: ")).get("choices"):
-                yield line
+        for event in sse.objects(answer.iter_lines()):
+            if event.get("choices"):
+                yield event
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from services.worker.engine import Engine
 from shared.columns import pack, pack_float
 from shared.logprobs import unpack_records
 from shared.settings import WorkerSettings
-from tests.support import in_process
+from tests.support import in_process, sse
 from tests.support.models import Reference, make_llama
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
@@ -123,13 +122,9 @@ def test_best_of_tells_the_most_likely_of_its_choices_also_when_it_is_asked_agai
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Choices of a stream's events, each with the event's id."""
-    event_id = ""
-    for line in lines:
-        if line.startswith("id: "):
-            event_id = line[4:]
-        elif line.startswith("data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                yield {**choice, "event": event_id}
+    for event in sse.events(lines):
+        if event.data != sse.DONE:
+            yield from ({**choice, "event": event.id} for choice in event.json["choices"])
 
 
 def told_by(choices: list[dict[str, Any]]) -> tuple[list[int], list[tuple[Any, ...]]]:

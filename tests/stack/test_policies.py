@@ -1,4 +1,4 @@
-"""Policies on the real stack: changed while requests run, refused when there is none of the name, given by parts.
+"""Policies on the real stack: changed while requests run, given by parts.
 
 One stack goes through all presets, each asked for in the middle of a load, so that no request may be lost by the switch
 and every token must be the reference's.
@@ -6,25 +6,19 @@ and every token must be the reference's.
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
-from protos import queue_pb2
 from services.cli.policy import switch
 from services.scheduler.core.policy.presets import PRESETS
-from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.models import Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
-from tests.support.stack import PATIENT_MS, ROOT, Stack, running_stack
+from tests.support.stack import PATIENT_MS, Stack, running_stack
 from tests.support.waiting import until
 
 PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=least-lost-swap"
@@ -113,72 +107,6 @@ def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Lo
     stats = stack.stats()
     for counter in ("preemptions", "recomputed_tokens", "swapped_blocks", "prefix_hit_tokens"):
         assert int(stats[counter]) > 0, counter
-
-
-def test_an_unknown_policy_is_refused_with_the_names_that_exist(stack: Stack) -> None:
-    before = stack.stats()["policy"]
-    control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name="best"))
-    stack.redis.client.xadd(stack.keys.control("shard-0"), {"c": control.SerializeToString()})
-    refused = until("the answer", lambda: [e for e in policy_events(stack) if e["policy"] == "best"])
-    assert refused[0]["kind"] == "policy_refused"
-    assert all(name in refused[0]["text"] for name in PRESETS)
-    assert stack.stats()["policy"] == before
-    with pytest.raises(ConfigurationError, match="no order 'x'"):
-        switch("orcinus:order=x", common(stack), LauncherSettings(), 60)
-
-
-def test_the_command_says_by_its_exit_code_what_became_of_it(stack: Stack) -> None:
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "services.cli", "policy", *words]
-        return subprocess.run(argv, capture_output=True, text=True, env=stack.environment(), cwd=ROOT, timeout=60)
-
-    done = command("orcinus", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["changed"] is True
-    unled = command("orcinus", "--shard", "shard-9")
-    assert (unled.returncode, unled.stdout) == (1, "")
-    assert "no scheduler leads shard-9" in unled.stderr
-    unknown = command("best")
-    assert unknown.returncode == 2
-    assert "no policy 'best'" in unknown.stderr
-
-
-def test_a_switch_asked_for_again_before_it_took_over_answers_both(stack: Stack) -> None:
-    body = {"prompt": [1, 2, 3], "max_tokens": 16, "ignore_eos": True, "temperature": 0}
-    seen = len(policy_events(stack))
-    with ThreadPoolExecutor(2) as clients:
-        running = clients.submit(stack.post, "/v1/completions", body)
-        for name in ("orca", "nothing", "tgi"):
-            control = queue_pb2.Control(policy=queue_pb2.Control.Policy(name=name))
-            stack.redis.client.xadd(stack.keys.control("shard-0"), {"c": control.SerializeToString()})
-        events = until("three answers", lambda: found if len(found := policy_events(stack)[seen:]) >= 3 else None)
-        assert running.result().status_code == 200
-    assert {event["policy"] for event in events} == {"orca", "nothing", "tgi"}
-    assert {event["policy"]: event["kind"] for event in events}["nothing"] == "policy_refused"
-    until("the last one rules", lambda: stack.stats()["policy"] == "tgi")
-
-
-def test_a_first_token_that_cannot_come_in_time_is_refused_while_others_wait(stack: Stack, load: Load) -> None:
-    crowd = {"prompt": load.prompts[0], "max_tokens": 16, "n": 128, "ignore_eos": True, "deadline_ms": 15000}
-    probe = {"prompt": load.prompts[1], "max_tokens": 1, "ttft_slo_ms": 1, "deadline_ms": 50}
-
-    def refusal() -> httpx.Response | None:
-        answer = stack.post("/v1/completions", probe)
-        return answer if answer.status_code == 429 else None
-
-    with ThreadPoolExecutor(8) as clients:
-        crowds = [clients.submit(stack.post, "/v1/completions", crowd) for _ in range(8)]
-        refused = until("the forecast reaches the gateway", refusal)
-        assert all(each.result().status_code in (200, 429) for each in crowds)
-    error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("slo_unreachable", "ttft_slo_ms")
-    assert 1 <= int(refused.headers["retry-after"]) <= 60
-    assert stack.settled()["pending"] == [0, 0, 0, 0]
-
-    def served() -> bool:
-        return stack.post("/v1/completions", {**probe, "deadline_ms": 60_000}).status_code == 200
-
-    until("the gateway has seen that nobody waits", served)
 
 
 def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: Stack, load: Load) -> None:

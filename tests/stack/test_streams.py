@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from shared.settings import DEMO_MODEL
+from tests.support import sse
 from tests.support.stack import PATIENT_MS, Stack, running_stack
 
 STREAMS = 200
@@ -47,21 +47,18 @@ async def stream(session: aiohttp.ClientSession, stack: Stack, index: int) -> li
     usage: dict[str, Any] = {}
     last_index = -1
     ended = done = False
-    event_id = ""
+    decoder = sse.Decoder()
     async with session.post(f"{stack.url}/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise AssertionError(await answer.text())
         async for raw in answer.content:
-            line = raw.decode().strip()
-            if line.startswith("id: "):
-                event_id = line.removeprefix("id: ")
-            if not line.startswith("data: "):
+            found = decoder.feed(raw.decode().rstrip())
+            if found is None:
                 continue
-            payload = line.removeprefix("data: ")
-            if payload == "[DONE]":
+            if found.data == sse.DONE:
                 done = True
                 continue
-            event = json.loads(payload)
+            event, event_id = found.json, found.id
             if "error" in event:
                 raise AssertionError(event)
             for choice in event["choices"]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from typing import Any
 
 import httpx
 
+from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
 
 
@@ -29,16 +29,15 @@ class Stream:
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
         with httpx.stream("POST", url, json=body, timeout=60) as answer:
-            self.status = answer.status_code
+            self.status, decoder = answer.status_code, sse.Decoder()
             for line in answer.iter_lines():
-                if line.startswith("id: "):
-                    self.ids.append(line[4:])
-                elif line.startswith(":"):
-                    self.comments += 1
-                elif line == "data: [DONE]":
+                event = decoder.feed(line)
+                self.comments = decoder.comments
+                if event is not None and event.data == sse.DONE:
                     self.done = True
-                elif line.startswith("data: "):
-                    self.events.append(json.loads(line[6:]))
+                elif event is not None:
+                    self.ids.append(event.id)
+                    self.events.append(event.json)
 
     def join(self) -> Stream:
         self._thread.join(60)

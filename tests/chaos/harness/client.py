@@ -19,6 +19,7 @@ import orjson
 
 from tests.chaos.harness.clock import Deadline, slowdown
 from tests.chaos.harness.history import CUT, DONE, GAVE_UP, LATER, LEFT, REFUSED, SLOW, Connection, Event, History
+from tests.support import sse
 
 SILENCE_S = 15.0
 """A stream in which not even a keep-alive came for so long is broken; gateways send one each second here."""
@@ -168,16 +169,16 @@ class Client:
         connection.end = GAVE_UP
 
     async def _take_events(self, answer: aiohttp.ClientResponse, connection: Connection) -> None:
-        async for event_id, data in _sse(answer.content):
-            if data == b"[DONE]":
+        async for found in _sse(answer.content):
+            if found.data == sse.DONE:
                 connection.end = DONE
                 return
-            event = orjson.loads(data)
+            event = found.json
             if "error" in event:
                 connection.end, connection.text = str(event["error"]["code"]), str(event["error"]["message"])
                 return
-            self._last = event_id
-            position = event_id.rpartition(":")[2]
+            self._last = found.id
+            position = found.id.rpartition(":")[2]
             connection.events += [_event(choice, time.monotonic(), position) for choice in event["choices"]]
             connection.usage = event.get("usage") or connection.usage
             self._read += 1
@@ -234,15 +235,13 @@ def _event(choice: dict[str, Any], at_s: float, position: str | None) -> Event:
     return Event(at_s, choice["index"], ids, text or "", choice["finish_reason"] or "", position)
 
 
-async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, bytes]]:
-    """Id and data of each event. Raises TimeoutError after SILENCE_S without a byte."""
-    event_id = ""
+async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[sse.Event]:
+    """Yield each event. Raises TimeoutError after SILENCE_S without a byte."""
+    decoder = sse.Decoder()
     while True:
         async with asyncio.timeout(SILENCE_S * slowdown()):
             line = await content.readline()
         if not line:
             return
-        if line.startswith(b"id: "):
-            event_id = line[4:].strip().decode()
-        elif line.startswith(b"data: "):
-            yield event_id, line[6:].strip()
+        if (event := decoder.feed(line.decode().rstrip())) is not None:
+            yield event

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from services.gateway.dashboard import routes
 from services.gateway.dashboard.feed import MOST_VIEWERS
 from shared.telemetry.stack_view import HISTORY
+from tests.support import sse
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.waiting import until
@@ -40,16 +40,7 @@ def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
     """The events of one viewer as (name, value)."""
     with httpx.stream("GET", gateway.ops_url + routes.EVENTS, timeout=20) as response:
         assert response.status_code == 200, response.read()
-
-        def events() -> Iterator[tuple[str, Any]]:
-            name = ""
-            for line in response.iter_lines():
-                if line.startswith("event: "):
-                    name = line[7:]
-                elif line.startswith("data: "):
-                    yield name, orjson.loads(line[6:])
-
-        yield events()
+        yield ((event.kind, event.json) for event in sse.events(response.iter_lines()))
 
 
 def test_files_of_the_page_are_on_the_ops_port_alone_and_may_run_nothing_foreign(gateway: GatewayProcess) -> None:

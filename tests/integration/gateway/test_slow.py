@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support import sse
 from tests.support.gateway_clients import Stream, raw_post
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.scripted_scheduler import LENGTH, Line, ScriptedScheduler
@@ -109,9 +110,9 @@ def test_one_that_named_its_request_is_detached_and_comes_back_for_the_rest(
     headers = {"Idempotency-Key": KEY, "Content-Type": "application/json"}
     body = content(gateway, stream=True)
     again = httpx.post(f"{gateway.url}/v1/completions", content=body, headers=headers, timeout=60)
-    assert again.text.endswith("data: [DONE]\n\n")
-    events = [json.loads(line[6:]) for line in again.text.splitlines() if line.startswith("data: {")]
-    assert sum(len(choice["token_ids"]) for event in events for choice in event["choices"]) == MANY
+    *told, last = sse.parse(again.content)
+    assert last.data == sse.DONE
+    assert sum(len(choice["token_ids"]) for event in told for choice in event.json["choices"]) == MANY
     assert claimed.id not in {command.cancel.id for command in scheduler.controls()}
 
 

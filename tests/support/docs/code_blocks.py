@@ -34,7 +34,7 @@ LEFT_OUT = {
     r"^make k8s-check": "tests/deploy/test_kubernetes.py is all of it",
     r"^make (test-faults|soak)$|^orcinus chaos": "hurts a stack of its own for minutes; tests/chaos does that",
     r"^make peers|^python -m bench\.peers": "installs other servers and measures for half an hour",
-    r"cmpl-0123": "names a request of the reader's; tests/stack/test_api.py goes on with one of its own",
+    r"cmpl-0123": "names a request of the reader's; tests/chaos/test_resume.py goes on with one of its own",
     r"^orcinus (gateway|scheduler|worker) --(?!help)": "a service stays; tests/stack and tests/chaos start them",
     r"--find ": "dozens of runs; tests/unit/simulator/test_search.py does them in small",
     r"^orcinus drain": "ends what the shared stack needs; tests/chaos/test_drain.py does it",

@@ -22,8 +22,8 @@ from services.gateway.openai.response import whole
 from services.gateway.openai.sse import EventWriter
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
+from tests.support import sse
 from tests.support.tokenizers import byte_fallback, byte_level, write_model
-from tests.unit.fuzz import sse
 from tests.unit.gateway.text.test_generation import Recorded
 from tests.unit.gateway.text.test_generation import spec as make_spec
 from tests.unit.gateway.text.test_stops import brute_force
@@ -164,7 +164,7 @@ def test_any_cutting_into_deliveries_gives_the_same_events_text_and_usage(data: 
     deliveries = deliveries_of(data.draw, tokens, finishes)
     wanted = [expected(own, finish, request, text) for own, finish in zip(tokens, finishes, strict=True)]
     stream = asyncio.run(streamed(request, text, deliveries))
-    events = sse.read(stream)
+    events = sse.parse(stream)
     assert events[-1].data == "[DONE]" and [event.kind for event in events] == ["message"] * len(events)
     chunks = [json.loads(event.data) for event in events[:-1]]
     usage = {
@@ -201,7 +201,7 @@ def test_bytes_that_come_one_by_one_are_the_characters_that_they_are_together(da
     tokens = [text.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in said]
     request = make_spec(prompts=[text.encode("x")], stop_ids=[])
     deliveries = deliveries_of(data.draw, [tokens], [2])
-    events = sse.read(asyncio.run(streamed(request, text, deliveries)))
+    events = sse.parse(asyncio.run(streamed(request, text, deliveries)))
     texts = [json.loads(event.data)["choices"][0]["text"] for event in events[:-1]]
     assert "".join(texts) == said.decode("utf-8", "replace")
     assert all(texts[:-1]), "only the last event has no text"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from services.gateway.openai.responses import (
     shell,
 )
 from services.gateway.text.tools.reader import CallPiece
+from tests.support import sse
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 
@@ -129,7 +129,7 @@ def test_events_add_up_to_the_response_of_the_whole_answer(deltas: list[Delta], 
     generation: Any = SimpleNamespace(choices=[SimpleNamespace(finish_reason=reason)])
     writer = ResponseEvents(generation, begun)
     told = writer.echo() + b"".join(writer.events([delta]) for delta in deltas) + writer.end(usage)
-    events = [json.loads(part.split(b"data: ")[1]) for part in told.split(b"\n\n")[:-1]]
+    events = [event.json for event in sse.parse(told)]
     choice = {"message": message, "finish_reason": reason}
     expected = of_chat(begun, {"choices": [choice], "usage": usage.body()})
     assert events[-1]["response"] == expected

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +23,7 @@ from services.gateway.openai.validate import check_records, requested_choices, r
 from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
+from tests.support import sse
 from tests.unit.gateway.text.test_generation import CUTS, Recorded, model, rows, spec
 
 TEXT = "a naïve 🐙, quick fox."  # the octopus is several tokens
@@ -64,9 +64,8 @@ def streamed(request: GenerationSpec, pieces: list[list[int]], had: str = "") ->
                 told.append(writer.events(await running.next(0)))
         return told
 
-    lines = b"".join(asyncio.run(go())).decode().splitlines()
-    events = [orjson.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: ")]
-    return events, [line[4:] for line in lines if line.startswith("id: ")]
+    events = sse.parse(b"".join(asyncio.run(go())))
+    return [event.json["choices"][0] for event in events], [event.id for event in events]
 
 
 def entries(events: list[dict[str, Any]]) -> list[Any]:
@@ -213,8 +212,7 @@ def test_continuous_usage_counts_the_tokens_so_far_in_every_event() -> None:
     async def go() -> None:
         for first, token in enumerate(model().encode("a fox")):
             stream.offer(Row(0, [token]), first)
-            lines = writer.events(await running.next(0)).decode().splitlines()
-            seen.extend(orjson.loads(line[6:])["usage"] for line in lines if line.startswith("data: "))
+            seen.extend(event.json["usage"] for event in sse.parse(writer.events(await running.next(0))))
 
     asyncio.run(go())
     assert [usage["completion_tokens"] for usage in seen] == list(range(1, len(seen) + 1))
