@@ -44,8 +44,8 @@ def check_replica(replica: Replica, lookahead: int, host: Int32) -> None:
     unanswered = np.zeros(table.slots, np.int64)
     microbatches: dict[int, set[int]] = {}
     for step in replica.inflight.values():
-        present = step.slots[table.since[step.slots] <= step.id]
-        np.add.at(unanswered, present, 1)
+        present = np.flatnonzero(step.computed & (table.since[: step.computed.size] <= step.id))
+        unanswered[present] += 1
         for slot in present.tolist():
             microbatches.setdefault(slot, set()).add(step.microbatch)
     if not np.array_equal(unanswered, table.unanswered):

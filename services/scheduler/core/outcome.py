@@ -46,9 +46,9 @@ class Names:
 
 @dataclass(slots=True)
 class Columns:
-    """The rows of one step: one token each, in the audience's order."""
+    """The rows of one step in the order of `delivery`: one token each."""
 
-    audience: DeliveryRows
+    delivery: DeliveryRows
     first: Int32
     tokens: Int32
     finish: npt.NDArray[np.uint8]
@@ -102,8 +102,8 @@ class OutcomeBuilder:
         """The Outcome, rows sorted by gateway. Lists of a steady step are shared between Outcomes: read only."""
         outcome = Outcome(checkpoints=self.checkpoints, started=self.started, ended=self.ended)
         if columns is not None:
-            audience = columns.audience
-            outcome.requests, outcome.gateways, outcome.choices = audience.requests, audience.gateways, audience.choices
+            delivery = columns.delivery
+            outcome.requests, outcome.gateways, outcome.choices = delivery.requests, delivery.gateways, delivery.choices
             outcome.first, outcome.tokens, outcome.finish = columns.first, columns.tokens, columns.finish
             outcome.counts, outcome.logprobs = _ones(columns.first.size), columns.logprobs
             outcome.waits_ns = columns.waits_ns

@@ -17,7 +17,7 @@ from services.scheduler.core.replica import Replica
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
-from services.scheduler.core.types import PREFILL, Priority, Rows, StepPlan
+from services.scheduler.core.types import PREFILL, Priority, StepPlan
 
 
 class Planner:
@@ -70,17 +70,20 @@ class Planner:
     def _decodes(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
         """Schedule one token for each decoding row, as far as sequences, tokens and blocks allow."""
         table = step.replica.table
-        rows = self._decoding(step)
+        decodes = self._decoding(step)
+        rows = table.select(decodes, step.microbatch)
         limit = min(step.seqs_left, step.tokens_left)
         if rows.size > limit:
             rows = np.sort(self._state.policy.order.sort(table, rows, now_ns)[:limit])
+            decodes = table.mask(rows)
         if not rows.size:
             return
-        edge, reserved = step.missing_blocks(rows)
+        edge, reserved = step.missing_blocks(decodes)
         if edge.size - reserved > step.replica.available:
             rows = self._preempter.with_blocks(step, rows, now_ns, out)
-            edge, reserved = step.missing_blocks(rows)
-        step.decode(rows, edge, reserved)
+            decodes = table.mask(rows)
+            edge, reserved = step.missing_blocks(decodes)
+        step.decode(decodes, rows, edge, reserved)
 
     def _chunks(self, step: StepBuilder, now_ns: int, first: int, last: int) -> None:
         """Schedule further chunks of the prompts of classes first..last that run already."""
@@ -123,14 +126,13 @@ class Planner:
         free = [m for m in range(replica.microbatches) if inflight.get(m, 0) <= lookahead]
         return sorted(free, key=lambda m: (inflight.get(m, 0), last.get(m, 0)))
 
-    def _decoding(self, step: StepBuilder) -> Rows:
-        """Return the rows that lack one token, ascending; notes whether other rows have prompts to go on with."""
+    def _decoding(self, step: StepBuilder) -> Bool:
+        """Return [high] bool: the row lacks one token; notes whether other rows have prompts to go on with."""
         table, high = step.replica.table, step.replica.table.high
         wants = self._wants(step)
-        decoding = wants & (table.phase[:high] == DECODING)
-        count = int(np.count_nonzero(decoding))
-        step.has_prompts = count < high and count < int(np.count_nonzero(wants))
-        return table.first_rows(high) if count == high else np.flatnonzero(decoding)
+        decoding: Bool = wants & (table.phase[:high] == DECODING)
+        step.has_prompts = bool(np.count_nonzero(wants) > np.count_nonzero(decoding))
+        return decoding
 
     @staticmethod
     def _wants(step: StepBuilder) -> Bool:

@@ -19,7 +19,7 @@ from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
 from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.sequence import SavedKV, Sequence, State
-from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.table import Bool, Int64, SlotTable
 from services.scheduler.core.types import Int32, Limits, Rows
 
 COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted,
@@ -33,9 +33,10 @@ class InFlight:
 
     id: int
     microbatch: int
-    roster: int  # of the table when it was planned: unchanged, nobody left since
     slots: Rows  # of its chunks, decodes first
-    sampled: Rows  # those of them whose chunk samples
+    computed: Bool  # [n] of the first n rows: the row has a chunk
+    sampled: Rows  # those of `slots` whose chunk samples
+    samples: Bool  # [n] the same
     sampled_wire: Int32  # the same as the worker tells of them
     decodes: int
     ends: Int32  # of the other chunks: tokens whose KV is there when the step is answered

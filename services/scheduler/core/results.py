@@ -16,7 +16,7 @@ from services.scheduler.core.placement.disaggregation import release
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import InFlight, Replica
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.table import Bool, RowIndex
+from services.scheduler.core.table import Bool
 from services.scheduler.core.types import Finish, Int32, Outcome, Records, Rows, StepResult
 from services.scheduler.core.waiting import WaitingQueue
 
@@ -27,6 +27,13 @@ _NONE.setflags(write=False)
 def none_finish(count: int) -> npt.NDArray[np.uint8]:
     """[count] uint8: nobody ended. Shared: read only."""
     return _NONE[:count] if count <= _NONE.size else np.zeros(count, np.uint8)
+
+
+def spread_records(rows: Rows, records: Records, size: int) -> Records:
+    """Return a column [size] with records[i] at rows[i]."""
+    column: Records = np.full(size, b"", object)
+    column[rows] = records
+    return column
 
 
 class Endings(Protocol):
@@ -67,13 +74,14 @@ class Results:
 
     def apply(self, replica: Replica, step: InFlight, result: StepResult, now_ns: int) -> Outcome:
         """The Outcome of one answered step. Raises ValueError when the answer is not to this step."""
-        slots, tokens, logprobs = step.sampled, result.tokens, result.logprobs
-        table = replica.table
+        rows, samples, table = step.sampled, step.samples, replica.table
         sent = step.sampled_wire  # comparing bytes takes a third of what array_equal takes
         if result.slots is not sent and result.slots.tobytes() != sent.tobytes():
-            slots = self._answered(replica, step, result)
-        if tokens.size != slots.size:
-            raise ValueError(f"the result of step {step.id} has {tokens.size} tokens for {slots.size} slots")
+            rows = self._answered(replica, step, result)
+            samples = np.zeros(samples.size, np.bool_)
+            samples[rows] = True
+        if result.tokens.size != rows.size:
+            raise ValueError(f"the result of step {step.id} has {result.tokens.size} tokens for {rows.size} slots")
         out = self._endings.collector()
         replica.answered(step)
         self._learn(replica, step, result)
@@ -81,24 +89,21 @@ class Results:
             self._router.regroup()
         if step.ends.size and replica.sharing is not None:
             self._filled(replica, step, [e[0] for e in result.errors])
-        mine: Bool | None = None  # rows that still have the sequence of the step; None: all
-        if step.roster == table.roster:
-            table.unanswered[table.rows(step.slots)] -= 1
-        else:
-            mine = table.since[step.slots] <= step.id
-            table.unanswered[step.slots[mine]] -= 1
-            live = table.since[slots] <= step.id
-            if not live.all():
-                for i in np.flatnonzero(~live).tolist():
-                    record = logprobs[i] if logprobs is not None else b""
-                    self._late(replica, step, int(slots[i]), int(tokens[i]), record, now_ns, out)
-                slots, tokens = slots[live], tokens[live]
-                logprobs = logprobs[live] if logprobs is not None else None
-        columns = self._tokens(replica, step, slots, tokens, logprobs, now_ns, out) if slots.size else None
+        present = table.since[: samples.size] <= step.id  # rows that still have the sequence of the step
+        table.unanswered[: samples.size] -= step.computed & present
+        tokens = table.spread(rows, result.tokens, samples.size)
+        logprobs = spread_records(rows, result.logprobs, samples.size) if result.logprobs is not None else None
+        if np.count_nonzero(samples > present):
+            for row in rows[~present[rows]].tolist():
+                record = logprobs[row] if logprobs is not None else b""
+                self._late(replica, step, row, int(tokens[row]), record, now_ns, out)
+            samples = samples & present
+            rows = rows[present[rows]]
+        columns = self._tokens(replica, step, rows, samples, tokens, logprobs, now_ns, out) if rows.size else None
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
-        if mine is not None:
-            for slot in step.slots[~mine].tolist():
+        if replica.departed:
+            for slot in step.slots[~present[step.slots]].tolist():
                 if slot in replica.departed:
                     replica.settle(slot, step.id)  # after the failures, which are its last answer's to tell
         if replica.handed:
@@ -144,72 +149,51 @@ class Results:
         return result.slots.astype(np.intp)
 
     def _tokens(
-        self,
-        replica: Replica,
-        step: InFlight,
-        slots: Rows,
-        tokens: Int32,
-        logprobs: Records | None,
-        now_ns: int,
-        out: OutcomeBuilder,
-    ) -> Columns:
-        """One token for each of `slots`: [n] int32 both."""
-        table = replica.table
-        rows = table.rows(slots)
-        audience = table.audience(slots, step.microbatch, self._names.array)
-        before = table.applied[rows]
-        first = before - table.prompt[rows]
-        table.tokens_flat[table.base[rows] + before] = tokens
-        count = before + 1
-        table.applied[rows] = count
-        waits = now_ns - table.last_token_ns[rows]
-        table.last_token_ns[rows] = now_ns
-        self.tokens_total += slots.size
-        done = count >= table.limit[rows]
-        stopped = table.stopped(rows, tokens, count)
+        self, replica: Replica, step: InFlight, rows: Rows, samples: Bool, tokens: Int32, logprobs: Records | None,
+        now_ns: int, out: OutcomeBuilder,
+    ) -> Columns:  # fmt: skip
+        """Append one token to each of `rows`. samples, tokens, logprobs: [n] columns over the first n rows."""
+        table, size = replica.table, samples.size
+        delivery = table.delivery_rows(rows, step.microbatch, self._names.array)
+        before = table.append_tokens(tokens, samples)
+        first = before - table.prompt[:size]
+        waits = now_ns - table.last_token_ns[:size]
+        np.copyto(table.last_token_ns[:size], now_ns, where=samples)
+        self.tokens_total += rows.size
+        done = table.applied[:size] >= table.limit[:size]
+        done &= samples
+        stopped = table.stopped(tokens, samples)
         if stopped is not None:
             done |= stopped
         ended = np.count_nonzero(done)
         if self._checkpoint_tokens:
-            self._checkpoints(replica, slots, rows, count, ~done if ended else None, now_ns, out)
-        finish = none_finish(slots.size)
+            self._checkpoints(replica, samples > done if ended else samples, now_ns, out)
+        at = delivery.rows
+        finish = none_finish(rows.size)
         if ended:
-            finish = finish.copy()
-            finish[done] = Finish.LENGTH
+            kinds = np.where(done, np.uint8(Finish.LENGTH), np.uint8(0))
             if stopped is not None:
-                finish[stopped] = Finish.STOP
-            for i in np.flatnonzero(done).tolist():
-                table.sequence[slots[i]].state = State.ENDED
-                sequence = replica.release(int(slots[i]))
+                kinds[stopped] = Finish.STOP
+            finish = kinds[at]
+            for row in rows[done[rows]].tolist():
+                table.sequence[row].state = State.ENDED
+                sequence = replica.release(row)
                 self._endings.completed(sequence)
-                self._endings.end(sequence, Finish(int(finish[i])), "", out)
-        if (order := audience.order) is not None:
-            first, tokens, waits = first[order], tokens[order], waits[order]
-            finish = finish[order] if ended else finish
-            logprobs = logprobs[order] if logprobs is not None else None
-        return Columns(audience, first, tokens, finish, waits, logprobs)
+                self._endings.end(sequence, Finish(int(kinds[row])), "", out)
+        return Columns(
+            delivery, first[at], tokens[at], finish, waits[at], logprobs[at] if logprobs is not None else None
+        )
 
-    def _checkpoints(
-        self,
-        replica: Replica,
-        slots: Rows,
-        rows: RowIndex,
-        count: Int32,
-        going: Bool | None,
-        now_ns: int,
-        out: OutcomeBuilder,
-    ) -> None:
-        """Those of `slots` that go on and have 32 tokens or a second since their last checkpoint."""
-        table = replica.table
-        due = count >= table.due[rows]
-        due |= table.checkpoint_ns[rows] <= now_ns - self._checkpoint_ns
-        if going is not None:
-            due &= going
-        at = np.flatnonzero(due)
-        if not at.size:
+    def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
+        """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""
+        table, size = replica.table, going.size
+        due = table.applied[:size] >= table.due[:size]
+        due |= table.checkpoint_ns[:size] <= now_ns - self._checkpoint_ns
+        due &= going
+        which = due.nonzero()[0]
+        if not which.size:
             return
-        which = slots[at]
-        start, stop = table.checkpointed[which], count[at]
+        start, stop = table.checkpointed[which], table.applied[which]
         sizes = stop - start
         table.checkpointed[which] = stop
         table.due[which] = stop + self._checkpoint_tokens

@@ -66,24 +66,25 @@ class StepBuilder:
         replica = self.replica
         return not self.empty or bool(self.enters or replica.transfers.pending or replica.peers.news)
 
-    def missing_blocks(self, rows: Rows) -> tuple[Rows, int]:
-        """Return the decoding rows whose next token needs a block, and for how many of them one is reserved."""
-        table = self.replica.table
-        index = table.rows(rows)
-        edge = rows[table.planned[index] == table.capacity[index]]
+    def missing_blocks(self, decodes: Bool) -> tuple[Rows, int]:
+        """Return the rows of `decodes`, [high], that need a block, and for how many of them one is reserved."""
+        table, high = self.replica.table, decodes.size
+        edge = (decodes & (table.planned[:high] == table.capacity[:high])).nonzero()[0]
         reserved = int(np.count_nonzero(table.promised[edge] > table.held[edge])) if edge.size else 0
         return edge, reserved
 
-    def decode(self, rows: Rows, edge: Rows, reserved: int) -> None:
-        """Schedule one token of each decoding row; edge, reserved: missing_blocks(rows), which must be available."""
-        table = self.replica.table
+    def decode(self, decodes: Bool, rows: Rows, edge: Rows, reserved: int) -> None:
+        """Schedule one token of each row of `decodes`, [high], the same as `rows`.
+
+        edge, reserved: missing_blocks(decodes), which must be available.
+        """
+        table, high = self.replica.table, decodes.size
         if edge.size:
             self._append(edge, table.append_one(edge, self.replica.pool.take(edge.size)), reserved)
-        index = table.rows(rows)
-        self.decodes, self._starts = rows, table.planned[index].copy()
-        self._context = int(self._starts.sum())
-        self.n[index] = 1
-        table.advance_decodes(index)
+        self.decodes, self._starts = rows, table.planned[table.rows(rows)].copy()
+        self._context = int(np.add.reduce(self._starts))
+        self.n[:high] = decodes
+        table.advance_decodes(self.n[:high])
         self._count(rows, rows.size)
 
     def schedule(self, rows: Rows, tokens: Int64) -> None:
@@ -126,6 +127,7 @@ class StepBuilder:
         replica, table = self.replica, self.replica.table
         rows, starts, ends = self.decodes, self._starts, EMPTY
         lengths, samples = ones(rows.size), trues(rows.size)
+        computed = samples_of = self.n[: table.high] > 0
         sampled = rows
         if self._chunks:
             chunk_rows, chunk_starts, chunk_lengths, chunk_samples = zip(*self._chunks, strict=True)
@@ -135,7 +137,9 @@ class StepBuilder:
             lengths = np.concatenate([lengths, *chunk_lengths])
             samples = np.concatenate([samples, *chunk_samples])
             sampled = rows[samples]
-        wire = table.wire(rows)
+            samples_of = np.zeros(table.high, np.bool_)
+            samples_of[sampled] = True
+        wire = table.wire(rows, self.microbatch)
         replica.save_cold_prefixes()
         copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES
         news = replica.peers.take_news() if replica.peers.news else NO_NEWS
@@ -143,9 +147,10 @@ class StepBuilder:
         step = InFlight(
             id=replica.next_step,
             microbatch=self.microbatch,
-            roster=table.roster,
             slots=rows,
+            computed=computed,
             sampled=sampled,
+            samples=samples_of,
             sampled_wire=wire if sampled is rows else wire[samples],
             decodes=decodes,
             ends=ends,

@@ -25,15 +25,23 @@ FREE, PREFILLING, DECODING, LOADING = range(4)  # phases of a row
 
 @dataclass(slots=True)
 class DeliveryRows:
-    """Whom the tokens of some rows are for, in the order in which they are published (by gateway)."""
+    """The rows that get a token of a step, in the order in which tokens are published: by gateway."""
 
     roster: int
-    slots: Rows
-    order: npt.NDArray[np.intp] | None  # None: they stand in order already
+    sampled: Rows  # in the order of the step
+    rows: RowIndex  # in the order of publication
     requests: list[NewRequest]
     gateways: list[str]
-    gateway_ids: Int32
     choices: Int32
+
+
+@dataclass(slots=True)
+class Selected:
+    """Rows that were selected by a mask, and as they go to the worker."""
+
+    mask: bytes
+    rows: Rows
+    wire: Int32
 
 
 # Rows of the two matrices that the columns are views of: a sequence enters and leaves with one assignment to each.
@@ -109,7 +117,7 @@ class SlotTable:
         for i, name in enumerate(_INT64):
             setattr(self, name, self.longs[i])
         self.since[:] = NEVER
-        self.decoding: Int32 = self.ints[:3]  # planned, known, unanswered
+        self._advancing: Int32 = self.ints[:3]  # planned, known, unanswered
         self.active: Bool = np.zeros(slots, np.bool_)
         self.pinned: Bool = np.zeros(slots, np.bool_)
         self.stop_ids: Int32 = np.full((MAX_STOP_IDS, slots), UNSET, np.int32)  # a row per id: contiguous over slots
@@ -124,8 +132,9 @@ class SlotTable:
         self._every: Rows = np.arange(slots)
         self._every_int32: Int32 = np.arange(slots, dtype=np.int32)
         self._first: Rows = self._every[:0]
+        self._selected: dict[int, Selected] = {}  # by microbatch
         self._free = list(range(slots))
-        self._audiences: dict[int, DeliveryRows] = {}
+        self._deliveries: dict[int, DeliveryRows] = {}  # by microbatch
 
     def first_rows(self, count: int) -> Rows:
         """Return [count] rows: 0..count-1. The same object as long as `count` stays the same."""
@@ -133,17 +142,38 @@ class SlotTable:
             self._first = self._every[:count]
         return self._first
 
+    def mask(self, rows: Rows) -> Bool:
+        """Return [high] bool: the row is one of `rows`."""
+        mask = np.zeros(self.high, np.bool_)
+        mask[rows] = True
+        return mask
+
     def rows(self, slots: Rows) -> RowIndex:
         """Return how to index columns with `slots`: a slice where they are all of the first rows, which is cheaper."""
         return slice(0, slots.size) if slots is self._first else slots
 
-    def wire(self, slots: Rows) -> Int32:
-        """Return `slots` as they go to the worker; do not write to it."""
-        return self._every_int32[: slots.size] if slots is self._first else slots.astype(np.int32)
+    def select(self, mask: Bool, microbatch: int) -> Rows:
+        """Return the rows of `mask`, [high], ascending. The same object as long as the mask stays the same."""
+        count = int(np.count_nonzero(mask))
+        if count == mask.size:
+            return self.first_rows(count)
+        key = mask.tobytes()
+        kept = self._selected.get(microbatch)
+        if kept is None or kept.mask != key:
+            rows = mask.nonzero()[0]
+            kept = self._selected[microbatch] = Selected(key, rows, rows.astype(np.int32))
+        return kept.rows
 
-    def advance_decodes(self, rows: RowIndex) -> None:
-        """Plan one token of decoding rows: the sampled one is known as a placeholder."""
-        self.decoding[:, rows] += 1
+    def wire(self, rows: Rows, microbatch: int) -> Int32:
+        """Return `rows` as they go to the worker; do not write to it."""
+        if rows is self._first:
+            return self._every_int32[: rows.size]
+        kept = self._selected.get(microbatch)
+        return kept.wire if kept is not None and rows is kept.rows else rows.astype(np.int32)
+
+    def advance_decodes(self, tokens: Int32) -> None:
+        """Plan tokens [high], 0 or 1 for each row: the sampled one is known as a placeholder."""
+        self._advancing[:, : tokens.size] += tokens
 
     def advance(self, rows: Rows, ends: Int32) -> Bool:
         """Plan rows up to `ends` tokens; return [n] bool: the row samples. Sampled tokens are placeholders."""
@@ -287,44 +317,59 @@ class SlotTable:
         self.held[s] += blocks.size
         self.capacity[s] += blocks.size * self.block_size
 
-    def stopped(self, rows: RowIndex, tokens: Int32, count: Int32) -> Bool | None:
-        """[n] bool: is the token just applied a stop id that counts? None: none is. `count`: tokens applied, this one
-        included."""
+    def spread(self, rows: Rows, values: Int32, size: int) -> Int32:
+        """Return a column [size] with values[i] at rows[i]; other rows are undefined. Do not write to it."""
+        if rows is self._first and rows.size == size:
+            return values
+        column = np.empty(size, np.int32)
+        column[rows] = values
+        return column
+
+    def append_tokens(self, tokens: Int32, sampled: Bool) -> Int32:
+        """Append tokens[i] to each row of `sampled`, [n] both, the first n rows; return [n] tokens applied before."""
+        applied = self.applied[: tokens.size]
+        before = applied.copy()
+        # Behind the applied tokens of a row nothing counts, so rows that did not sample may be written to.
+        self.tokens_flat[self.base[: tokens.size] + before] = tokens
+        applied += sampled
+        return before
+
+    def stopped(self, tokens: Int32, sampled: Bool) -> Bool | None:
+        """Return [n] bool: tokens[i], just applied to row i of `sampled`, is a stop id that counts; None if none is."""
         if not self.stop_width:
             return None
-        hit: Bool = self.stop_ids[0][rows] == tokens
-        for ids in self.stop_ids[1 : self.stop_width]:
-            hit |= ids[rows] == tokens
+        hit: Bool = self.stop_ids[0, : tokens.size] == tokens
+        for ids in self.stop_ids[1 : self.stop_width, : tokens.size]:
+            hit |= ids == tokens
+        hit &= sampled
         if not np.count_nonzero(hit):
             return None
-        hit &= count >= self.floor[rows]
+        hit &= self.applied[: tokens.size] >= self.floor[: tokens.size]
         return hit
 
-    def audience(self, slots: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> DeliveryRows:
-        """Whom the tokens of `slots` are for. Kept per microbatch: in steady decode it is the same at every step."""
-        kept = self._audiences.get(microbatch)
+    def delivery_rows(self, sampled: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> DeliveryRows:
+        """Return who gets the tokens of `sampled`. Kept per microbatch: in steady decode it stays the same."""
+        kept = self._deliveries.get(microbatch)
         if (
             kept is not None
             and kept.roster == self.roster
-            and (kept.slots is slots or np.array_equal(kept.slots, slots))
+            and (kept.sampled is sampled or np.array_equal(kept.sampled, sampled))
         ):
             return kept
-        gateway_ids = self.gateway[slots]
-        order = None
-        if slots.size and (gateway_ids != gateway_ids[0]).any():
-            order = np.argsort(gateway_ids, kind="stable")
-            gateway_ids = gateway_ids[order]
-        chosen = slots if order is None else slots[order]
-        self._audiences[microbatch] = audience = DeliveryRows(
+        gateways = self.gateway[sampled]
+        rows: RowIndex = self.rows(sampled)
+        if sampled.size and (gateways != gateways[0]).any():
+            order = gateways.argsort(kind="stable")
+            rows, gateways = sampled[order], gateways[order]
+        self._deliveries[microbatch] = delivery = DeliveryRows(
             self.roster,
-            slots,
-            order,
-            self.request[chosen].tolist(),
-            names[gateway_ids].tolist(),
-            gateway_ids,
-            self.choice[chosen],
+            sampled,
+            rows,
+            self.request[rows].tolist(),
+            names[gateways].tolist(),
+            self.choice[rows].copy(),
         )
-        return audience
+        return delivery
 
     def check(self, max_unanswered: int) -> None:
         """Raises RuntimeError where a row contradicts itself."""
