@@ -164,9 +164,9 @@ class Replica:
     def promise(self, slots: Rows, blocks: Int64) -> None:
         """Keeps so many blocks in all for each of these rows, which take them as they grow; [n] both. Those that they
         hold already count."""
-        table = self.table
-        table.promised[slots] = blocks
-        self.outstanding += int(np.maximum(blocks - table.held[slots], 0).sum())
+        for slot, count in zip(slots.tolist(), blocks.tolist(), strict=True):
+            self.table.promised[slot] = count
+            self.outstanding += max(count - self.table.held.item(slot), 0)
 
     def release(self, slot: int, kv: KV = KV.DROP) -> Sequence:
         """Take the sequence out of its row, with the outputs applied so far; row and blocks are free for the next step.

@@ -6,7 +6,7 @@ The planner schedules rows, decodes first; commit() makes the StepPlan. A builde
 from __future__ import annotations
 
 from collections.abc import Sequence as Columns
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,15 @@ ONES: Int32 = np.ones(4096, np.int32)
 TRUE: Bool = np.ones(4096, np.bool_)
 ONES.setflags(write=False)
 TRUE.setflags(write=False)
+
+
+class Chunk(NamedTuple):
+    """Tokens of one row beside the decodes."""
+
+    row: int
+    start: int
+    length: int
+    samples: bool
 
 
 class StepBuilder:
@@ -48,7 +57,7 @@ class StepBuilder:
         self._starts: Int32 = EMPTY
         self._context = 0
         self._prefill_context = 0.0
-        self._chunks: list[tuple[Rows, Int32, Int32, Bool]] = []  # rows, starts, lengths, samples
+        self._chunks: list[Chunk] = []
         self._appends: list[tuple[Rows, Int32]] = []  # rows, blocks
 
     @property
@@ -85,7 +94,10 @@ class StepBuilder:
         self._context = int(np.add.reduce(self._starts))
         self.n[:high] = decodes
         table.advance_decodes(self.n[:high])
-        self._count(rows, rows.size)
+        if self.replica.microbatches > 1:
+            table.microbatch[rows] = self.microbatch
+        self.seqs_left -= rows.size
+        self.tokens_left -= rows.size
 
     def schedule(self, rows: Rows, tokens: Int64) -> None:
         """Add tokens[i] tokens of rows[i] to the step and take their blocks, which must be reserved or available.
@@ -94,25 +106,29 @@ class StepBuilder:
         decoding row. Raises ValueError when a row is scheduled already: two chunks of one sequence cannot share a step.
         """
         table, replica, size = self.replica.table, self.replica, self.replica.limits.block_size
-        if self.n[rows].any():
-            raise ValueError(f"rows {rows[self.n[rows] > 0].tolist()}: already in step {replica.next_step}; plan once")
-        starts, lengths = table.planned[rows], tokens.astype(np.int32)
-        ends = starts + lengths
-        held = table.held[rows]
-        more = np.maximum(-(-ends // size) - held, 0)
-        total = int(more.sum())
-        if total:
-            reserved = int(np.minimum(np.maximum(table.promised[rows] - held, 0), more).sum())
-            blocks = replica.pool.take(total)
-            table.fill(rows, more, blocks)
-            self._append(np.repeat(rows, more), blocks, reserved)
-        samples = table.advance(rows, ends)
-        self.n[rows] = lengths
-        self._chunks.append((rows, starts, lengths, samples))
-        spent = int(tokens.sum())
-        self.prefill_tokens += spent
-        self._prefill_context += float((tokens * (starts + (tokens + 1) / 2)).sum())
-        self._count(rows, spent)
+        chunks = []
+        total = 0
+        for row, length in zip(rows.tolist(), tokens.tolist(), strict=True):
+            if self.n[row]:
+                raise ValueError(f"row {row}: already in step {replica.next_step}; plan once")
+            start, held = table.planned.item(row), table.held.item(row)
+            more = max(-(-(start + length) // size) - held, 0)
+            total += more
+            chunks.append((row, start, length, held, more))
+            self.n[row] = length
+        blocks = replica.pool.take(total) if total else EMPTY
+        for row, start, length, held, more in chunks:
+            if more:
+                first, blocks = blocks[:more], blocks[more:]
+                table.append(row, first)
+                self._append(np.full(more, row), first, min(max(table.promised.item(row) - held, 0), more))
+            self._chunks.append(Chunk(row, start, length, table.advance(row, start + length)))
+            self.prefill_tokens += length
+            self._prefill_context += length * (start + (length + 1) / 2)
+            if replica.microbatches > 1:
+                table.microbatch[row] = self.microbatch
+            self.seqs_left -= 1
+            self.tokens_left -= length
 
     def forget(self, row: int) -> None:
         """Drop the entry of a row that was preempted again before the worker was told of it."""
@@ -130,12 +146,12 @@ class StepBuilder:
         computed = samples_of = self.n[: table.high] > 0
         sampled = rows
         if self._chunks:
-            chunk_rows, chunk_starts, chunk_lengths, chunk_samples = zip(*self._chunks, strict=True)
-            ends = joined(chunk_starts) + joined(chunk_lengths)
-            rows = np.concatenate([rows, *chunk_rows])
-            starts = np.concatenate([starts, *chunk_starts])
-            lengths = np.concatenate([lengths, *chunk_lengths])
-            samples = np.concatenate([samples, *chunk_samples])
+            chunks = np.array(self._chunks, np.int32).T
+            ends = chunks[1] + chunks[2]
+            rows = np.concatenate([rows, chunks[0]])
+            starts = np.concatenate([starts, chunks[1]])
+            lengths = np.concatenate([lengths, chunks[2]])
+            samples = np.concatenate([samples, chunks[3] > 0])
             sampled = rows[samples]
             samples_of = np.zeros(table.high, np.bool_)
             samples_of[sampled] = True
@@ -188,19 +204,13 @@ class StepBuilder:
     @property
     def scheduled(self) -> tuple[Rows, Int32]:
         """Rows of the step and their tokens, in the order of the step."""
-        rows = np.concatenate([self.decodes, *(chunk[0] for chunk in self._chunks)])
+        rows = np.concatenate([self.decodes, np.array([chunk.row for chunk in self._chunks], np.intp)])
         return rows, self.n[rows]
 
     def _append(self, rows: Rows, blocks: Int32, reserved: int) -> None:
         """Tell the worker of blocks at the end of these rows; so many of them were reserved."""
         self.replica.outstanding -= reserved
         self._appends.append((rows, blocks))
-
-    def _count(self, rows: Rows, tokens: int) -> None:
-        if self.replica.microbatches > 1:
-            self.replica.table.microbatch[rows] = self.microbatch
-        self.seqs_left -= rows.size
-        self.tokens_left -= tokens
 
 
 def ones(count: int) -> Int32:

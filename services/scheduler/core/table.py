@@ -175,14 +175,15 @@ class SlotTable:
         """Plan tokens [high], 0 or 1 for each row: the sampled one is known as a placeholder."""
         self._advancing[:, : tokens.size] += tokens
 
-    def advance(self, rows: Rows, ends: Int32) -> Bool:
-        """Plan rows up to `ends` tokens; return [n] bool: the row samples. Sampled tokens are placeholders."""
-        known = self.known[rows]
-        samples: Bool = ends >= known
-        self.planned[rows] = ends
-        self.known[rows] = np.where(samples, ends + 1, known)
-        self.unanswered[rows] += 1
-        self.set_phase(rows)
+    def advance(self, row: int, end: int) -> bool:
+        """Plan a row up to `end` tokens; return whether it samples. A sampled token is a placeholder."""
+        known = self.known.item(row)
+        samples: bool = end >= known
+        if samples:
+            self.known[row] = known = end + 1
+        self.planned[row] = end
+        self.unanswered[row] += 1
+        self.phase[row] = DECODING if known - end == 1 else PREFILLING
         return samples
 
     def rollback(self, rows: Rows, tokens: Int32) -> None:
@@ -202,44 +203,39 @@ class SlotTable:
         self.phase[slots] = np.where(left == 1, DECODING, PREFILLING)
 
     def enter(self, sequences: list[Sequence], step: int, microbatch: int, limits: Limits, now_ns: int) -> Rows:
-        """Gives each of `sequences` the lowest free slot, with nothing planned and no blocks; returns the slots."""
-        taken = [heapq.heappop(self._free) for _ in sequences]
-        ints, longs, pinned = [], [], []
-        tokens, stop_ids = self.tokens, self.stop_ids
-        for s, sequence in zip(taken, sequences, strict=True):
+        """Give each of `sequences` the lowest free slot, with nothing planned and no blocks; return the slots."""
+        taken = []
+        for sequence in sequences:
+            s = heapq.heappop(self._free)
+            taken.append(s)
             record, outputs = sequence.record, sequence.outputs.size
             request, prompt = record.request, sequence.prompt.size
             known, arrived = prompt + outputs, record.arrived_ns
-            ints.append(
-                (0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
-                 sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
-                 prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0,
-                 PREFILLING)
+            self.ints[:, s] = (
+                0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
+                sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
+                prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0,
+                PREFILLING,
             )  # fmt: skip
-            longs.append(
-                (step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
-                 sequence.last_token_ns or arrived, sequence.checkpoint_ns or now_ns, 0)
+            self.longs[:, s] = (
+                step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
+                sequence.last_token_ns or arrived, sequence.checkpoint_ns or now_ns, 0,
             )  # fmt: skip
-            pinned.append(sequence.pinned)
             stops = request.stop_ids.size
             if stops:
-                stop_ids[:stops, s] = request.stop_ids
+                self.stop_ids[:stops, s] = request.stop_ids
                 self.stop_width = max(self.stop_width, stops) if self.count else stops
-            tokens[s, :prompt] = sequence.prompt
+            self.tokens[s, :prompt] = sequence.prompt
             if outputs:
-                tokens[s, prompt:known] = sequence.outputs
+                self.tokens[s, prompt:known] = sequence.outputs
             self.sequence[s], self.request[s] = sequence, request
             self.limited += request.tbt_slo_ns > 0
-            sequence.state, sequence.slot = State.RUNNING, s
+            self.active[s], self.pinned[s] = True, sequence.pinned
+            self.high = max(self.high, s + 1)
             self.count += 1
-        slots = np.array(taken)
-        self.ints[:, slots] = np.array(ints, np.int32).T
-        self.longs[:, slots] = np.array(longs, np.int64).T
-        self.active[slots] = True
-        self.pinned[slots] = pinned
-        self.high = max(self.high, max(taken) + 1)
+            sequence.state, sequence.slot = State.RUNNING, s
         self.roster += 1
-        return slots
+        return np.array(taken)
 
     def redirect(self, s: int, gateway: int) -> None:
         """The row's tokens go to another gateway, by its interned number."""
@@ -289,17 +285,13 @@ class SlotTable:
         """[applied - prompt] int32, a copy."""
         return self.tokens[s, self.prompt[s] : self.applied[s]].copy()
 
-    def fill(self, slots: Rows, sizes: Int32, blocks: Int32) -> None:
-        """Puts sizes[i] of `blocks` behind those of row slots[i], for all [n] rows in order."""
-        rows = np.repeat(slots, sizes)
-        held = self.held[slots]
-        within = np.arange(blocks.size, dtype=np.int32) - np.repeat(
-            np.cumsum(sizes, dtype=np.int32) - sizes - held, sizes
-        )
-        self.blocks[rows, within] = blocks
-        held += sizes
-        self.held[slots] = held
-        self.capacity[slots] = held * self.block_size
+    def fill(self, rows: Rows, sizes: Int32, blocks: Int32) -> None:
+        """Put sizes[i] of `blocks` at the end of the block table of rows[i], for all [n] rows in order."""
+        at = 0
+        for row, count in zip(rows.tolist(), sizes.tolist(), strict=True):
+            if count:
+                self.append(row, blocks[at : at + count])
+            at += count
 
     def append_one(self, rows: Rows, blocks: Int32) -> Int32:
         """Put one block at the end of each row's block table; return `blocks`."""
@@ -311,11 +303,11 @@ class SlotTable:
         return blocks
 
     def append(self, s: int, blocks: Int32) -> None:
-        """Puts `blocks` at the end of one row's block table."""
-        held = int(self.held[s])
-        self.blocks[s, held : held + blocks.size] = blocks
-        self.held[s] += blocks.size
-        self.capacity[s] += blocks.size * self.block_size
+        """Put `blocks` at the end of one row's block table."""
+        held = self.held.item(s)
+        end = held + blocks.size
+        self.blocks[s, held:end] = blocks
+        self.held[s], self.capacity[s] = end, end * self.block_size
 
     def spread(self, rows: Rows, values: Int32, size: int) -> Int32:
         """Return a column [size] with values[i] at rows[i]; other rows are undefined. Do not write to it."""
