@@ -29,7 +29,7 @@ Head = tuple[Sequence, Takers | None]  # of a queue, and which
 LAST = (1 << 62, True, 0, 0)  # behind every rank
 LOOK_PAST = 16  # waiting sequences of a queue at most that are for other replicas
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
-NO_HIT = Hit(EMPTY, EMPTY, 0)
+NO_HIT = Hit(EMPTY, EMPTY)
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class Admission:
         starting: set[int] = set()  # keys of the first blocks to compute of those who start in this step
         for sequence, hit in zip(taken, hits, strict=True):
             if sequence.swapped:
-                candidates.append(Candidate(sequence, Hit(EMPTY, EMPTY, sharing.root(sequence))))
+                candidates.append(Candidate(sequence, NO_HIT))
                 continue
             blocks = hit.gpu.size + hit.host.size
             owner = sharing.owner_of(sequence, blocks)

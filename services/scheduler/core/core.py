@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.scheduler.core.invariants import check_records, check_replicas
-from services.scheduler.core.kv.prefix_index import Hasher
+from services.scheduler.core.kv.prefix_index import NO_KEYS, Hasher
 from services.scheduler.core.loss import clear, lose
 from services.scheduler.core.outcome import Names, OutcomeBuilder
 from services.scheduler.core.placement.router import Router
@@ -21,7 +21,7 @@ from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.results import Results
-from services.scheduler.core.sequence import NO_KEYS, PrefixState, Record, Sequence, State
+from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stats import figures, of_replica, ttft_ns
 from services.scheduler.core.types import (
@@ -91,7 +91,7 @@ class Core:
         number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
         others = any(r.sharing is not None for r in self.alive)
         if self._prefix_cache and not others and (self._hasher is None or self._hasher.block_size != limits.block_size):
-            self._hasher = Hasher(limits.block_size, seed=0)
+            self._hasher = Hasher(limits.block_size)
             for record in self._records.values():
                 for sequence in record.sequences:
                     sequence.prefix.keys = NO_KEYS

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.core.kv.prefix_cache import Prefix, Sharing
-from services.scheduler.core.kv.prefix_index import Contents, Hasher
+from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.core.kv.transfers import Transfers
 from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
@@ -97,14 +97,12 @@ class Replica:
         self.memory, self.tokens = memory, tokens
         self.microbatches = microbatches
         self.table = SlotTable(limits)
-        self.contents = Contents()
-        indexed = limits.block_size if hasher else 0
-        self.pool = BlockPool(limits.blocks, indexed, self.contents)
-        self.host = BlockPool(limits.host_blocks, indexed, self.contents)
+        self.pool = BlockPool(limits.blocks, indexed=hasher is not None)
+        self.host = BlockPool(limits.host_blocks, indexed=hasher is not None)
         self.transfers = Transfers(self.pool, self.host, self.table)
         self.peers: Peers[Replica] = Peers()
         self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
-        self.sharing = Sharing(self.pool, self.host, self.table, self.contents, hasher) if hasher else None
+        self.sharing = Sharing(self.pool, self.host, self.table, hasher) if hasher else None
         self.model = StepTime()
         self.token_time = TokenTime()
         self.swap_time = SwapTime(limits.block_bytes, LINK_BYTES_S)
@@ -188,7 +186,7 @@ class Replica:
             self.sharing.leaves(slot, sequence)
             if kv is KV.HAND_OVER:
                 held = table.blocks[slot, : table.held[slot]].copy()
-                prefix = Prefix(held, int(table.registered[slot]), int(table.content[slot]))
+                prefix = Prefix(held, int(table.registered[slot]))
         if not self.transfers.loads(slot):  # else the worker was not told of the row yet
             self.freed.append(slot)
         copied = self.transfers.leaves(slot)
@@ -230,9 +228,9 @@ class Replica:
         """Copies between the tiers are complete. Raises ValueError for one that was not under way."""
         for load in self.transfers.acknowledged(out_gpu, in_host):
             if load.shared:  # the same prefix is in both tiers now
-                self.pool.adopt(load.gpu, *self.host.describe(load.host))
+                self.pool.register(load.gpu, self.host.keys_of(load.host))
             elif load.peer >= 0 and self.sharing is not None:
-                self.sharing.filled([load.slot], [int(self.table.filled[load.slot])])
+                self.sharing.filled(load.slot, self.table.filled.item(load.slot))
 
     def owner(self, slot: int, step: int) -> Sequence | None:
         """The preempted sequence whose slot this was in `step`, if it still is owed the answer."""

@@ -88,7 +88,7 @@ class Results:
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
             self._router.regroup()
         if step.ends.size and replica.sharing is not None:
-            self._filled(replica, step, [e[0] for e in result.errors])
+            self._filled(replica, step, result.errors)
         present = table.since[: samples.size] <= step.id  # rows that still have the sequence of the step
         table.unanswered[: samples.size] -= step.computed & present
         tokens = table.spread(rows, result.tokens, samples.size)
@@ -123,19 +123,23 @@ class Results:
             replica.swap_time.observe(result.swap_out_acks.size + result.swap_in_acks.size, result.swap_ns)
 
     @staticmethod
-    def _filled(replica: Replica, step: InFlight, failed: list[int]) -> None:
-        """The KV of the step's prompt chunks is there: others may share its blocks."""
-        table = replica.table
-        chunks = step.slots[step.decodes :]
-        there, fine = table.since[chunks] <= step.id, ~np.isin(chunks, failed)
+    def _filled(replica: Replica, step: InFlight, errors: list[tuple[int, str, str]]) -> None:
+        """Let the blocks of the step's prompt chunks be shared: their KV is there."""
+        table, failed = replica.table, {slot for slot, _, _ in errors}
+        chunks = [
+            (slot, end)
+            for slot, end in zip(step.slots[step.decodes :].tolist(), step.ends.tolist(), strict=True)
+            if slot not in failed
+        ]
         if replica.departed:
-            for i in np.flatnonzero(~there & fine).tolist():
-                replica.confirmed(int(chunks[i]), step.id, int(step.ends[i]))
-        live = there & fine
-        slots, ends = chunks[live], step.ends[live]
-        table.filled[slots] = ends
-        if slots.size and replica.sharing is not None:
-            replica.sharing.filled(slots.tolist(), ends.tolist())
+            for slot, end in chunks:
+                if table.since.item(slot) > step.id:
+                    replica.confirmed(slot, step.id, end)
+        for slot, end in chunks:
+            if table.since.item(slot) <= step.id:
+                table.filled[slot] = end
+                if replica.sharing is not None:
+                    replica.sharing.filled(slot, end)
 
     @staticmethod
     def _answered(replica: Replica, step: InFlight, result: StepResult) -> Rows:

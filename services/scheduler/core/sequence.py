@@ -9,12 +9,10 @@ import enum
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from services.scheduler.core.kv.prefix_index import NO_KEYS, Keys
 from services.scheduler.core.types import EMPTY, Finish, Int32, Limits, NewRequest
 
-UInt64 = npt.NDArray[np.uint64]
-NO_KEYS: UInt64 = np.zeros(0, np.uint64)
 PINNED_AFTER = 3  # preemptions after which a sequence enters only with its whole remainder reserved
 
 
@@ -55,7 +53,7 @@ class SavedKV:
 class PrefixState:
     """What the prefix cache remembers of a sequence."""
 
-    keys: UInt64 = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
+    keys: Keys = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
     hits: int = 0  # tokens that were cached when it was looked up last
     waited_for: int = 0  # key of a block that it has waited for long enough while another sequence computed it
 

@@ -52,7 +52,7 @@ _INT32 = (
     "phase",
 )  # fmt: skip
 _INT64 = (
-    "since", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns", "content",
+    "since", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns",
 )  # fmt: skip
 
 
@@ -64,8 +64,8 @@ class SlotTable:
     KV a result has confirmed, while it still prefills; held, promised: blocks in the row's block table, and kept for
     it (held ones included); capacity: tokens that the held blocks take; floor: tokens from which a stop id counts;
     checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
-    registered: blocks that the prefix index has been told of; content: content id of the last of them; since: the step
-    with which the sequence entered, its generation; last_token_ns: before the first token the arrival.
+    registered: blocks that the prefix index has been given; since: the step with which the sequence entered, its
+    generation; last_token_ns: before the first token the arrival.
 
     phase: DECODING where one token is left to plan, PREFILLING where more are, LOADING while the KV is copied in.
 
@@ -100,7 +100,6 @@ class SlotTable:
     tbt_slo_ns: Int64
     last_token_ns: Int64
     checkpoint_ns: Int64
-    content: Int64
 
     def __init__(self, limits: Limits) -> None:
         slots, self.width = limits.slots, limits.max_model_len + 1
@@ -219,7 +218,7 @@ class SlotTable:
             )  # fmt: skip
             self.longs[:, s] = (
                 step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
-                sequence.last_token_ns or arrived, sequence.checkpoint_ns or now_ns, 0,
+                sequence.last_token_ns or arrived, sequence.checkpoint_ns or now_ns,
             )  # fmt: skip
             stops = request.stop_ids.size
             if stops:

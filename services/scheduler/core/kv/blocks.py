@@ -6,9 +6,11 @@ free + cached + referenced + draining == total.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from services.scheduler.core.kv.prefix_index import Contents, Index, Int64, Mask, Prompt, UInt64
+from services.scheduler.core.kv.prefix_index import Index, Keys, Mask
 from services.scheduler.core.types import EMPTY, Int32
 
 ONE = np.int32(1)  # with the type of the counts and indices as wide as addresses, numpy's ufunc.at is 20 times faster
@@ -18,13 +20,13 @@ EVICTED_SHARE = 512  # a pool evicts a 512th of its blocks at once
 
 
 class BlockPool:
-    """Reference counts; a ring of free blocks, of which the one that was freed longest ago is taken first; and, with
-    a block size, a prefix index: a block that is registered there keeps its content when it has no reference left
-    (`cached`) until it is among the least recently used and a block is wanted while none is free.
+    """Reference counts; a ring of free blocks, of which the one that was freed longest ago is taken first; and a
+    prefix index: a block that is registered there keeps its content when it has no reference left (`cached`) until it
+    is among the least recently used and a block is wanted while none is free.
     """
 
-    def __init__(self, blocks: int, block_size: int = 0, contents: Contents | None = None) -> None:
-        """block_size: tokens a block holds; 0: no prefix index. contents: shared with the replica's other tier."""
+    def __init__(self, blocks: int, indexed: bool = False) -> None:
+        """indexed: whether blocks are ever registered."""
         self.total = blocks
         self.free = blocks
         self.cached = 0
@@ -34,8 +36,8 @@ class BlockPool:
         self._head = 0
         self._drains: Mask = np.zeros(blocks, np.bool_)
         self._reused: Mask = np.zeros(blocks, np.bool_)
-        self._cold = _Cold(blocks if block_size else 0)
-        self._index = Index(blocks if block_size else 0, block_size, contents or Contents())
+        self._cold = _Cold(blocks if indexed else 0)
+        self._index = Index(blocks if indexed else 0)
 
     @property
     def referenced(self) -> int:
@@ -45,15 +47,6 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that take() can give."""
         return self.free + self.cached
-
-    @property
-    def contents(self) -> Contents:
-        return self._index.contents
-
-    @property
-    def content(self) -> Int64:
-        """[total] the content id of each indexed block, 0 of the others; empty without an index. Not to be written."""
-        return self._index.content
 
     def take(self, count: int) -> Int32:
         """[count] int32 blocks, each with one reference: free ones, then the least recently used cached ones, which
@@ -81,8 +74,9 @@ class BlockPool:
         np.add.at(self.refs, blocks.astype(np.intp), ONE)
 
     def give(self, blocks: Int32) -> None:
-        """One reference less to each of `blocks`, in table order. Those without any become cached if registered, to be
-        evicted last block first, as a block is useless without those before it; the others free, in the given order.
+        """Take one reference from each of `blocks`, distinct ones in table order. Those without any become cached if
+        registered, to be evicted last block first, as a block is useless without those before it; the others free, in
+        the given order.
         """
         self._put(self._release(blocks))
 
@@ -100,45 +94,31 @@ class BlockPool:
         self.draining -= blocks.size
         self._put(blocks)
 
-    def find(self, keys: UInt64, tokens: Int32, root: int) -> Int32:
-        """[m] int32: the blocks of the longest indexed prefix; takes no reference.
+    def match(self, keys: Keys) -> Int32:
+        """Return [m] the blocks of the longest registered prefix of a chain of keys; take no reference."""
+        return self._index.match(keys, self._drains if self.draining else None)
 
-        keys: [n] of the prompt's full blocks; tokens: [>= n * block_size]; root: Contents.root() of its salt, or the
-        content id of the block before, when the beginning was found elsewhere.
-        """
-        return self._index.find(keys, tokens, root, self._drains if self.draining else None)
+    def match_length(self, keys: Keys) -> int:
+        """Return about how many of the first keys of a chain are registered: blocks that drain count as well."""
+        return self._index.match_length(keys)
 
-    def find_many(self, prompts: list[Prompt]) -> list[Int32]:
-        """find() of many prompts, (keys, tokens, root) each, in one go."""
-        return self._index.find_many(prompts, self._drains if self.draining else None)
+    def register(self, blocks: Int32, keys: Iterable[int]) -> None:
+        """Let full blocks whose KV is there be found, [n] distinct referenced ones, under [n] keys (0: not this one).
 
-    def leading(self, keys: UInt64) -> int:
-        """How many of the first keys of a chain are indexed; whether the blocks hold that prefix is not looked at."""
-        return self._index.leading(keys)
-
-    def register(self, blocks: Int32, keys: UInt64, tokens: Int32, first: Mask, parents: Int64) -> Int64:
-        """Makes full, applied blocks known; returns [n] content ids, with which the chains can go on later, also
-        after these blocks were evicted.
-
-        blocks: [n] referenced, unregistered, distinct; chains one after another; keys: [n]; tokens: [n, block_size];
-        first: [n] does a chain's part begin here? parents: [chains] the content id or root before it. A block whose
-        content is indexed already gets the same content id and is not indexed itself; one that the other tier has
-        gets its content id there. Where the key holds something
-        else, that block and all behind it in its chain are not registered: their id is 0, and so is that of all blocks
-        registered later behind 0. One exception: an entry with the same tokens behind another parent gives way when
-        the new one's parent is indexed; it is the same prefix whose beginning was evicted and came again.
-        Raises ValueError if a block has no reference or is registered.
+        A block whose key is registered already is not registered itself. Raises ValueError if a block has no reference
+        or is registered.
         """
         if (self.refs.take(blocks) <= 0).any():
             raise ValueError("a block without a reference cannot be registered")
-        contents, displaced = self._index.register(blocks, keys, tokens, first, parents)
-        if displaced.size:
-            self._uncache(displaced)
-        return contents
+        self._index.register(blocks, keys)
+
+    def keys_of(self, blocks: Int32) -> list[int]:
+        """Return the keys of [n] blocks, 0 for each that is not registered."""
+        return self._index.keys_of(blocks)
 
     def forget(self, blocks: Int32) -> None:
-        """Referenced blocks are not found any more; their references stay. Those not indexed stay as they are."""
-        self._index.forget(blocks[self._index.content.take(blocks) != 0])
+        """Let referenced blocks not be found any more; their references stay."""
+        self._index.forget(blocks)
 
     def reused(self, blocks: Int32) -> Mask:
         """[n] bool: has anybody shared it since it was taken?"""
@@ -153,20 +133,6 @@ class BlockPool:
     def coldest(self, count: int) -> Int32:
         """[<= count] int32: the least recently used cached blocks, coldest first; they stay what they are."""
         return self._cold.coldest(min(count, self.cached))
-
-    def describe(self, blocks: Int32) -> tuple[UInt64, Int32, Int64, Int64]:
-        """What registered blocks hold: keys [n], tokens [n, block_size], contents [n] (0: not registered), parents
-        [n], as adopt() of the other tier takes them.
-        """
-        return self._index.describe(blocks)
-
-    def adopt(self, blocks: Int32, keys: UInt64, tokens: Int32, contents: Int64, parents: Int64) -> None:
-        """Registers referenced blocks that got copies of the other tier's, under the same content ids. A key that is
-        indexed here already stays with its block; content 0 is skipped. Raises ValueError as register().
-        """
-        if (self.refs.take(blocks) <= 0).any():
-            raise ValueError("a block without a reference cannot be registered")
-        self._index.adopt(blocks, keys, tokens, contents, parents)
 
     def check(self, held: Int32 | None = None) -> None:
         """Raises RuntimeError on a broken invariant. `held`: every block of every table, once per table."""
@@ -185,7 +151,8 @@ class BlockPool:
                 f"free {self.free} + cached {cold.size} + referenced {counted[1]} + draining {counted[2]} "
                 f"is not {self.total}"
             )
-        if self.content.size and (self.content[free].any() or not self.content[cold].all()):
+        indexed = self._index.indexed
+        if indexed.size and (indexed[free].any() or not indexed[cold].all()):
             raise RuntimeError("a free block is registered or a cached one is not")
         self._index.check()
         if held is not None:
@@ -194,17 +161,13 @@ class BlockPool:
                 raise RuntimeError(f"blocks {np.flatnonzero(counts != self.refs)[:8].tolist()} are counted wrongly")
 
     def _release(self, blocks: Int32) -> Int32:
-        """Drops references; returns the blocks that have none now, each once, in the given order."""
-        before = self.refs.take(blocks)
-        wide = blocks.astype(np.intp)
-        np.subtract.at(self.refs, wide, ONE)
+        """Drop a reference to each of distinct blocks; return those that have none now, in the given order."""
         refs = self.refs.take(blocks)
-        if (refs < 0).any():
-            np.add.at(self.refs, wide, ONE)
+        refs -= 1
+        if refs.size and refs.min() < 0:
             raise ValueError("a block without a reference was given back")
+        self.refs[blocks] = refs
         gone: Int32 = blocks[refs == 0]
-        if (before - refs > 1).any():  # some stand there twice
-            gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
         return gone
 
     def _evict(self, count: int) -> None:
@@ -217,19 +180,13 @@ class BlockPool:
     def _put(self, blocks: Int32) -> None:
         """Distinct blocks without references, in table order, become cached or free."""
         if len(self._index):
-            registered = self.content.take(blocks) != 0
+            registered = self._index.indexed.take(blocks)
             cold = blocks[registered]
             if cold.size:
                 self._cold.add(cold[::-1])
                 self.cached += cold.size
                 blocks = blocks[~registered]
         self._append(blocks)
-
-    def _uncache(self, blocks: Int32) -> None:
-        """Blocks that were registered and are no more: the cached ones of them are free."""
-        cold = blocks[(self.refs.take(blocks) == 0) & ~self._drains.take(blocks)]
-        self.cached -= self._cold.remove(cold)
-        self._append(cold)
 
     def _pop(self, count: int) -> Int32:
         end = self._head + count

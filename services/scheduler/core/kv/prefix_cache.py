@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.kv.blocks import BlockPool
-from services.scheduler.core.kv.prefix_index import Contents, Hasher
-from services.scheduler.core.sequence import Sequence, State, UInt64
+from services.scheduler.core.kv.prefix_index import Hasher, Keys
+from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Rows
 
@@ -27,7 +27,6 @@ class Hit:
 
     gpu: Int32
     host: Int32
-    parent: int  # content id of the last block found
 
     @property
     def size(self) -> int:
@@ -41,7 +40,6 @@ class Prefix:
 
     blocks: Int32  # still referenced by the copy to the host
     registered: int  # blocks of it
-    content: int  # of the last of them
 
 
 @dataclass(slots=True)
@@ -56,19 +54,18 @@ class Owner:
 class Sharing:
     """Looks prefixes up and registers them."""
 
-    def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable, contents: Contents, hasher: Hasher) -> None:
+    def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable, hasher: Hasher) -> None:
         self.hit_tokens = 0  # that were not computed again, since the start
         self.ready: list[Sequence] = []  # set aside before; they may stand in the queue again
         self._pool = pool
         self._host = host
         self._table = table
-        self._contents = contents
         self._hasher = hasher
         self._size = table.block_size
         self._owners: dict[int, Owner] = {}  # slot -> what it computes
         self._computing: dict[int, Owner] = {}  # key -> who computes that block
 
-    def chain(self, sequence: Sequence, tokens: Int32) -> UInt64:
+    def chain(self, sequence: Sequence, tokens: Int32) -> Keys:
         """The keys of all full blocks of `tokens`, which are the sequence's; kept with it."""
         have, count = sequence.prefix.keys.size, tokens.size // self._size
         if have < count:
@@ -79,36 +76,28 @@ class Sharing:
         return sequence.prefix.keys
 
     def find(self, sequences: list[Sequence]) -> list[Hit]:
-        """What is cached for each; at least one token of a sequence is left to compute. Takes no references."""
-        asked = []
+        """Return what is cached for each; at least one token of a sequence is left to compute. Take no references."""
+        hits = []
         for sequence in sequences:
             tokens = sequence.tokens()
             keys = self.chain(sequence, tokens)[: (tokens.size - 1) // self._size]
-            asked.append((keys, tokens, self._contents.root(sequence.record.request.salt)))
-        hits = []
-        for sequence, (keys, tokens, root), gpu in zip(sequences, asked, self._pool.find_many(asked), strict=True):
-            parent, host = int(self._pool.content[gpu[-1]]) if gpu.size else root, EMPTY
+            gpu, host = self._pool.match(keys), EMPTY
             if self._host.cached and gpu.size < keys.size:
-                host = self._host.find(keys[gpu.size :], tokens[gpu.size * self._size :], parent)
-                parent = int(self._host.content[host[-1]]) if host.size else parent
+                host = self._host.match(keys[gpu.size :])
             sequence.prefix.hits = (gpu.size + host.size) * self._size
-            hits.append(Hit(gpu, host, parent))
+            hits.append(Hit(gpu, host))
         return hits
 
-    def peek(self, keys: UInt64) -> int:
-        """About how many leading blocks of a chain are cached, in either tier; the tokens are not compared."""
-        blocks = self._pool.leading(keys)
-        return blocks + (self._host.leading(keys[blocks:]) if self._host.cached else 0)
+    def peek(self, keys: Keys) -> int:
+        """Return about how many leading blocks of a chain are cached, in either tier."""
+        blocks = self._pool.match_length(keys)
+        return blocks + (self._host.match_length(keys[blocks:]) if self._host.cached else 0)
 
-    def computing(self, key: int) -> UInt64 | None:
+    def computing(self, key: int) -> Keys | None:
         """The keys of the sequence that computes that block now; None: nobody does."""
         owner = self._computing.get(key)
         sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
         return sequence.prefix.keys if sequence is not None else None
-
-    def root(self, sequence: Sequence) -> int:
-        """The parent of its first block."""
-        return self._contents.root(sequence.record.request.salt)
 
     def next_key(self, sequence: Sequence, blocks: int) -> int:
         """The key of its block after the first `blocks`, if there are enough for others to wait for; else 0."""
@@ -117,15 +106,14 @@ class Sharing:
     def entered(self, slots: Rows, sequences: list[Sequence], hits: list[Hit]) -> None:
         """The sequences took these slots with these blocks; what they compute from there on others may wait for."""
         table, size = self._table, self._size
-        blocks = [hit.gpu.size + hit.host.size for hit in hits]
-        found = np.array(blocks, np.int32)
-        table.registered[slots] = found
-        table.content[slots] = [hit.parent for hit in hits]
-        table.filled[slots] = np.maximum(table.filled[slots], found * size)
-        self.hit_tokens += int(found.sum()) * size
-        for slot, sequence, done in zip(slots.tolist(), sequences, blocks, strict=True):
-            if sequence.prefix.keys.size - done >= LEAST_SHARED_BLOCKS:
-                self._own(slot, sequence, done)
+        for slot, sequence, hit in zip(slots.tolist(), sequences, hits, strict=True):
+            found = hit.size
+            table.registered[slot] = found
+            if found * size > table.filled.item(slot):
+                table.filled[slot] = found * size
+            self.hit_tokens += found * size
+            if sequence.prefix.keys.size - found >= LEAST_SHARED_BLOCKS:
+                self._own(slot, sequence, found)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
@@ -155,17 +143,16 @@ class Sharing:
                 self._release(late)
                 owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
 
-    def filled(self, slots: list[int], ends: list[int]) -> None:
-        """Results have confirmed the KV of these rows up to `ends` tokens."""
-        self._register(slots, ends)
-        for slot in slots:
-            owner = self._owners.get(slot)
-            if owner is not None:
-                self._advance(owner)
+    def filled(self, slot: int, end: int) -> None:
+        """Register what a result has confirmed: the KV of a row up to `end` tokens."""
+        self._register(slot, end)
+        owner = self._owners.get(slot)
+        if owner is not None:
+            self._advance(owner)
 
     def leaves(self, slot: int, sequence: Sequence) -> None:
         """The sequence of `slot` is about to leave it: its full blocks stay known, nobody waits for it any more."""
-        self._register([slot], [self._table.computed(slot)])
+        self._register(slot, self._table.computed(slot))
         owner = self._owners.pop(slot, None)
         if owner is not None:
             self._disown(owner)
@@ -175,45 +162,23 @@ class Sharing:
         begin, stop = prefix.registered, end // self._size
         if stop <= begin:
             return
-        tokens = sequence.tokens()[: stop * self._size]
-        keys, first = self.chain(sequence, tokens)[begin:stop], np.zeros(stop - begin, np.bool_)
-        first[0] = True
-        rows = tokens[begin * self._size :].reshape(-1, self._size)
-        contents = self._pool.register(prefix.blocks[begin:stop], keys, rows, first, np.array([prefix.content]))
-        prefix.registered, prefix.content = stop, int(contents[-1])
+        keys = self.chain(sequence, sequence.tokens()[: stop * self._size])
+        self._pool.register(prefix.blocks[begin:stop], keys[begin:stop].tolist())
+        prefix.registered = stop
 
     def awaited(self, slot: int) -> bool:
         """Do others wait for what the sequence of `slot` has computed, and is not confirmed yet?"""
         owner = self._owners.get(slot)
         return owner is not None and bool(owner.waiting)
 
-    def _register(self, slots: list[int], ends: list[int]) -> None:
-        table, size = self._table, self._size
-        blocks, keys, tokens, sizes, rows = [], [], [], [], []
-        for slot, end in zip(slots, ends, strict=True):
-            begin, stop = int(table.registered[slot]), end // size
-            if stop <= begin:
-                continue
-            row = table.tokens[slot, : stop * size]
-            keys.append(self.chain(table.sequence[slot], row)[begin:stop])
-            blocks.append(table.blocks[slot, begin:stop])
-            tokens.append(row[begin * size :].reshape(-1, size))
-            sizes.append(stop - begin)
-            rows.append(slot)
-        if not rows:
-            return
-        lasts = np.cumsum(sizes) - 1
-        first = np.zeros(int(lasts[-1]) + 1, np.bool_)
-        first[0] = True
-        first[lasts[:-1] + 1] = True
-        if len(rows) == 1:
-            contents = self._pool.register(blocks[0], keys[0], tokens[0], first, table.content[rows])
-        else:
-            contents = self._pool.register(
-                np.concatenate(blocks), np.concatenate(keys), np.concatenate(tokens), first, table.content[rows]
-            )
-        table.content[rows] = contents[lasts]
-        table.registered[rows] += np.array(sizes, np.int32)
+    def _register(self, slot: int, end: int) -> None:
+        """Let the full blocks of a row be found whose KV is there up to `end` tokens."""
+        table = self._table
+        begin, stop = table.registered.item(slot), end // self._size
+        if stop > begin:
+            keys = self.chain(table.sequence[slot], table.tokens[slot, : stop * self._size])
+            self._pool.register(table.blocks[slot, begin:stop], keys[begin:stop].tolist())
+            table.registered[slot] = stop
 
     def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
         key = int(sequence.prefix.keys[blocks])

@@ -102,7 +102,7 @@ class Transfers:
     def keep(self, blocks: Int32) -> None:
         """Copies cold prefix blocks, which nobody refers to, to the host tier and frees them."""
         host = self._host.take(blocks.size)
-        self._host.adopt(host, *self._pool.describe(blocks))
+        self._host.register(host, self._pool.keys_of(blocks))
         self._pool.share(blocks)
         self._pool.forget(blocks)
         self._pool.drain(blocks)
@@ -204,7 +204,8 @@ class Transfers:
         if out_gpu.size:
             alone = self._pool.drains(out_gpu)
             self._pool.drained(out_gpu[alone])
-            self._pool.give(out_gpu[~alone])
+            for block in out_gpu[~alone]:  # one by one, as several copies may refer to a block
+                self._pool.give(block[None])
             self._kept.subtract(out_gpu[~alone].tolist())
             self.copied_out += out_gpu.size
         done: list[Load] = []

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.scheduler.core.kv.prefix_index import Keys
 from services.scheduler.core.placement.eligibility import feeds, handed, reads, suits
 from services.scheduler.core.placement.peers import can_read
 from services.scheduler.core.replica import Replica
-from services.scheduler.core.sequence import Record, Sequence, State, UInt64
+from services.scheduler.core.sequence import Record, Sequence, State
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.types import DECODE, PREFILL, Finish
 
@@ -65,7 +66,7 @@ class Router:
         self._generation = 0  # of the set of replicas: older offers are void
         self._loads: dict[int, Load] = {}
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> for whom it is the best, and tokens to compute
-        self._starting: OrderedDict[int, tuple[int, UInt64]] = OrderedDict()  # next key -> replica, all keys
+        self._starting: OrderedDict[int, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
         self.confined: Mapping[str, Record] = {}  # requests that run alone, on `dock`
         self.dock = -1  # -1: none, until one joins that fits or is assigned
 

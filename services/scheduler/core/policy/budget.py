@@ -142,4 +142,4 @@ def deepest(replica: ReplicaView) -> int:
     """Tokens before the next chunk of the prompt that is furthest, of those that prefill."""
     table, high = replica.table, replica.table.high
     prefills = table.known[:high] - table.planned[:high] > 1
-    return int(np.max(table.planned[:high], initial=0, where=prefills))
+    return int(table.planned[:high][prefills].max()) if np.count_nonzero(prefills) else 0

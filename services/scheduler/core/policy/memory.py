@@ -129,6 +129,15 @@ def set_aside(table: SlotTable) -> int:
     return int(table.promised[: table.high][table.pinned[: table.high]].sum())
 
 
+def at_limit(replica: ReplicaView, candidates: Candidates, pace: Pace) -> int:
+    """Return at least the blocks of all that run and all candidates if each goes on to its limit."""
+    table, size = replica.table, replica.limits.block_size
+    sequences = table.count + candidates.known.size
+    each = pace.lookahead + replica.limits.max_model_len // pace.max_tokens + size  # see ahead(); rounded up
+    tokens = int(table.limit[: table.high].sum()) + int(candidates.limit.sum()) + sequences * each
+    return tokens // size + 1
+
+
 def of_candidates(candidates: Candidates, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
     """As ahead(), for [n] who may enter. In their first step the running have had their tokens already, so that they
     count with one more."""
@@ -376,6 +385,9 @@ class Expected(Memory):
         blocks, count = available(replica, candidates)
         if count:
             table, size = replica.table, replica.limits.block_size
+            room = int(replica.pool.total * (1.0 - self.spare))
+            if at_limit(replica, candidates, pace) <= room:
+                return blocks[:count]
             rows = free_to_yield(table)
             known = np.concatenate([table.known[rows], candidates.known])
             limit = np.concatenate([table.limit[rows] - 1, candidates.limit])
@@ -383,7 +395,7 @@ class Expected(Memory):
             end = self._ends(prompt, known, limit, np.concatenate([table.number[rows], np.arange(1, blocks.size + 1)]))
             rest = known - np.concatenate([table.planned[rows], candidates.cached])
             held, steps = ahead(known, rest, end, pace)
-            room = int(replica.pool.total * (1.0 - self.spare)) - set_aside(table)
+            room -= set_aside(table)
             if int((-(-(held + steps) // size)).sum()) > room:  # else they fit even if all were longest at once
                 running = rows.size
                 self._peak.run(held[:running], steps[:running], size, spared(replica))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.kv.blocks import BlockPool
-from services.scheduler.core.kv.prefix_index import IDLE_SALTS, UNSALTED, Contents
 from services.scheduler.core.policy.memory import Peak
 
 
@@ -23,16 +22,15 @@ def column(values: list[int] | list[list[int]]) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def enter(pool: BlockPool, tokens: list[int], keys: list[int], root: int = UNSALTED) -> np.ndarray:
-    """Takes blocks of two tokens for one prompt and registers them."""
+def enter(pool: BlockPool, keys: list[int]) -> np.ndarray:
+    """Take blocks for one prompt and register them."""
     blocks = pool.take(len(keys))
-    first = np.arange(len(keys)) == 0
-    pool.register(blocks, np.array(keys, np.uint64), column(tokens).reshape(-1, 2), first, np.array([root]))
+    pool.register(blocks, keys)
     return blocks
 
 
-def find(pool: BlockPool, tokens: list[int], keys: list[int], root: int = UNSALTED) -> list[int]:
-    return pool.find(np.array(keys, np.uint64), column(tokens), root).tolist()
+def match(pool: BlockPool, keys: list[int]) -> list[int]:
+    return pool.match(np.array(keys, np.object_)).tolist()
 
 
 class PoolTwin(RuleBasedStateMachine):
@@ -72,14 +70,11 @@ class PoolTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), drain=st.booleans())
     def give(self, data: st.DataObject, drain: bool) -> None:
-        """One or two tables at once, so that a block may stand twice in the column."""
-        given_back: list[int] = []
-        for _ in range(data.draw(st.integers(1, min(2, len(self.tables))))):
-            given_back += self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        given_back = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         (self.pool.drain if drain else self.pool.give)(column(given_back))
         for block in given_back:
             self.refs[block] -= 1
-        gone = [b for b in dict.fromkeys(given_back) if not self.refs[b]]
+        gone = [b for b in given_back if not self.refs[b]]
         for block in gone:
             del self.refs[block]
         if drain:
@@ -129,124 +124,92 @@ def test_check_sees_a_block_that_is_counted_wrongly() -> None:
 
 
 def test_evicted_are_the_least_recently_used_and_of_one_table_its_tail_before_its_head() -> None:
-    pool = BlockPool(6, 2)
-    a = enter(pool, [1, 1, 1, 2, 1, 3], [1, 2, 3])
-    b = enter(pool, [2, 1, 2, 2, 2, 3], [4, 5, 6])
+    pool = BlockPool(6, indexed=True)
+    a = enter(pool, [1, 2, 3])
+    b = enter(pool, [4, 5, 6])
     pool.give(a)
     pool.give(b)
     pool.share(a[:2])
     pool.give(a[:2])
     assert pool.coldest(6).tolist() == [a[2], b[2], b[1], b[0], a[1], a[0]]
     assert pool.take(4).tolist() == [a[2], b[2], b[1], b[0]]
-    assert find(pool, [1, 1, 1, 2, 1, 3], [1, 2, 3]) == a[:2].tolist()
+    assert match(pool, [1, 2, 3]) == a[:2].tolist()
 
 
 def test_free_blocks_are_taken_before_cached_ones() -> None:
-    pool = BlockPool(3, 2)
-    blocks = enter(pool, [1, 1], [1])
+    pool = BlockPool(3, indexed=True)
+    blocks = enter(pool, [1])
     pool.give(blocks)
     assert pool.take(2).tolist() == [1, 2]
-    assert find(pool, [1, 1], [1]) == [0]
+    assert match(pool, [1]) == [0]
     assert pool.take(1).tolist() == [0]
-    assert find(pool, [1, 1], [1]) == []
+    assert match(pool, [1]) == []
     with pytest.raises(ValueError, match="1 blocks wanted"):
         pool.take(1)
 
 
 def test_the_log_of_cached_blocks_stays_in_order_and_bounded_over_many_rounds() -> None:
     random = np.random.default_rng(3)
-    pool = BlockPool(40, 2)
-    blocks = enter(pool, random.integers(0, 9, 80).tolist(), list(range(40)))
+    pool = BlockPool(40, indexed=True)
+    blocks = enter(pool, list(range(1, 41)))
     order = blocks.tolist()[::-1]
     pool.give(blocks)
     for _ in range(300):
         some = random.permutation(40)[: random.integers(1, 30)].astype(np.int32)
         pool.share(np.concatenate([some, some]))
-        pool.give(np.concatenate([some, some]))
+        pool.give(some)
+        pool.give(some)
         order = [b for b in order if b not in set(some.tolist())] + some.tolist()[::-1]
         count = int(random.integers(0, 41))
         assert pool.coldest(count).tolist() == order[:count]
     pool.check()
 
 
-def test_the_other_tier_finds_copies_under_the_same_names_also_behind_blocks_of_this_one() -> None:
-    pool = BlockPool(4, 2)
-    host = BlockPool(4, 2, pool.contents)
-    blocks = enter(pool, [1, 2, 3, 4, 5, 6], [7, 8, 9])
+def test_the_other_tier_finds_copies_also_behind_blocks_of_this_one() -> None:
+    pool, host = BlockPool(4, indexed=True), BlockPool(4, indexed=True)
+    blocks = enter(pool, [7, 8, 9])
     copies = host.take(3)
-    host.adopt(copies, *pool.describe(blocks))
+    host.register(copies, pool.keys_of(blocks))
     host.give(copies)
-    assert host.content[copies].tolist() == pool.content[blocks].tolist()
-    assert find(host, [1, 2, 3, 4, 5, 6], [7, 8, 9]) == copies.tolist()
-    assert find(host, [3, 4, 5, 6], [8, 9], int(pool.content[blocks[0]])) == copies[1:].tolist()
+    assert match(host, [7, 8, 9]) == copies.tolist()
+    assert match(host, [8, 9]) == copies[1:].tolist()
     again = host.take(1)
-    host.adopt(again, *pool.describe(blocks[:1]))
+    host.register(again, pool.keys_of(blocks[:1]))
     host.give(again)
     assert (host.free, host.cached) == (1, 3)
     host.check()
-    names = host.content[copies].tolist()
-    pool.give(blocks)
-    pool.give(pool.take(4))
-    anew = enter(pool, [1, 2, 3, 4, 6, 6], [7, 8, 10])
-    assert pool.content[anew[:2]].tolist() == names[:2], "computed anew, the same content has the name it has there"
-    assert pool.content[anew[2]] > max(names)
-    with pytest.raises(ValueError, match="two tiers"):
-        BlockPool(4, 2, pool.contents)
 
 
 def test_draining_block_is_not_found_until_its_copy_is_acknowledged() -> None:
-    pool = BlockPool(3, 2)
-    blocks = enter(pool, [1, 1], [1])
+    pool = BlockPool(3, indexed=True)
+    blocks = enter(pool, [1])
     pool.give(blocks)
     pool.share(blocks)
-    assert find(pool, [1, 1], [1]) == [0]
+    assert match(pool, [1]) == [0]
     pool.drain(blocks)
-    assert find(pool, [1, 1], [1]) == []
+    assert match(pool, [1]) == []
     pool.drained(blocks)
-    assert find(pool, [1, 1], [1]) == [0]
+    assert match(pool, [1]) == [0]
 
 
 def test_wrong_registrations_and_shares_are_refused() -> None:
-    pool = BlockPool(4, 2)
-    blocks = enter(pool, [1, 1], [1])
-    again = (np.array([2], np.uint64), column([[1, 1]]), np.array([True]), np.array([UNSALTED]))
+    pool = BlockPool(4, indexed=True)
+    blocks = enter(pool, [1])
     with pytest.raises(ValueError, match="registered already"):
-        pool.register(blocks, *again)
+        pool.register(blocks, [2])
     with pytest.raises(ValueError, match="without a reference"):
-        pool.register(column([3]), *again)
-    with pytest.raises(ValueError, match="without a reference"):
-        pool.adopt(column([3]), *pool.describe(blocks))
-    with pytest.raises(ValueError, match="parents"):
-        pool.register(pool.take(1), again[0], again[1], again[2], np.zeros(0, np.int64))
+        pool.register(column([3]), [2])
     with pytest.raises(ValueError, match="neither"):
         pool.share(column([3]))
     pool.check()
 
 
-def test_salts_are_remembered_while_in_use_and_a_bounded_number_beyond() -> None:
-    contents = Contents()
-    pools = [BlockPool(2, 2, contents), BlockPool(2, 2, contents)]
-    root = contents.root(b"kept")
-    blocks = enter(pools[0], [1, 1], [1], root)
-    copies = pools[1].take(1)
-    pools[1].adopt(copies, *pools[0].describe(blocks))
-    fleeting = contents.root(b"fleeting")
-    for i in range(3 * IDLE_SALTS):
-        contents.root(b"%d" % i)
-        contents.root(b"asked for")
-    assert contents.root(b"kept") == root
-    assert contents.root(b"fleeting") < fleeting, "forgotten, and its name is not used again"
-    asked = contents.root(b"asked for")
-    for i in range(IDLE_SALTS - 1):
-        contents.root(b"more %d" % i)
-    assert contents.root(b"asked for") == asked
-    for pool, mine in zip(pools, (blocks, copies), strict=True):
-        assert contents.root(b"kept") == root
-        pool.give(mine)
-        pool.take(2)
-    for i in range(IDLE_SALTS):
-        contents.root(b"and more %d" % i)
-    assert contents.root(b"kept") < root
+def test_a_block_without_a_key_is_not_registered() -> None:
+    pool = BlockPool(4, indexed=True)
+    blocks = enter(pool, [5, 0])
+    assert pool.keys_of(blocks) == [5, 0]
+    pool.give(blocks)
+    assert (pool.free, pool.cached) == (3, 1)
 
 
 @given(
