@@ -1,4 +1,4 @@
-"""The most likely tokens of the rows that ask for them, in torch: for the backends whose logits torch can read.
+"""Find the most likely tokens of the rows that ask for them, in torch: for backends with logits that torch can read.
 
 A backend calls this before it samples, since the sampler may overwrite the logits.
 """
@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 16
 
 
 def likely_of(logits: Tensor, rows: SamplingRows) -> Likely | None:
-    """logits [R or more, V] float32 on the host -> what Sampled.likely is."""
+    """Return Sampled.likely of logits [R or more, V] float32 on the host."""
     if rows.likely is None:
         return None
     shape = (len(rows.likely), int(rows.likely.max()))
@@ -43,7 +43,7 @@ def write_likely(logits: Tensor, asked: Int32, found: Likely) -> None:
 
 
 def _runs(asked: Int32) -> Iterator[tuple[int, int]]:
-    """Return [first, end) of the rows that ask, of neighbours at most ROWS_AT_ONCE together."""
+    """Yield [first, end) of the rows that ask, of neighbours at most ROWS_AT_ONCE together."""
     edges = np.flatnonzero(np.diff(asked > 0, prepend=False, append=False)).tolist()
     for first, end in zip(edges[::2], edges[1::2], strict=True):
         for start in range(first, end, ROWS_AT_ONCE):

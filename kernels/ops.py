@@ -73,7 +73,7 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's numbers: all layers, K and V. A backend may take more: Ops.block_bytes."""
+        """Return the bytes of one block's numbers: all layers, K and V. A backend may take more: Ops.block_bytes."""
         return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
 
@@ -82,7 +82,7 @@ class Batch:
     """What one iteration computes, on the host. Sequence s owns rows query_start[s]:query_start[s + 1].
 
     Its rows are consecutive positions and end at context[s] - 1; the KV of positions 0 .. context[s] - 1 lies, after
-    this iteration's own writes, in blocks tables[s, : ceil(context[s] / block_size)].
+    this iteration's writes, in blocks tables[s, : ceil(context[s] / block_size)].
     """
 
     tokens: Int32  # [N]; ~s (below zero) is the token that Ops.sample_later drew last for slot s
@@ -92,7 +92,7 @@ class Batch:
     tables: Int32  # [S, at least the blocks of the longest]
     write_blocks: Int32  # [N] block that row's K and V go to
     write_offsets: Int32  # [N] and its place inside the block
-    sample_rows: Int32  # [R] rows whose logits are wanted
+    sample_rows: Int32  # [R] rows with logits wanted
 
 
 class Prepared:
@@ -121,7 +121,7 @@ class Attention:
     rope: Tensor | None = None  # [positions, rotary] float32: cosines, then sines; only the first `rotary` numbers turn
     q_norm: Norm | None = None  # RMSNorm of each head's head_dim numbers before the rotation (Qwen3)
     k_norm: Norm | None = None
-    window: int = 0  # the latest `window` positions are seen, the row's own included; 0: all
+    window: int = 0  # the latest `window` positions are seen, including the row's position; 0: all
     slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
 
 
@@ -138,7 +138,7 @@ class Cache(ABC):
 
     @abstractmethod
     def copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> None:
-        """Copy host block h, of the own tier or of another's (`host_tier`), to block g, pair by pair; complete when
+        """Copy host block h, of this tier or of another's (`host_tier`), to block g, pair by pair; complete when
         it returns."""
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Cache(ABC):
         """
 
     def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
-        """copy_out that may go on beside what the device is given later; the ns that it took.
+        """Begin a copy_out that may go on beside what the device is given later; the result is the ns that it took.
 
         It begins when all that the device was given before is done, and copies keep their order among themselves.
         Both blocks of each pair must be left alone until it is complete.
@@ -159,7 +159,7 @@ class Cache(ABC):
         return Done(time.monotonic_ns() - began)
 
     def start_copy_in(self, host_blocks: Int32, blocks: Int32, tier: Tensor | None = None) -> Pending[int]:
-        """copy_in, as start_copy_out; `tier` is to be kept alive until it is complete."""
+        """Begin a copy_in, as start_copy_out; `tier` is to be kept alive until it is complete."""
         began = time.monotonic_ns()
         self.copy_in(host_blocks, blocks, tier)
         return Done(time.monotonic_ns() - began)
@@ -212,7 +212,7 @@ class SamplingRows:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True when every row is an argmax of the untouched logits and no log-probability is wanted."""
+        """Return whether every row is an argmax of the untouched logits and no log-probability is wanted."""
         return (
             self.bias is None
             and self.banned is None
@@ -225,7 +225,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """ids [R, K] int32, logprobs [R, K] float32 of each row's most likely tokens, under the model's own distribution.
+    """ids [R, K] int32, logprobs [R, K] float32 of each row's most likely tokens, under the model's distribution.
     K is the most that a row wants; equal ones come in any order; rows that want none mean nothing."""
 
     ids: Tensor
@@ -236,7 +236,7 @@ class Likely:
 class Sampled:
     """tokens [R] int64; status [R] (STATUS_*), tokens of rows that are not fine mean nothing; logprobs [R] float32.
 
-    A log-probability is that of the sampled token under the model's own distribution (softmax of the given logits);
+    A log-probability is that of the sampled token under the model's distribution (softmax of the given logits);
     NaN in rows that did not ask, and None when no row asked.
     """
 
@@ -259,7 +259,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     """Whether the forward pass and sample_later return before the device is done, so that the next iteration can be
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
     weight_formats: frozenset[str] = frozenset()
-    """Formats of pack_linear beside the model's own type; kernels/cpu/src/formats/ says what each is."""
+    """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Return the bytes of one block as this backend's caches hold it."""
@@ -275,7 +275,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def prepare(self, batch: Batch, cache: CacheT) -> PreparedT:
-        """Host metadata to device metadata, once per iteration."""
+        """Make device metadata of host metadata, once per iteration."""
 
     @abstractmethod
     def pack_linear(
@@ -296,10 +296,10 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Any:
-        """A matrix [tokens, hidden] -> what `embed` wants."""
+        """Return a matrix [tokens, hidden] as `embed` takes it."""
 
     def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Any:
-        """A tied model's matrix [tokens, hidden], which `embed` and `logits` both take; here, what pack_linear makes.
+        """Return a tied model's matrix [tokens, hidden] for both `embed` and `logits`; here, what pack_linear makes.
 
         See pack_linear for `parts` and `bias`.
         """
@@ -307,11 +307,11 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """x [N, in] -> [N, out] = x @ weight.T + bias."""
+        """Return x [N, in] -> [N, out] = x @ weight.T + bias."""
 
     @abstractmethod
     def logits(self, x: Tensor, packed: Any) -> Tensor:
-        """x [R, in] -> [R, V] float32 = x @ weight.T + bias, not rounded to the model's dtype where that can be."""
+        """Return x [R, in] -> [R, V] float32 = x @ weight.T + bias, not rounded to the model's dtype if possible."""
 
     @abstractmethod
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
@@ -324,29 +324,29 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def embed(
         self, prepared: PreparedT, table: Any, scale: float = 1.0, position_embeddings: Tensor | None = None
     ) -> Tensor:
-        """[N, hidden]: each token's row of `table` times scale, plus its position's row of `position_embeddings`.
+        """Return [N, hidden]: each token's row of `table` times scale, plus its position's of `position_embeddings`.
 
         position_embeddings [positions, hidden] are in the model's dtype.
         """
 
     @abstractmethod
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x [N, hidden] -> [N, hidden]."""
+        """Return the norm of x [N, hidden] -> [N, hidden]."""
 
     @abstractmethod
     def add_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
-        """residual += x in place, then norm(residual)."""
+        """Add x to residual in place, return norm(residual)."""
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> None:
-        """residual += x in place."""
+        """Add x to residual in place."""
 
     @abstractmethod
     def blank(self, prepared: PreparedT, width: int, dtype: torch.dtype) -> Tensor:
         """Return [N, width] of whatever was there."""
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        """call(x) after what was asked for before and before what is asked for next; it may read and overwrite x.
+        """Run call(x) after all earlier operations and before all later ones; it may read and overwrite x.
 
         The ranks of a replica meet in it. Like any operation it is called again with each batch, also for a compiled
         pass.
@@ -355,7 +355,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def select(self, x: Tensor, prepared: PreparedT) -> Tensor:
-        """x [N, width] -> [R, width], the rows that sample."""
+        """Return the rows that sample: x [N, width] -> [R, width]."""
 
     @abstractmethod
     def rope_and_write(
@@ -369,7 +369,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def attention(self, q: Tensor, attention: Attention, prepared: PreparedT, cache: CacheT, layer: int) -> Tensor:
-        """Return the causal paged attention, each row over its own sequence's positions <= its own.
+        """Return the causal paged attention, each row over its sequence's positions up to the row's.
 
         q [N, heads * head_dim] -> [N, heads * head_dim]; query head h reads KV head h // (heads / kv_heads).
         """
@@ -384,27 +384,27 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """logits [R, V] float32, may be overwritten. See SamplingRows for the meaning."""
+        """Sample from logits [R, V] float32, which may be overwritten. See SamplingRows for the meaning."""
 
     def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
-        """`sample` whose tensors, on the CPU, may come later; row r's token becomes the last one of slot slots[r].
+        """Sample with results, on the CPU, that may come later; row r's token becomes the last one of slot slots[r].
 
         A row that is not fine leaves some token of the vocabulary there.
         """
         return Done(self.sample(logits, rows))
 
     def mark(self) -> Any:
-        """A point in the device's time, after all that it was given so far."""
+        """Return a point in the device's time, after all that it was given so far."""
         return time.monotonic_ns()
 
     def elapsed_ns(self, start: Any, end: Any) -> int:
-        """Between two marks; returns when the device has passed the second."""
+        """Return the ns between two marks, when the device has passed the second."""
         return int(end - start)
 
     def compile(
         self, forward: Callable[[Any], Tensor], cache: CacheT, max_tokens: int, max_samples: int
     ) -> Callable[[PreparedT], Tensor]:
-        """A faster `forward`, a function of Prepared made of this backend's operations alone; here, itself.
+        """Return a faster `forward`, a function of Prepared made of this backend's operations alone; here, itself.
 
         `forward` must call the same operations with the same weights whatever the batch holds. The result is called
         with at most max_tokens rows, at most max_samples of which sample; the tensor it returns holds until the next

@@ -51,7 +51,7 @@ class CpuPrepared(Prepared):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [outputs, inputs] in the kernels' own order."""
+    """A weight [outputs, inputs] in the order of these kernels."""
 
     memory: Tensor
     bias: Tensor | None  # [outputs] float32
@@ -87,7 +87,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
 
     def __init__(self, library: Library, threads: int, path: str = "own") -> None:
-        """path: the matrix kernels, "own" or "torch" (kernels.cpu.matrices)."""
+        """Create the backend. path: the matrix kernels, "own" or "torch" (kernels.cpu.matrices)."""
         self.device = torch.device("cpu")
         self.path = path
         self.library = library
@@ -97,7 +97,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         self._runner: Runner = self._immediate
 
     def block_bytes(self, shape: CacheShape) -> int:
-        """Heads are padded (src/kv.h)."""
+        """Return the bytes of one block; heads are padded (src/kv.h)."""
         code = dtype_code(shape.dtype)
         return self.library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
 
@@ -137,7 +137,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return self._pack(parts, outputs, inputs, bias, weight_format)
 
     def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Packed:
-        """In our own order whatever the path: torch's cannot be looked up, and a second copy would stay for good."""
+        """Pack for these kernels whatever the path: torch's order cannot be looked up, a second copy costs memory."""
         return self._pack(parts, tokens, hidden, bias, "")
 
     def _pack(

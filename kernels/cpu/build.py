@@ -1,4 +1,4 @@
-"""Finds or makes the shared library of the CPU kernels that fits this machine.
+"""Find or compile the shared library of the CPU kernels that fits this machine.
 
 Images carry one library per VARIANT, made by `python -m kernels.cpu.build --all`; the best that the CPU can run is
 taken. A checkout compiles the sources for the very CPU at first use and keeps the result in .cache/kernels (or, where
@@ -43,7 +43,7 @@ class BuildError(Exception):
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Return what the system refuses (sources that are not there, a full disk) is a BuildError too."""
+    """Raise BuildError for what the system refuses: missing sources, a full disk."""
     try:
         yield
     except OSError as error:
@@ -159,7 +159,7 @@ def _kept(name: str) -> Path:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time is inside; the end of a process ends its turn."""
+    """Let one process at a time in; the end of a process ends its turn."""
     try:
         file = lock.open("w")
     except OSError as error:  # another user's
@@ -178,7 +178,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
-    """Compile and links every source. Other processes see the whole file or none. Raise BuildError."""
+    """Compile and link every source. Other processes see the whole file or none. Raise BuildError."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         work = Path(name)
         sources = [path for path in _sources() if path.suffix == ".cpp"]
@@ -232,7 +232,7 @@ def _run(command: list[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m kernels.cpu.build [--all]`: the library for this machine, or those of an image."""
+    """Compile the library for this machine, or with --all those of an image."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description=main.__doc__)
     parser.add_argument("--all", action="store_true", help="every variant, into kernels/cpu/lib")
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ class CpuCache(Cache):
     layout = "cpu-1"  # of src/kv.h, the same with every set of instructions; another number when that changes
 
     def __init__(self, shape: CacheShape, library: Library, runner: Runner, host: Tensor | None = None) -> None:
-        """host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use."""
+        """Take the memory. host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use."""
         if shape.block_size % 16:
             raise ValueError(f"block size {shape.block_size}: the cpu kernels need a multiple of 16 (--block-size)")
         self.shape = shape

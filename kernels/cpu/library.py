@@ -89,7 +89,7 @@ class Library:
         self._read_block(ctypes.byref(pool), block, out)
 
     def read(self, data: int, size_bytes: int, threads: int) -> None:
-        """Read memory and does nothing with it, for benches."""
+        """Read memory and do nothing with it, for benches."""
         self._read(data, size_bytes, threads)
 
     def multiply(self, rounds: int, threads: int) -> float:

@@ -1,7 +1,9 @@
-"""The matrix kernels for a model on this CPU: our own, or torch's oneDNN. Known before the start, from the table below.
+"""The matrix kernels for a model on this CPU: those of src/gemm.cpp ("own"), or torch's oneDNN.
 
-Our kernels give a row the same bits in any batch (src/ops.h). The sums of oneDNN depend on the number of rows, so it is
-taken only where its instructions are out of reach of ours, and never for --deterministic.
+Known before the start, from the table below.
+
+The former give a row the same bits in any batch (src/ops.h). The sums of oneDNN depend on the number of rows, so it is
+taken only where its instructions are out of their reach, and never for --deterministic.
 """
 
 from __future__ import annotations
@@ -72,13 +74,13 @@ class TorchWeight:
         if plain is None or first != outputs:
             raise ValueError(f"{first} rows were given for a weight of {outputs}")
         if not torch_multiplies(plain.dtype):
-            raise ValueError(f"{plain.dtype}: torch has no packed matrices of it on this CPU; use our own kernels")
+            raise ValueError(f"{plain.dtype}: torch has no packed matrices of it on this CPU; use --kernels cpu")
         self.dtype = plain.dtype
         self._bias = None if bias is None else bias.to(plain.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(plain)
 
     def linear(self, x: Tensor) -> Tensor:
-        """x [N, inputs] -> [N, outputs]."""
+        """Multiply x [N, inputs] -> [N, outputs]."""
         rows = x.shape[0]
         if x.dtype != torch.float32 and (size := batch_size(rows)) != rows:
             padded = x.new_zeros(size, x.shape[1])

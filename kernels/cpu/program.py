@@ -1,8 +1,8 @@
-"""Running commands: at once, or recorded into a program that one call runs.
+"""Run commands: at once, or recorded into a program that one call runs.
 
 A recording replaces every size that follows the batch by a symbol (ROWS_TOKENS, ROWS_SAMPLES) and takes results from
 buffers of the largest size. A buffer is free again when Python has dropped the tensor that showed it: commands run
-in the order in which they were recorded, so whoever takes it next writes it after its last reader.
+in the order in which they were recorded, so its next writer comes after its last reader.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Runner(Protocol):
         """Return the rows of x: a number or a symbol."""
 
     def out(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """A tensor for so many rows; its contents are whatever was there."""
+        """Return an uninitialised tensor for so many rows."""
 
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
-        """Run or records one command. `keep`: what must live as long as its addresses are used."""
+        """Run or record one command. `keep`: what must live as long as its addresses are used."""
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        """Call, or records that it is to be called, between the commands before and those after."""
+        """Call, or record that it is to be called, between the commands before and those after."""
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         """Run one command at once, recording or not."""
@@ -188,7 +188,7 @@ class Program:
         return self._result[: step.samples_count]
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
-        """Run and returns (operation, ns) of each command in order."""
+        """Run and return (operation, ns) of each command in order."""
         self._check(step)
         times = np.zeros(len(self._commands), np.int64)
         for first, end, exchange in self._parts:

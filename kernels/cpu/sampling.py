@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 def sample(runner: Immediate, logits: Tensor, rows: SamplingRows) -> Sampled:
-    """logits [R, V] float32, overwritten."""
+    """Sample from logits [R, V] float32, which are overwritten."""
     count, vocab = logits.shape
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError("the sampler wants contiguous float32 logits")
@@ -76,7 +76,7 @@ def _columns(rows: SamplingRows, count: int, vocab: int) -> dict[str, Array]:
 
 
 def _by_row(sparse: Sparse, count: int) -> tuple[Int64, Int64, Array]:
-    """start [count + 1], ids, values, sorted by row."""
+    """Return start [count + 1], ids, values, sorted by row."""
     order = np.argsort(sparse.rows, kind="stable")
     start = np.searchsorted(sparse.rows[order], np.arange(count + 1)).astype(np.int64)
     values = np.zeros(0, np.float32) if sparse.values is None else sparse.values[order].astype(np.float32, copy=False)

@@ -30,7 +30,7 @@ class _Size:
 
 
 class ThreadChoice:
-    """Pure: told of times, asked for numbers."""
+    """Choose from measured times; pure."""
 
     def __init__(self, threads: int) -> None:
         self._all = threads
@@ -51,7 +51,7 @@ class ThreadChoice:
         return other if every and size.count % every == 0 else size.current
 
     def took(self, rows: int, threads: int, ns: int) -> None:
-        """A step of so many rows took so long."""
+        """Record that a step of so many rows took so long."""
         size = self._sizes.get(rows.bit_length())
         if size is None:
             return

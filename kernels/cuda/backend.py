@@ -85,7 +85,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return prepared
 
     def _prepared(self, batch: Batch, cache: CudaCache, planner: Planner | None = None, graph: int = 0) -> CudaPrepared:
-        """Not sent yet. graph: rows of the graph that it is padded for."""
+        """Return the metadata, not sent yet. graph: rows of the graph that it is padded for."""
         size = cache.shape.block_size
         columns, work = row_columns(batch, size, graph), None
         if planner is not None:
@@ -122,7 +122,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return whole
 
     def _put(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """source on the device, when this returns."""
+        """Copy source to the device; complete when this returns."""
         to = self.gpu.empty(tuple(source.shape), source.dtype) if target is None else target
         self._main.run(lambda: to.copy_(source))
         self._main.record().wait()
@@ -211,7 +211,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return self._empty(prepared.rows, width, dtype)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        """On the device's stream, which a graph cannot record: a pass with exchanges has none."""
+        """Call it on the device's stream, which a graph cannot record: a pass with exchanges has none."""
         self._exchanges = True
         if self.device.type == "cuda":
             self._main.run(lambda: call(x))

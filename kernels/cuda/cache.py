@@ -30,7 +30,9 @@ class CudaCache(Cache):
     def __init__(
         self, shape: CacheShape, device: Device, layer_major: bool = False, host: Tensor | None = None
     ) -> None:
-        """layer_major: the pool is ordered [layer, K/V, block, ...] instead, for comparison; copies need a kernel then.
+        """Take the memory.
+
+        layer_major: the pool is ordered [layer, K/V, block, ...] instead, for comparison; copies need a kernel then.
 
         host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use.
         """
@@ -73,7 +75,7 @@ class CudaCache(Cache):
         return self._start(self.host if tier is None else tier, self.pool, host_blocks, blocks)
 
     def read_block(self, block: int) -> Tensor:
-        """As `main` sees it after all that it was given."""
+        """Return the block as `main` sees it after all that it was given."""
         shape, main = self._by_block.shape[1:], self.device.main
         found, read = self.device.empty(shape, self.shape.dtype), self.device.pinned(shape, self.shape.dtype)
         main.run(lambda: found.copy_(self._by_block[block]))
@@ -98,7 +100,7 @@ class CudaCache(Cache):
         return _Copied(self.device, start, copies.record())
 
     def _copy_parts(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> None:
-        """By a kernel that reads and writes the host tier itself."""
+        """Copy by a kernel that reads and writes the host tier itself."""
         pairs = np.stack((from_, to)).astype(np.int32)
         written = self.device.pinned(pairs.shape, torch.int32)
         written.numpy()[:] = pairs
@@ -140,7 +142,7 @@ class _Copied(Pending[int]):
 
 
 def _runs(from_: Int32, to: Int32) -> Iterator[tuple[int, int, int]]:
-    """Return (first of from_, first of to, how many) of pairs that follow one another on both sides, in their order."""
+    """Yield (first of from_, first of to, how many) of pairs that follow one another on both sides, in their order."""
     ends = np.flatnonzero((np.diff(from_) != 1) | (np.diff(to) != 1)) + 1
     starts = np.concatenate(([0], ends))
     counts = np.diff(starts, append=len(to))

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 def _struct(pointers: str, *others: tuple[str, str]) -> np.dtype[np.void]:
-    """A C struct: 64-bit addresses first, then the rest, padded as a compiler pads."""
+    """Return a C struct: 64-bit addresses first, then the rest, padded as a compiler pads."""
     return np.dtype([*((name, "u8") for name in pointers.split()), *others], align=True)
 
 
@@ -111,7 +111,7 @@ ATTENTION = _struct(
     ("kv_heads", "i4"),
     ("group", "i4"),  # query heads of a KV head
     ("slabs_per_block", "i4"),  # a power of two
-    ("window", "i4"),  # the latest so many positions are seen, the row's own included; 0: all
+    ("window", "i4"),  # the latest so many positions are seen, including the row's position; 0: all
     ("scale_log2", "f4"),  # the scale of the scores, times log2(e)
 )
 
@@ -176,7 +176,7 @@ def norm(
     residual: int = 0,
     layer_norm: bool = False,
 ) -> Call:
-    """RMSNorm or LayerNorm of x [rows, hidden], of residual + x with a residual, which is then stored."""
+    """Return the RMSNorm or LayerNorm of x [rows, hidden], of residual + x with a residual, which is then stored."""
     vectors = _vectors(hidden)
     if hidden > MAX_NORM_HIDDEN:
         raise ValueError(f"a row of {hidden} numbers; the norms take {MAX_NORM_HIDDEN} at most")
@@ -186,19 +186,19 @@ def norm(
 
 
 def gated(dtype: str, rows: int, width: int, x: int, out: int, activation: str) -> Call:
-    """activation(first half) * second half of x [rows, 2 width]."""
+    """Return activation(first half) * second half of x [rows, 2 width]."""
     params = _filled(ACTIVATION, (x, out, width, ACTIVATIONS[activation]))
     return _pieces(f"gated_{dtype}", rows, width, params)
 
 
 def activate(dtype: str, rows: int, width: int, x: int, out: int, activation: str) -> Call:
-    """activation(x), x [rows, width]; out may be x."""
+    """Return activation(x), x [rows, width]; out may be x."""
     params = _filled(ACTIVATION, (x, out, width, ACTIVATIONS[activation]))
     return _pieces(f"activate_{dtype}", rows, width, params)
 
 
 def add(dtype: str, rows: int, width: int, x: int, residual: int) -> Call:
-    """residual += x in place, both [rows, width]."""
+    """Return residual += x in place, both [rows, width]."""
     return _pieces(f"add_{dtype}", rows, width, _filled(ADD, (x, residual, width)))
 
 
@@ -223,7 +223,7 @@ def embed(
 
 
 def select(rows: int, width: int, x: int, out: int, chosen: int) -> Call:
-    """out[r] = x[chosen[r]], of 16-bit numbers; where chosen is below zero out stays as it is."""
+    """Return out[r] = x[chosen[r]], of 16-bit numbers; where chosen is below zero out stays as it is."""
     return _pieces("select_rows", rows, width, _filled(SELECT, (x, out, chosen, width)))
 
 
@@ -326,7 +326,10 @@ def attention_decode(
     slopes: int = 0,
     window: int = 0,
 ) -> Call:
-    """Items of sequences with one row. partial_*: see MERGE; slopes: ALiBi, in natural units (not times log2(e))."""
+    """Return the call for items of sequences with one row.
+
+    partial_*: see MERGE; slopes: ALiBi, in natural units (not times log2(e)).
+    """
     params = _attention_params(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
@@ -360,7 +363,9 @@ def attention_prefill(
     slopes: int = 0,
     window: int = 0,
 ) -> Call:
-    """Items of sequences with any number of rows, tokens_per_item each but for the last; causal. See attention_decode.
+    """Return the call for items of any number of rows, tokens_per_item each but for the last; causal.
+
+    See attention_decode.
 
     Raise ValueError as tokens_per_item does.
     """
@@ -386,7 +391,10 @@ def attention_merge(
     starts: int,
     rows: int,
 ) -> Call:
-    """Bring the partial results of `tokens` tokens together. Padding tokens have a row below zero."""
+    """Return the call that merges the partial results of `tokens` tokens together.
+
+    Padding tokens have a row below zero.
+    """
     pieces = -(-heads * head_dim // MERGE_PIECE)
     grid = (_some(tokens), min(pieces, max(1, MERGE_BLOCKS // tokens)), 1)
     params = _filled(MERGE, (out, partial_out, partial_lse, starts, rows, heads, head_dim))
@@ -394,7 +402,7 @@ def attention_merge(
 
 
 def _prefill_tile(head_dim: int) -> tuple[int, int]:
-    """ROWS and STAGES of attention_prefill.cuh."""
+    """Return ROWS and STAGES of attention_prefill.cuh."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"heads of {head_dim} numbers; attention has kernels for {HEAD_DIMS}")
     return (128, 3) if head_dim <= 128 else (64, 2)
@@ -411,7 +419,7 @@ def _attention_params(
     window: int,
     addresses: Sequence[int],
 ) -> Params:
-    """ATTENTION, its addresses up to `slopes` in one piece. Raise ValueError for sizes that no kernel has."""
+    """Return ATTENTION, its addresses up to `slopes` in one piece. Raise ValueError for sizes that no kernel has."""
     slabs = block_size // SLAB
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"heads of {head_dim} numbers; attention has kernels for {HEAD_DIMS}")

@@ -22,7 +22,10 @@ Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
 
 
 def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
-    """What the compiler makes of the sources, and what it warns of. Raise CudaError when one does not compile."""
+    """Return what the compiler makes of the sources, and what it warns of.
+
+    Raise CudaError when one does not compile.
+    """
     jobs = [(path, arch) for arch in ARCHITECTURES for path in paths]
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda job: compiled(*job), jobs))
@@ -53,7 +56,7 @@ def compare(found: Table, recorded: Table) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when all is as recorded."""
+    """Return 0 when all is as recorded."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cuda.check", description=__doc__)
     parser.add_argument("--write", action="store_true", help="record what is there in registers.json")
     options = parser.parse_args(arguments)

@@ -47,7 +47,10 @@ def warnings(log: str) -> list[str]:
 
 
 def constants(image: bytes, suffix: str) -> dict[str, int]:
-    """The 32-bit constants whose names end in `suffix`, by what stands before it. Raise ValueError when not an ELF."""
+    """Return the 32-bit constants with names that end in `suffix`, by what stands before it.
+
+    Raise ValueError when not an ELF.
+    """
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     sections_at = struct.unpack_from("<Q", image, 40)[0]

@@ -34,11 +34,11 @@ class Stream(ABC):
 
     @abstractmethod
     def launch(self, call: Call, *touched: Tensor) -> None:
-        """A kernel. touched: the tensors behind the addresses in its Params that no other object keeps alive."""
+        """Launch a kernel. touched: the tensors behind the addresses in its Params that no other object keeps alive."""
 
     @abstractmethod
     def run(self, work: Callable[[], object]) -> None:
-        """Torch's operations, which `work` calls on this stream.
+        """Run torch's operations, which `work` calls, on this stream.
 
         They write to tensors that exist before (`out=`, `copy_`): what work returns is thrown away, and when it is
         called is the device's affair. It reads no number back (`item`, `cpu`, `nonzero`).
@@ -46,7 +46,7 @@ class Stream(ABC):
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target.copy_(source) without waiting; a tensor on the host is pinned and stays as it is until it is done."""
+        """Call target.copy_(source) without waiting; a tensor on the host is pinned and unchanged until it is done."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -54,7 +54,7 @@ class Stream(ABC):
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Return what is given from now on begins after the event of another stream."""
+        """Begin what is given from now on after the event of another stream."""
 
 
 class Device(ABC):
@@ -68,7 +68,7 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """On the device, for use on `main`; its contents are whatever was there."""
+        """Return uninitialised memory on the device, for use on `main`."""
 
     @abstractmethod
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -76,12 +76,12 @@ class Device(ABC):
 
     @abstractmethod
     def registered(self, memory: Tensor, read_only: bool = False) -> Tensor:
-        """Memory of the host taken elsewhere, [bytes] uint8 from the beginning of a page on, as `pinned` gives
+        """Return memory of the host taken elsewhere, [bytes] uint8 from the beginning of a page on, as `pinned` gives
         it: the same bytes. read_only: the process may not write there, and the device only copies from it."""
 
     @abstractmethod
     def elapsed_ns(self, start: Event, end: Event) -> int:
-        """Between two events of one stream that are done."""
+        """Return the time between two events of one stream that are done."""
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:

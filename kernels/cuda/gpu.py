@@ -89,7 +89,7 @@ class CudaStream(Stream):
         self.stream.wait_event(event.event)
 
     def _hold(self, tensors: tuple[Tensor, ...]) -> None:
-        """Torch gives memory to others in the order of `main`; what another stream uses it is told of."""
+        """Report to torch what another stream uses: it reuses memory in the order of `main`."""
         if self is not self._device.main:
             for tensor in tensors:
                 if tensor.is_cuda:
@@ -160,7 +160,7 @@ class CudaDevice(Device):
         return torch.from_numpy(pages)
 
     def _release(self, address: int, unregister: Callable[[int], object]) -> None:
-        """Of registered memory, which torch does not keep for copies that are under way."""
+        """Release registered memory, which torch does not keep for copies that are under way."""
         self.enter()
         cuda.synchronize(self.torch_device)
         unregister(address)
@@ -171,12 +171,12 @@ class CudaDevice(Device):
         return int(start.event.elapsed_time(end.event) * 1e6)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph; all share one piece of memory, so what one took holds nothing when another has run.
+        """Return a CUDA graph; all share one piece of memory, which loses its contents when another graph runs.
 
-        Torch's operations in work ran on `main` before: libraries take memory of their own at the first call.
+        Torch's operations in work ran on `main` before: libraries take memory at the first call.
         """
         self.enter()
-        if not self._recordings:  # torch refuses a pool whose graphs are all gone while a tensor lives that one took
+        if not self._recordings:  # torch refuses a pool without graphs while a tensor lives that one of them took
             self._pool_of_recordings = cuda.graph_pool_handle()
         graph, pool = cuda.CUDAGraph(), self._pool_of_recordings
         # Other threads may wait for events and take memory meanwhile.

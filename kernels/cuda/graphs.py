@@ -1,7 +1,7 @@
 """A forward pass recorded at a few numbers of rows, so that an iteration in which all sequences decode is one launch.
 
 A batch is padded up to the next of these numbers. A padded row has no token, no slot and no work item: the kernels
-write nothing for it but its own rows of what the graph computes, which is never read.
+write nothing for it but its rows of what the graph computes, which is never read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ log = logging.getLogger("orcinus.kernels")
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Numbers of rows to record: 1, 2, 4, 8, ... 64 in steps of 8, ... 128 in steps of 16, and so on, and `most`."""
+    """Return the numbers of rows to record: 1, 2, 4, 8, ...
+
+    64 in steps of 8, ... 128 in steps of 16, and so on, and `most`.
+    """
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -42,7 +45,9 @@ class Graphs:
         cache: CudaCache,
         planner: Planner,
     ) -> None:
-        """run: the forward pass, operation by operation; columns: int32 on the device, which all graphs read.
+        """Record nothing yet.
+
+        run: the forward pass, operation by operation; columns: int32 on the device, which all graphs read.
 
         cache: what run reads and writes; planner: of its attention.
         """
@@ -76,6 +81,6 @@ class Graphs:
     def _record(self, size: int, prepared: CudaPrepared) -> None:
         prepared.send(self.columns)
         prepared.rows = prepared.samples = size
-        results = [self._run(prepared)]  # libraries load what they need, and take memory of their own
+        results = [self._run(prepared)]  # libraries load what they need, and take memory
         replay = self._device.capture(lambda: results.append(self._run(prepared)))
         self._recorded[size] = replay, results[-1]

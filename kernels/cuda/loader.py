@@ -59,7 +59,7 @@ class Cubin:
 
 
 class _Stream:
-    """What CuPy asks of a stream. Its own class for streams of others warns at every construction."""
+    """What CuPy asks of a stream. CuPy's class for foreign streams warns at every construction."""
 
     __slots__ = ("ptr",)
 
@@ -71,7 +71,10 @@ class Program:
     """The kernels of one source, on CuPy's current device. Without a GPU they compile, and only a launch raises."""
 
     def __init__(self, source: Path, arch: str | None = None) -> None:
-        """arch: such as "sm_90"; by default the present GPU's. Raise CudaError with what the compiler says."""
+        """Load or compile.
+
+        arch: such as "sm_90"; by default the present GPU's. Raise CudaError with what the compiler says.
+        """
         self.source = source
         arch = arch or present_architecture()
         self.cubin = prebuilt(source, arch) or compiled(source, arch)
@@ -94,7 +97,7 @@ class Program:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Their names."""
+        """Return the kernels' names."""
         return tuple(self._params)
 
     def params_bytes(self, name: str) -> int:
@@ -162,7 +165,7 @@ def _has_gpu() -> bool:
 
 @cache
 def present_architecture() -> str:
-    """Of the current device. Raise CudaError when there is none."""
+    """Return the architecture of the current device. Raise CudaError when there is none."""
     if not _has_gpu():
         raise CudaError(f"no GPU is here: name an architecture to compile for, such as {ARCHITECTURES[-1]}")
     import cupy
@@ -179,7 +182,7 @@ def prebuilt(source: Path, arch: str) -> Cubin | None:
 
 
 def prebuilt_architecture(arch: str) -> str | None:
-    """For which architecture everything was prebuilt that runs on `arch`; None where something must be compiled."""
+    """Return the architecture for which all was prebuilt that runs on `arch`; None if something must be compiled."""
     return next((one for one in _runs(arch) if all(prebuilt_path(source, one).is_file() for source in sources())), None)
 
 
@@ -189,7 +192,7 @@ def prebuilt_path(source: Path, arch: str) -> Path:
 
 
 def _runs(arch: str) -> list[str]:
-    """Of ARCHITECTURES those whose cubins run on another: of its major version and no newer, the newest first."""
+    """Return those of ARCHITECTURES with cubins that run on another: same major version, no newer, newest first."""
 
     def version(name: str) -> tuple[int, int]:
         return divmod(int(name.removeprefix("sm_")), 10)
@@ -200,7 +203,7 @@ def _runs(arch: str) -> list[str]:
 
 
 def compiled(source: Path, arch: str) -> Cubin:
-    """A source for one architecture, from the cache if it is there; its headers are in SOURCES. Raise CudaError."""
+    """Compile a source for one architecture, or take it from the cache; headers are in SOURCES. Raise CudaError."""
     try:
         target = CACHE / f"{source.stem}-{arch}-{_digest(source, _options(arch), nvrtc_version())}"
     except CudaError as error:
@@ -231,7 +234,7 @@ def _options(arch: str) -> tuple[str, ...]:
 
 
 def _digest(source: Path, *more: object) -> str:
-    """Of a source, of all headers and of what else decides what is made of them."""
+    """Return the digest of a source, of all headers and of what else decides the result."""
     digest = hashlib.sha256(repr(more).encode())
     for path in (source, *_headers()):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
@@ -257,7 +260,7 @@ def _compile(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cub
 
 
 def write_whole(target: Path, content: bytes) -> None:
-    """Others see the whole file or none."""
+    """Write a file that other processes see whole or not at all."""
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         file.write(content)
     os.replace(file.name, target)

@@ -59,7 +59,7 @@ def plan_columns(plan: Plan, bounds: Bounds | None = None) -> list[Column]:
 
 
 def page_columns(batch: Batch, block_size: int, padded: int = 0) -> list[Column]:
-    """The pages of all sequences one after another, and where each sequence's begin; the last columns of a buffer."""
+    """Return the pages of all sequences in turn and where each sequence's begin; the last columns of a buffer."""
     used = -(-batch.context // block_size)
     start = np.zeros(len(used) + 1, np.int32)
     np.cumsum(used, out=start[1:])
@@ -90,7 +90,7 @@ class Columns:
     offsets: dict[str, int]
 
     def address(self, name: str) -> int:
-        """Of a column's first number."""
+        """Return the address of a column's first number."""
         return int(self.tensor.data_ptr()) + 4 * self.offsets[name]
 
 
@@ -145,7 +145,7 @@ class Work:
 
     @classmethod
     def of(cls, planner: Planner, plan: Plan, bounds: Bounds | None = None) -> Work:
-        """With bounds, as much as any plan within them."""
+        """Return the layout of a plan; with bounds, of any plan within them."""
         if bounds is None:
             bounds = Bounds(len(plan.decode), len(plan.rows), plan.partial_rows)
         sizes = (bounds.items, len(plan.prefill), bounds.merged, bounds.partial_rows)
@@ -166,7 +166,10 @@ class CudaPrepared(Prepared):
     __slots__ = ("_columns", "_plan", "_staged", "_staging", "batch", "graph", "rows", "samples", "work")
 
     def __init__(self, batch: Batch, staged: Staged, staging: Staging, work: Work | None, graph: int) -> None:
-        """graph: rows of the graph that is to compute it, for which the columns are padded; 0: none."""
+        """Create the columns.
+
+        graph: rows of the graph that is to compute it, for which the columns are padded; 0: none.
+        """
         self.batch, self.work, self.graph = batch, work, graph
         self.rows, self.samples = len(batch.tokens), len(batch.sample_rows)
         self._staged, self._staging = staged, staging
@@ -175,26 +178,26 @@ class CudaPrepared(Prepared):
 
     @property
     def is_sent(self) -> bool:
-        """Whether its copy to the device has begun."""
+        """Return whether its copy to the device has begun."""
         return self._columns is not None
 
     @property
     def numbers(self) -> int:
-        """How long its columns are together."""
+        """Return how long its columns are together."""
         return self._staged.used
 
     @property
     def columns(self) -> Columns:
-        """Of the rows."""
+        """Return the columns of the rows."""
         return self.send() if self._columns is None else self._columns
 
     @property
     def plan(self) -> Columns:
-        """Of `work`."""
+        """Return the plan of `work`."""
         return self.columns if self._plan is None else self._plan
 
     def send(self, target: Tensor | None = None) -> Columns:
-        """Begin the copy, to `target` or to memory of its own."""
+        """Begin the copy, to `target` or to new memory."""
         self._columns = self._staging.send(self._staged, target)
         return self._columns
 

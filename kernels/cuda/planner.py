@@ -1,8 +1,8 @@
-"""Cuts the attention of an iteration into work items (`calls.ITEM`). Pure numpy; no loop over sequences.
+"""Cut the attention of an iteration into work items (`calls.ITEM`). Pure numpy; no loop over sequences.
 
 A sequence with one row is one tile of the decode kernel, any other is cut into tiles of `tokens_per_item` tokens for
-the prefill kernel. A tile whose KV is long beside what each resident block of the GPU should get is split into several
-items; `attention_merge` brings their partial results together. The same lengths always give the same plan.
+the prefill kernel. A tile with more KV than each resident block of the GPU should get is split into several items;
+`attention_merge` brings their partial results together. The same lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Planner:
     """Plans for one model on one device."""
 
     def __init__(self, processors: int, kv_heads: int, group: int, head_dim: int, window: int = 0) -> None:
-        """processors: streaming multiprocessors; group: query heads of a KV head; window: the largest of the layers.
+        """Create a planner.
+
+        processors: streaming multiprocessors; group: query heads of a KV head; window: the largest of the layers.
 
         A window of 0 means that some layer sees everything. Raise ValueError for a group that no tile can hold.
         """
@@ -87,7 +89,7 @@ class Planner:
         return Plan(items[:count], items[count:], starts, rows, int(starts[-1]))
 
     def decode_bounds(self, sequences: int) -> Bounds:
-        """Of an iteration in which so many sequences, or fewer, have one row each.
+        """Return the bounds of an iteration in which so many sequences, or fewer, have one row each.
 
         A split holds `total slabs / wanted items` or more, so the numbers of splits, each rounded up, sum up to fewer
         than wanted + sequences, and fewer sequences than are wanted are longer than one split.
@@ -143,7 +145,10 @@ def _most(work: Int32, wanted: int) -> int:
 
 
 def _split(tiles: Int32, work: Int32, most: Int32) -> Int32:
-    """Items of the tiles, in their order; several where a tile has more than `most` work. Write SPLITS of tiles."""
+    """Return the items of the tiles, in their order; several where a tile has more than `most` work.
+
+    Write SPLITS of tiles.
+    """
     splits = np.minimum(-(-work // most), np.maximum(work // MIN_SPLIT_SLABS, 1))
     size = _whole_steps(-(-work // splits))
     splits = -(-work // size)
@@ -170,7 +175,7 @@ def _longest_first(items: Int32, decodes: int) -> Indices:
 
 
 def _merges(tiles: Int32, query_start: Int32) -> tuple[Int32, Int32]:
-    """Of the tokens of tiles that are split: where their partial rows start and, last, end; and their rows."""
+    """Return for the tokens of tiles that are split: where their partial rows start and, last, end; and their rows."""
     if not len(tiles):
         return np.zeros(1, np.int32), np.zeros(0, np.int32)
     owner, index = _places(tiles[:, TOKENS])
@@ -181,7 +186,7 @@ def _merges(tiles: Int32, query_start: Int32) -> tuple[Int32, Int32]:
 
 
 def _places(counts: Int32) -> tuple[Indices, Int32]:
-    """For counts[0] things of owner 0, counts[1] of owner 1, ...: each one's owner, and its index among the owner's."""
+    """Return owner and index of each of counts[0] things of owner 0, counts[1] of owner 1, ..."""
     owner = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts, dtype=np.int32) - counts
     return owner, np.arange(len(owner), dtype=np.int32) - starts.take(owner)

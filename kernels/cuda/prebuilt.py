@@ -29,7 +29,7 @@ def build_all() -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what an image then carries."""
+    """Compile all and print what an image then carries."""
     argparse.ArgumentParser(prog="python -m kernels.cuda.prebuilt", description=__doc__).parse_args(arguments)
     try:
         for path in build_all():

@@ -29,7 +29,7 @@ RESULTS = 3  # a row's token, status, log-probability; behind those of all rows 
 
 
 class Sampler:
-    """Draws tokens of one vocabulary on one device, on its main stream."""
+    """Draw tokens of one vocabulary on one device, on its main stream."""
 
     def __init__(self, device: Device, vocab: int, rows: int) -> None:
         """Take memory for so many rows. More rows, and long histories, take more when they come, and keep it."""
@@ -41,7 +41,7 @@ class Sampler:
     def sample_later(
         self, logits: Tensor, rows: SamplingRows, slots: Int32, last_tokens: Tensor | None
     ) -> Pending[Sampled]:
-        """See Ops.sample_later. logits [R or more, vocab] float32; the rows beyond R are padding.
+        """Sample as Ops.sample_later. logits [R or more, vocab] float32; the rows beyond R are padding.
 
         last_tokens: [slots] int32 on the device; row r's token goes to last_tokens[slots[r]], unless slots[r] is
         below zero. Raise ValueError for logits, masks or penalties of the wrong shape.
@@ -83,7 +83,7 @@ class Sampler:
         return _Drawing(main.record(), pinned, wanted, self._free)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """sample_later for rows without a slot, waited for. The history names no slot."""
+        """Sample rows without a slot and wait. The history names no slot."""
         no_slots = np.full(len(rows.temperature), -1, np.int32)
         return self.sample_later(logits, rows, no_slots, None).wait()
 
@@ -138,7 +138,10 @@ class _Drawing(Pending[Sampled]):
 
 
 def _sampled(results: Int32, wanted: _Wanted) -> Sampled:
-    """results: of all rows tokens, status, the bits of log-probabilities, and what _likely names; copied."""
+    """Return the sample.
+
+    results: of all rows tokens, status, the bits of log-probabilities, and what _likely names; copied.
+    """
     columns = results[: RESULTS * wanted.rows].reshape(RESULTS, wanted.rows)
     tokens, status = (torch.from_numpy(column.astype(np.int64)) for column in columns[:2])
     logprobs = torch.from_numpy(columns[2].view(np.float32).copy()) if wanted.logprobs else None
@@ -154,7 +157,7 @@ def _likely(results: Tensor, wanted: _Wanted) -> Likely:
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the arrays of a launch lie in its buffer; behind those that are copied comes the kernel's own room."""
+    """Where the arrays of a launch lie in its buffer; behind those that are copied comes scratch room of the kernel."""
 
     arrays: dict[str, Array] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)
@@ -209,7 +212,7 @@ def _layout(rows: SamplingRows, slots: Int32, vocab: int) -> _Layout:
 
 
 def _biases(bias: Sparse, table: Array) -> tuple[Int32, Float32]:
-    """Sorted by row and id, what has the same of both in the given order."""
+    """Return it sorted by row and id; equal ones keep their order."""
     order = np.lexsort((bias.ids, bias.rows))
     _fill_bounds(table, bias.rows[order], ("first_bias", "end_bias"))
     values = np.zeros(0, np.float32) if bias.values is None else bias.values[order].astype(np.float32, copy=False)
@@ -223,7 +226,7 @@ def _banned(banned: Sparse, table: Array) -> Int32:
 
 
 def _history(history: Sparse, is_output: Float32, table: Array) -> Int32:
-    """Sorted by row, the prompt before the outputs; they mostly come so, and may be millions."""
+    """Return it sorted by row, the prompt before the outputs; they mostly come so, and may be millions."""
     place, ids = 2 * history.rows + (is_output != 0), history.ids
     if (place[1:] < place[:-1]).any():
         order = np.argsort(place, kind="stable")
@@ -239,5 +242,5 @@ def _fill_bounds(table: Array, rows: Int64, names: tuple[str, str]) -> None:
 
 
 def _rounded_up(size: int) -> int:
-    """So that a little more next time fits, too."""
+    """Return a size that a slightly larger next batch fits too."""
     return 1 << (size - 1).bit_length()

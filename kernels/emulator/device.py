@@ -118,10 +118,10 @@ class _Recording:
 class EmulatedDevice(Device):
     """order None does everything at once, for speed; a number is the seed of the order in which work is done.
 
-    With a seed, what is given waits in the queue of its stream. Who waits for an event does work, of either stream,
-    until it is passed; who asks whether it is, some; and by EAGER so does who gives work. An error of work that was put
-    off is raised, as an EmulatorError that names the work, where somebody waits or asks next; the work behind it is
-    done all the same.
+    With a seed, what is given waits in the queue of its stream. A wait for an event does work, of either stream,
+    until it is passed; a question whether it is passed does some; and with EAGER so does each new work. An error of
+    work that was put off is raised, as an EmulatorError that names the work, by the next wait or question; the work
+    behind it is done all the same.
     """
 
     name = "emulator"
@@ -135,7 +135,7 @@ class EmulatedDevice(Device):
         memory_bytes: int = 4 << 30,
         flags: tuple[str, ...] = (),
     ) -> None:
-        """thread_order, flags: those of `Program`; memory_bytes: what `empty` may take in all."""
+        """Create a device. thread_order, flags: those of `Program`; memory_bytes: what `empty` may take in all."""
         self.thread_order, self.processors, self.flags = thread_order, processors, flags
         self._streams = (EmulatedStream(self, "main"), EmulatedStream(self, "copies"))
         self.main, self.copies = self._streams
@@ -144,14 +144,14 @@ class EmulatedDevice(Device):
         self._eager = 0.0 if order is None else EAGER[order % len(EAGER)]
         self._ahead = (
             0 if self._random is None else int(self._random.integers(2))
-        )  # the stream whose turn it is, while it can go on
+        )  # the stream that runs, while it can go on
         self._turn = threading.Lock()  # held for one piece of work at a time
         self._error: EmulatorError | None = None
         self._recording: _Recording | None = None
         self._recordings: weakref.WeakSet[_Recording] = weakref.WeakSet()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Full of NaN; see `Memory` for its errors."""
+        """Return memory full of NaN; see `Memory` for its errors."""
         taken = self._memory.take(shape, dtype)
         if self._recording is not None:
             self._recording.taken.append(taken)
@@ -174,7 +174,7 @@ class EmulatedDevice(Device):
         return last - first
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """All recordings share one piece of memory: what they took holds nothing when one of them begins."""
+        """Record work; all recordings share one piece of memory, which loses its contents when one of them begins."""
         recording = self._recording = _Recording()
         try:
             work()
@@ -213,14 +213,14 @@ class EmulatedDevice(Device):
                 self._do_pieces(wait_for_turn=False)
 
     def do_some(self) -> None:
-        """A random amount of work, perhaps none."""
+        """Do a random amount of work, perhaps none."""
         self.refuse_while_recording("asked for")
         if self._random is not None:
             self._do_pieces()
             self._raise_error()
 
     def do_until(self, event: EmulatedEvent) -> None:
-        """Work until an event is passed."""
+        """Do work until an event is passed."""
         self.refuse_while_recording("waited for")
         while event.passed_ns is None:
             with self._turn:
@@ -244,7 +244,7 @@ class EmulatedDevice(Device):
             self._turn.release()
 
     def _do_piece(self) -> None:
-        """One piece of one stream. There is one: what was given first of all that is left waits for nothing."""
+        """Do one piece of one stream. There is one: what was given first of all that is left waits for nothing."""
         if self._random is not None and not self._random.integers(STAYS):
             self._ahead = int(self._random.integers(len(self._streams)))
         one, other = self._streams[self._ahead], self._streams[1 - self._ahead]

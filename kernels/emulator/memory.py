@@ -36,7 +36,7 @@ class Memory:
         self._let_go_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Garbage, contiguous. Raise torch.OutOfMemoryError when less than this is left of `total`."""
+        """Return garbage, contiguous. Raise torch.OutOfMemoryError when less than this is left of `total`."""
         size = math.prod(shape) * dtype.itemsize
         if self.used + size > self.total:
             raise torch.OutOfMemoryError(

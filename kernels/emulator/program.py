@@ -93,7 +93,7 @@ class Program:
 
 @cache
 def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...] = ()) -> Path:
-    """The shared library of a source, its headers being in `include` or beside it; flags are g++'s, such as SANITIZERS.
+    """Compile the shared library of a source; headers: in `include` or beside it; flags: of g++, such as SANITIZERS.
 
     Raise BuildError with what the compiler says; its warnings are errors.
     """

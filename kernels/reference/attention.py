@@ -66,7 +66,10 @@ def chunks(batch: Batch, cache: ReferenceCache) -> list[Chunk]:
 
 
 def decode(q: Tensor, group: DecodeGroup, cache: ReferenceCache, layer: int, attention: Attention) -> Tensor:
-    """q [B, heads * head_dim] -> the same shape. The query heads that share a KV head stand side by side: no copies."""
+    """Attend q [B, heads * head_dim] -> the same shape.
+
+    The query heads that share a KV head stand side by side: no copies.
+    """
     shape = cache.shape
     q = q.view(q.shape[0], shape.kv_heads, -1, shape.head_dim)
     k, v = (
@@ -91,7 +94,7 @@ def decode(q: Tensor, group: DecodeGroup, cache: ReferenceCache, layer: int, att
 
 
 def prefill(q: Tensor, chunk: Chunk, cache: ReferenceCache, layer: int, attention: Attention) -> Tensor:
-    """q [length, heads * head_dim] -> the same shape."""
+    """Attend q [length, heads * head_dim] -> the same shape."""
     shape = cache.shape
     k, v = (
         cache.layer_tiles(layer, value=value)
@@ -120,7 +123,7 @@ def prefill(q: Tensor, chunk: Chunk, cache: ReferenceCache, layer: int, attentio
 
 
 def _chunk_mask(chunk: Chunk, attention: Attention, device: torch.device) -> Tensor:
-    """[length, context] True where a row sees a key; with ALiBi [heads, length, context], what is added to scores.
+    """Return [length, context] True where a row sees a key; with ALiBi [heads, length, context] added to scores.
 
     The latter in float32 whatever the model's type: a bias of eight bits would move whole positions.
     """

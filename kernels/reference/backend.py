@@ -173,7 +173,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """x [N, heads, head_dim], its first numbers turned by angles [N, 1, rotary]."""
+    """Return x [N, heads, head_dim] with its first numbers turned by angles [N, 1, rotary]."""
     rotary = angles.shape[-1]
     cos, sin = angles.chunk(2, dim=-1)
     a, b = x[..., :rotary].float().chunk(2, dim=-1)

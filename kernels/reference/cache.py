@@ -21,7 +21,7 @@ class ReferenceCache(Cache):
     layout = "plain"
 
     def __init__(self, shape: CacheShape, device: torch.device, host: Tensor | None = None) -> None:
-        """host: as Ops.new_cache."""
+        """Take the memory. host: as Ops.new_cache."""
         self.shape = shape
         block = (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)
         # empty + zero_ touches every page: memory that is missing is missed now, not in the middle of a request.
@@ -34,7 +34,7 @@ class ReferenceCache(Cache):
         self.rows_per_block = self.tiles_per_block * shape.block_size
 
     def layer_tiles(self, layer: int, value: bool) -> Tensor:
-        """The tiles from a layer's K (or V) of block 0 on: an index made for layer 0's K then finds this layer's."""
+        """Return the tiles from a layer's K (or V) of block 0 on: an index for layer 0's K then finds this layer's."""
         return self.tiles[(2 * layer + value) * self.shape.kv_heads :]
 
     def layer_rows(self, layer: int, value: bool) -> Tensor:

@@ -17,7 +17,7 @@ _TILE = 1 << 14  # counters at a time: the working set stays in the second-level
 
 
 def philox4x32(counter: UInt32, key: UInt32, rounds: int = 10) -> UInt32:
-    """counter [4, n], key [2, n or 1] -> [4, n], the words as the paper numbers them."""
+    """Return counter [4, n], key [2, n or 1] -> [4, n], the words as the paper numbers them."""
     c0, c1, c2, c3 = counter.astype(np.uint32)
     k0, k1 = key.astype(np.uint32)
     w0, w1 = np.uint32(_W0), np.uint32(_W1)

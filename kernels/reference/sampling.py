@@ -24,7 +24,7 @@ _SORTED_PREFIX = 128  # candidates that top-p sorts before it falls back to the 
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """logits [R, V] float32 -> tokens, status, log-probabilities."""
+    """Sample logits [R, V] float32 -> tokens, status, log-probabilities."""
     status = _finite_status(logits)
     if rows.is_plain_greedy:
         return Sampled(logits.argmax(-1), status, None)
@@ -43,7 +43,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
 
 
 def _finite_status(logits: Tensor) -> Tensor:
-    """A sum is finite only if every term is; a finite row whose sum overflows is looked at again."""
+    """Return the status of each row: a sum is finite only if every term is; an overflowing sum is looked at again."""
     status = torch.zeros(logits.shape[0], dtype=torch.int64)
     suspects = torch.nonzero(~torch.isfinite(logits.sum(-1)))[:, 0]
     if suspects.numel():
@@ -95,7 +95,7 @@ def _penalise(scores: Tensor, rows: SamplingRows) -> None:
 
 
 def _draw(scores: Tensor, rows: SamplingRows, which: Int64) -> Tensor:
-    """scores [r, V] of the rows `which`, overwritten -> tokens [r]."""
+    """Draw from scores [r, V] of the rows `which`, overwritten -> tokens [r]."""
     scores /= torch.from_numpy(rows.temperature[which])[:, None]
     scores = _top_k(scores, rows.top_k[which])
     top_p = rows.top_p[which]
@@ -128,7 +128,7 @@ def _top_k(scores: Tensor, top_k: np.ndarray[tuple[int], np.dtype[np.int32]]) ->
 
 
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches top_p, at least one, ties included."""
+    """Keep the smallest set of most likely tokens with a mass that reaches top_p, at least one, ties included."""
     total = scores.logsumexp(-1, keepdim=True)
     best = scores.topk(min(_SORTED_PREFIX, scores.shape[1]), dim=-1).values
     floor = _nucleus_floor(best, total, top_p)
@@ -140,7 +140,7 @@ def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _nucleus_floor(best: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
-    """best [r, n] sorted scores, total [r, 1] -> [r, 1]: the smallest score kept.
+    """Return from best [r, n] sorted scores, total [r, 1] -> [r, 1]: the smallest score kept.
 
     A token is kept while the mass before it is below top_p; the first always is.
     """

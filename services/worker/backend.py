@@ -53,13 +53,13 @@ def choose(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) 
 
 
 def set_threads(settings: WorkerSettings, ranks_here: int) -> None:
-    """Of the CPU: as set, else torch's choice, shared with the other ranks of the replica on this host."""
+    """Set the CPU threads of torch: as set, else its choice, shared with the replica's other ranks on this host."""
     if settings.threads or ranks_here > 1:
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // ranks_here))
 
 
 def device_of(ops: AnyOps) -> Device | None:
-    """Return the device whose memory the KV pool has to be fitted into; None where that is the host's."""
+    """Return the device whose memory the KV pool has to be fitted into; None for the host's memory."""
     gpu: Device | None = getattr(ops, "gpu", None)
     if gpu is None and ops.device.type == "cuda":  # the reference kernels on a GPU
         from kernels.cuda.gpu import CudaDevice
@@ -69,7 +69,7 @@ def device_of(ops: AnyOps) -> Device | None:
 
 
 def cpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
-    """`auto` is the checkpoint's type, float16 widened to float32. Raise ConfigurationError for float16 by name."""
+    """Return the type: `auto` is the checkpoint's, float16 as float32. Raise ConfigurationError for float16 by name."""
     if wanted == "float16":
         raise ConfigurationError("--dtype float16 needs a GPU; the CPU engine computes in float32 or bfloat16")
     dtype = gpu_dtype(wanted, config)
@@ -77,12 +77,12 @@ def cpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
 
 
 def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
-    """`auto` is the checkpoint's type."""
+    """Return the type; `auto` is the checkpoint's."""
     return config.checkpoint_dtype if wanted == "auto" else DTYPES[wanted]
 
 
 def _on_gpu(settings: WorkerSettings) -> bool:
-    """Whether to compute on a GPU. Raise ConfigurationError where one is asked for by name and cannot be used."""
+    """Return whether to compute on a GPU. Raise ConfigurationError when one is demanded and cannot be used."""
     option = _needs_cpu_kernels(settings)
     if settings.device == "cuda" or settings.kernels == "cuda":
         asked = "DEVICE=cuda" if settings.device == "cuda" else "--kernels cuda"
@@ -171,7 +171,7 @@ def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
 
 
 def _library(settings: WorkerSettings) -> Library | None:
-    """None, with a warning, where the cpu kernels cannot be had and no setting demands them."""
+    """Return the cpu kernels, or None with a warning when they cannot be loaded and no setting demands them."""
     try:
         if settings.block_size % BLOCK_TOKENS:
             raise BuildError(f"--block-size {settings.block_size} is no multiple of {BLOCK_TOKENS}")

@@ -154,17 +154,17 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be submitted before the one before it is finished: up to `max_in_flight`."""
+        """Return whether a step may be submitted before the previous one is finished: up to `max_in_flight`."""
         return self.parallel.pp > 1 or (self._ops.overlaps and self.parallel.size == 1)
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be submitted and not finished."""
+        """Return how many steps may be submitted and not finished."""
         return STEPS_IN_FLIGHT * self.parallel.pp
 
     @property
     def matrices(self) -> str:
-        """The matrix kernels in use: "own" or "torch"."""
+        """Return the matrix kernels in use: "own" or "torch"."""
         return self._ops.path if isinstance(self._ops, CpuOps) else "torch"
 
     def info(self) -> worker_pb2.WorkerInfo:
@@ -241,7 +241,7 @@ class Engine:
             self._run_alone(step)
 
     def _run_largest(self) -> None:
-        """The largest prefill and the largest decode; what they took is what `speed` says."""
+        """Run the largest prefill and the largest decode; `speed` then has their times."""
         step, tokens = self._warm_steps.prefill()
         prefill_s = self._run_alone(step)
         self.speed = Speed(prefill_s, self._run_alone(self._warm_steps.decode(self._cache.shape.blocks)), tokens)
@@ -267,7 +267,7 @@ class Engine:
         Raise ConfigurationError where the backend cannot tell.
         """
         if not isinstance(self._compiled, Compiled):
-            remedy = "--deterministic keeps to our own" if self._ops.name == "cpu" else "use --kernels cpu"
+            remedy = "--deterministic uses only those of Orcinus" if self._ops.name == "cpu" else "use --kernels cpu"
             raise ConfigurationError(f"{self.matrices}'s matrix kernels cannot be profiled; {remedy}")
         with torch.inference_mode():
             chunks = self._slots.apply(step, self._transfers)

@@ -1,6 +1,6 @@
 """The grammars of the sequences in the slots: which ids each next token may have.
 
-A matcher is made when its sequence enters, in a thread of its own, by replaying the outputs that came with it: a
+A matcher is made when its sequence enters, in a separate thread, by replaying the outputs that came with it: a
 preemption or a failover needs nothing else. Just before a row is sampled its matcher is fed the tokens since; where the
 last of them is still the device's secret, that inflight is waited for while the forward pass runs.
 """
@@ -63,11 +63,11 @@ class SlotGrammars:
             log.info("%s", error)
 
     def clear(self) -> None:
-        """No slot is taken."""
+        """Free every slot."""
         self._bound.clear()
 
     def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
-        """Sequences that take slots: those with a grammar begin to compile it."""
+        """Begin to compile the grammars of sequences that take slots."""
         for enter in enters:
             self._bound.pop(enter.slot, None)
             if grammar := enter.sampling.grammar:
@@ -78,9 +78,9 @@ class SlotGrammars:
     def masks(
         self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable
     ) -> tuple[dict[int, bytes], dict[int, str]]:
-        """By slot the ids that its next token may have, as SamplingTable.set_masks takes them; or what is wrong.
+        """Return by slot the ids that its next token may have, for SamplingTable.set_masks; or the error of the slot.
 
-        previous: the step before this one, which may still be out. A slot whose draw failed there has neither: it
+        previous: the step before this one, which may still be out. A slot with a failed draw there has neither: it
         fails with that inflight. Wait for that inflight and for grammars that entered just now.
         """
         found: dict[int, bytes] = {}

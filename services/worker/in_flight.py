@@ -23,7 +23,7 @@ WHY = {
     STATUS_NOTHING_ALLOWED: ("nothing_allowed", "bans and mask leave no token to choose"),
 }
 GRAMMAR = "grammar"
-"""The code of a sequence whose grammar cannot be followed; the message says why."""
+"""The code of a sequence with a grammar that cannot be followed; the message says why."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Marks:
     ended: Any = None
 
     def timings(self, ops: AnyOps, queued_ns: int, swap_ns: int) -> worker_pb2.Timings:
-        """With those of the device, which has passed the end when this returns."""
+        """Return the timings with those of the device, which has passed the end when this returns."""
         return worker_pb2.Timings(
             queued_ns=queued_ns,
             idle_ns=0 if self.before is None else max(0, ops.elapsed_ns(self.before, self.start)),
@@ -85,7 +85,7 @@ class InFlightStep:
         return found
 
     def generation(self, slot: int) -> int | None:
-        """Of one of the chunks' slots; None for a slot that has no chunk here."""
+        """Return the generation of one of the chunks' slots; None for a slot that has no chunk here."""
         at = np.flatnonzero(self.chunks.slots == slot)
         return int(self.generations[at[0]]) if at.size else None
 
@@ -116,7 +116,7 @@ class InFlightSteps:
         ]
 
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
-        """Write the sampled tokens to the slots and return them; a sequence whose draw failed is marked as failed."""
+        """Write the sampled tokens to the slots and return them; a failed draw fails the sequence."""
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
         if inflight.learned:
             return tokens
@@ -147,7 +147,7 @@ class InFlightSteps:
         return slots[fine], tokens[fine], [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
 
     def fail(self, inflight: InFlightStep, slot: int, code: str, message: str) -> None:
-        """The sequence that the slot held in this step gives no token, here and in the steps behind."""
+        """Mark the sequence that the slot held in this step as failed: no token, here and in the later steps."""
         if slot in inflight.failed:
             return
         inflight.failed[slot] = (code, message)
@@ -159,7 +159,7 @@ class InFlightSteps:
                 later.failed.setdefault(slot, (code, message))
 
     def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
-        """The tokens into the slots that still hold the sequences of this inflight."""
+        """Write the tokens to the slots that still hold the sequences of this step."""
         table, slots, positions = self._slots, inflight.sampling, inflight.positions
         if table.departures == inflight.departures:
             table.record(slots, positions, tokens)
@@ -172,10 +172,10 @@ def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:
     """Return one per row, empty where `wanted` [R] is 0; none at all when all are 0. Loops over the wanted rows."""
     if sampled.logprobs is None or not wanted.any():
         return []
-    records, own = [b""] * len(wanted), sampled.logprobs.cpu().numpy()
+    records, sampled_logprobs = [b""] * len(wanted), sampled.logprobs.cpu().numpy()
     likely, none = sampled.likely, np.zeros((len(wanted), 0))
     ids, best = (none, none) if likely is None else (likely.ids.cpu().numpy(), likely.logprobs.cpu().numpy())
     for row in np.flatnonzero(wanted).tolist():
         most = int(wanted[row]) - 1
-        records[row] = pack_record(own[row], ids[row, :most], best[row, :most])
+        records[row] = pack_record(sampled_logprobs[row], ids[row, :most], best[row, :most])
     return records

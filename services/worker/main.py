@@ -32,7 +32,7 @@ log = logging.getLogger("orcinus.worker")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_S = 1.0  # to write the last line of the log: a full pipe must not keep the process alive
 PROGRESS_S = 2.0  # a line of loading progress at most this often
-LEADER_S = 1.0  # a rank that loads and is told to end lets rank 0 be gone first: it would miss this one
+LEADER_S = 1.0  # a rank that gets SIGTERM while it loads lets rank 0 go first: it would miss this one
 
 
 def run(settings: WorkerSettings) -> int:

@@ -59,7 +59,7 @@ class RunState:
         self.results.put(None)
 
     def tell_draining(self) -> None:
-        """Between the results of steps, which go on."""
+        """Send it between the results of steps, which go on."""
         self.results.put(worker_pb2.Result(epoch=self.epoch, draining=True))
 
     def more(self) -> bool:
@@ -67,7 +67,7 @@ class RunState:
         return self.received > self.answered + 1
 
     def fail(self, step: int, error: Exception) -> None:
-        """Once; what comes after is of no interest."""
+        """Record the first failure; ignore later ones."""
         if not self.broken:
             level = logging.WARNING if isinstance(error, ProtocolError) else logging.ERROR
             log.log(level, "step %d of epoch %d failed: %s", step, self.epoch, error, exc_info=level > 30)
@@ -117,8 +117,11 @@ class Pipeline:
     def start(
         self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None, together: bool = False
     ) -> None:
-        """`observe` is called with each result and its step's chunks. `ranks`: the others of this replica, where this
-        one leads; `together` is true on every rank of several."""
+        """Start the threads.
+
+        observe: is called with each result and its step's chunks. ranks: the other ranks, if this one leads; together:
+        true on every rank of several.
+        """
         self._observe = observe
         self._ranks, self._together = ranks, together
         self._places.release(engine.max_in_flight)
@@ -137,7 +140,7 @@ class Pipeline:
         self._work.put(item)
 
     def over(self, run: RunState) -> None:
-        """Of this Run nothing is put any more. Blocks like `put`."""
+        """Announce that nothing of this Run follows. Block like `put`."""
         self._work.put(Item(run, None, 0, over=True))
 
     def stop(self) -> None:
@@ -149,7 +152,7 @@ class Pipeline:
         self._watchdog.stop()
 
     def _submit_all(self, engine: Engine) -> None:
-        """The thread that gives steps to the device."""
+        """Give steps to the device: a thread."""
         while (item := self._work.get()) is not None:
             if item.over:
                 if item.run is self._run:  # else the next Run's hello came before this one
@@ -169,7 +172,7 @@ class Pipeline:
         self._given.put(None)
 
     def _finish_all(self, engine: Engine) -> None:
-        """The thread that waits for the device."""
+        """Wait for the device: a thread."""
         while (given := self._given.get()) is not None:
             self._answer(engine, given)
             self._places.release()
@@ -190,7 +193,7 @@ class Pipeline:
             self._watchdog.end(watched)
 
     def _end_run(self, engine: Engine, run: RunState) -> None:
-        """On every rank: what other workers have in memory would stay taken for as long as no scheduler comes."""
+        """Release what other workers have in memory, on every rank: no scheduler may come for long."""
         watched = self._watchdog.begin(f"the end of epoch {run.epoch}", limit_s(0.0, engine.settings.step_timeout_s))
         try:
             if self._ranks is not None:
@@ -203,8 +206,10 @@ class Pipeline:
             self._watchdog.end(watched)
 
     def _prove(self, engine: Engine, run: RunState) -> None:
-        """An engine that fails at every step would have one request after the other given up: the worker leaves. The
-        Run just ends, so that no request is blamed for that."""
+        """End the worker if its engine fails at every step, else it would fail one request after the other.
+
+        The Run just ends, so that no request is blamed for that.
+        """
         for _ in range(engine.max_in_flight):  # those of the Run before are finished first
             self._places.acquire()
         try:
@@ -218,7 +223,7 @@ class Pipeline:
             self._places.release(engine.max_in_flight)
 
     def _submit(self, engine: Engine, item: Item) -> _Given:
-        """After a failure the slots are not to be trusted until a hello."""
+        """Submit a step; after a failure the slots are not to be trusted until a hello."""
         run, step = item.run, item.step
         if run.ended.is_set() or step is None:
             return _Given(run)
@@ -246,7 +251,7 @@ class Pipeline:
         return _Given(run, step.epoch, step.id, inflight, None, watched)
 
     def _answer(self, engine: Engine, given: _Given) -> None:
-        """A result for every step, whatever happens."""
+        """Send a result for every step, whatever happens."""
         run, error = given.run, given.error
         try:
             if given.inflight is not None:

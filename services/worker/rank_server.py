@@ -2,7 +2,7 @@
 
 Nothing is dropped here: what the leader forwarded it executes, and so must every rank, or the others would wait for it
 in a collective. A stream that ends before the leader has said so ends this process at once, also while its threads are
-inside a collective. The leader says it in a message: a half-close cannot be told from a call that broke off, as grpcio
+inside a collective. The leader says it in a message: a half-close looks like a call that broke off, as grpcio
 may end the iterator of requests in the same way for both.
 """
 
@@ -39,7 +39,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         credentials: grpc.ServerCredentials | None = None,
         on_lost: Callable[[str], None] = end_process,
     ) -> None:
-        """`on_lost` gets the line for the log when the leader is lost."""
+        """Open the port. on_lost: gets the line for the log when the leader is lost."""
         self._engine: Engine | None = None
         self._loaded = threading.Event()
         self._begun = threading.Event()

@@ -1,4 +1,4 @@
-"""The worker's record and heartbeat in Redis (docs/redis.md#who-is-there), kept by one thread with a client of its own.
+"""The worker's record and heartbeat in Redis (docs/redis.md#who-is-there), kept by one thread with a separate client.
 
 The record is written once a second and outlives the worker by 5 s at most; the model's sorted set of workers, by which
 schedulers find it, is written with it. The record's field `shard` belongs to the scheduler that took the
@@ -38,7 +38,10 @@ class Registration:
         last_step_id: Callable[[], int],
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_drain` is called, again and again, once `orcinus drain` has named this start of the worker."""
+        """Prepare the record.
+
+        on_drain: is called at every heartbeat once `orcinus drain` has named this worker's start.
+        """
         self._id = settings.worker_id
         self._workers = settings.keys.workers
         self._key = settings.keys.worker(settings.worker_id)
@@ -95,7 +98,7 @@ class Registration:
     def refresh(self) -> None:
         """Write the record, the heartbeat and the place among the workers once, and look whether an operator wants
         the worker to drain. Raise redis.RedisError."""
-        # Redis's clock: a machine whose own is wrong would remove the others, or be removed.
+        # Redis's clock: a machine with a wrong clock would remove the others, or be removed.
         seconds, micros = self._redis.time()
         now_ms = seconds * 1000 + micros // 1000
         with self._redis.pipeline(transaction=False) as pipe:

@@ -85,12 +85,12 @@ class SamplingTable:
         return _wrong_number(message)
 
     def set_masks(self, masks: dict[int, bytes]) -> None:
-        """By slot the ids that its next token may have: bit i of little-endian word w allows id 32 w + i."""
+        """Set by slot the ids that its next token may have: bit i of little-endian word w allows id 32 w + i."""
         for slot, mask in masks.items():
             self._masks[slot] = np.frombuffer(mask, "<u4")
 
     def rows(self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> SamplingRows:
-        """The rows of one iteration. known, prompt [R]; tokens [max_seqs, ...] of all slots. Uses up their masks."""
+        """Return the rows of one iteration and forget their masks. known, prompt [R]; tokens [max_seqs, ...]."""
         masked = [(row, self._masks.pop(int(slots[row]))) for row in self._with_masks(slots)]
         penalised = self.penalised[slots].nonzero()[0]
         bias, banned = self._sparse(slots, known - prompt)

@@ -62,12 +62,14 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     @property
     def last_step_id(self) -> int:
-        """The latest step that was answered."""
+        """Return the latest step that was answered."""
         return self._pipeline.last_step_id
 
     def serve(self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None) -> None:
-        """The engine is loaded and warm: answer. `observe` gets each result and its step's chunks; `ranks`: the others
-        of this replica, which are connected."""
+        """Answer with this engine, which is loaded and warm.
+
+        observe: gets each result and its step's chunks. ranks: the other ranks of this replica, connected.
+        """
         self._engine = engine
         self._pipeline.start(engine, observe, ranks, together=ranks is not None)
         for service in ("", SERVICE):
@@ -161,7 +163,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         return run
 
     def _read(self, run: RunState, steps: Iterator[worker_pb2.Step]) -> None:
-        """Wire to queue; blocks when the queue is full, which in turn holds the sender back."""
+        """Move steps from the wire to the queue; a full queue blocks, which holds the sender back."""
         try:
             for step in steps:
                 if run.ended.is_set():

@@ -1,8 +1,8 @@
 """The worker's mirror of the running sequences: a Step of worker.proto applied to numpy tables, in the proto's order.
 
-Last tokens stay here: a sampled token is written behind the sequence's known ones, so the next step need not carry it.
-Until the device has told which it is, ~slot stands in its place (kernels.ops.Batch.tokens). Whatever breaks the
-contract raises ProtocolError; what is wrong with one sequence alone marks that slot as failed.
+A sampled token is written behind the sequence's known tokens, so the next step need not carry it. Until the device has
+it, ~slot stands in its place (kernels.ops.Batch.tokens). A step that breaks the contract raises ProtocolError; an error
+of one sequence marks its slot as failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chunks:
 
 
 class SlotTable:
-    """State of the slots. Sequences are known by their slot alone."""
+    """State of the slots: one row per slot; a sequence has no other name here."""
 
     def __init__(
         self, max_seqs: int, max_model_len: int, block_size: int, blocks: int, host_blocks: int, vocab: int
@@ -54,12 +54,12 @@ class SlotTable:
         self.table_blocks = np.zeros(max_seqs, np.int32)
         self.active = np.zeros(max_seqs, np.bool_)
         self.generation = np.zeros(max_seqs, np.int64)  # another number for each sequence that a slot has held
-        self.departures = 0  # how often slots were freed: while it stays, so do all generations
+        self.departures = 0  # how often slots were freed: unchanged means that all generations are
         self.sampling = SamplingTable(max_seqs, vocab)
         self.failed: dict[int, tuple[str, str]] = {}  # slot -> code, message
 
     def clear(self) -> None:
-        """As at start: no sequence holds a slot."""
+        """Free every slot."""
         self.active[:] = False
         self.generation += 1
         self.departures += 1
@@ -97,15 +97,15 @@ class SlotTable:
         )
 
     def slots_of(self, column: bytes) -> Int32:
-        """A column of slots. Raise ProtocolError."""
+        """Read a column of slots. Raise ProtocolError."""
         return self._column(column, "chunk_slots", self.max_seqs)
 
     def computed_through(self, chunks: Chunks) -> None:
-        """For every later step, the KV of the chunks' tokens is in its blocks."""
+        """Record that the KV of the chunks' tokens is in its blocks for every later step."""
         self.computed[chunks.slots] = chunks.starts + chunks.lengths
 
     def expect(self, slots: Int32, positions: Int32) -> None:
-        """Count each slot's next token, the one at its position, as known although only the device knows it."""
+        """Count the token at each slot's position as known although only the device has it."""
         self.tokens[slots, positions] = ~slots
         self.known[slots] = positions + 1
 
@@ -114,11 +114,11 @@ class SlotTable:
         self.tokens[slots, positions] = tokens
 
     def fail(self, slot: int, code: str, message: str) -> None:
-        """The sequence is not computed any more; its chunks answer with this error until the slot is freed."""
+        """Stop computing the sequence; its chunks answer with this error until the slot is freed."""
         self.failed[slot] = (code, message)
 
     def errors(self, step: worker_pb2.Step) -> list[worker_pb2.SequenceError]:
-        """Those of failed sequences that have a chunk in this step all the same (or entered in it with bad input)."""
+        """Return the errors of failed sequences that have a chunk in this step."""
         if not self.failed:
             return []
         return [
@@ -128,7 +128,7 @@ class SlotTable:
         ]
 
     def _column(self, data: bytes, name: str, limit: int) -> Int32:
-        """A column of indices in 0..limit-1."""
+        """Read a column of indices in 0..limit-1. Raise ProtocolError."""
         try:
             column = unpack(data)
         except ValueError as error:
@@ -219,7 +219,7 @@ class SlotTable:
             self.fail(slot, "invalid_token", f"token {worst} is outside the vocabulary of {self.vocab}")
 
     def _append(self, step: worker_pb2.Step) -> None:
-        """Block behind the slots' tables; the k-th appearance of a slot goes to its k-th next place."""
+        """Append blocks to the slots' tables; the k-th appearance of a slot goes to its k-th next place."""
         slots = self._column(step.append_slots, "append_slots", self.max_seqs)
         blocks = self._column(step.append_blocks, "append_blocks", self.total_blocks)
         self._pair(slots, blocks, "append_slots, append_blocks")

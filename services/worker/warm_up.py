@@ -24,11 +24,11 @@ class Speed:
 
     @property
     def largest_ms(self) -> int:
-        """WorkerInfo.largest_step_ms."""
+        """Return WorkerInfo.largest_step_ms."""
         return max(1, round(self.prefill_s * 1000)) if self.tokens else 0
 
     def predicted_s(self, tokens: int) -> float:
-        """Of a step of so many tokens, by the warm-up's measure; 0 before it.
+        """Return the seconds of a step of so many tokens, by the warm-up's measure; 0 before it.
 
         Few tokens with long contexts cost more than their share of the largest step: at least the step in which
         every slot decodes.
@@ -47,21 +47,21 @@ class WarmUp:
 
     @property
     def chunk(self) -> int:
-        """Tokens of the longest chunk."""
+        """Return the tokens of the longest chunk."""
         return min(self.longest, self.step_tokens)
 
     @property
     def blocks(self) -> int:
-        """Blocks that all of it needs."""
+        """Return the blocks that all of it needs."""
         return -(-self.chunk // self.block_size)
 
     @property
     def rows(self) -> int:
-        """Sequences that can decode in one step."""
+        """Return how many sequences can decode in one step."""
         return min(self.seqs, self.step_tokens)
 
     def prefill(self) -> tuple[worker_pb2.Step, int]:
-        """As many tokens as one step can have, in the longest chunks; and how many those are."""
+        """Return a step with as many tokens as one can have, in the longest chunks; and how many those are."""
         lengths = [self.chunk] * min(self.seqs, self.step_tokens // self.chunk)
         if len(lengths) < self.seqs and self.step_tokens % self.chunk:
             lengths.append(self.step_tokens % self.chunk)
@@ -73,7 +73,7 @@ class WarmUp:
         return self._step([context] * self.rows, context - 1)
 
     def sizes(self, sizes: Sequence[int]) -> Iterator[worker_pb2.Step]:
-        """Step with exactly so many rows: of prompts, and of decodes."""
+        """Yield steps with exactly so many rows: of prompts, and of decodes."""
         for size in sizes:
             whole, rest = divmod(size, self.chunk)
             lengths = [self.chunk] * whole + [rest] * (rest > 0)
@@ -83,7 +83,7 @@ class WarmUp:
                 yield self._step([2] * size, 1)
 
     def swap(self, blocks: int) -> worker_pb2.Step:
-        """So many blocks out and in again."""
+        """Return a step that swaps so many blocks out and in again."""
         copied = pack(np.arange(blocks))
         return worker_pb2.Step(swap_out_gpu=copied, swap_out_host=copied, swap_in_host=copied, swap_in_gpu=copied)
 

@@ -47,7 +47,7 @@ class StepWatchdog:
     """Watches steps from `begin` to `end`, the oldest of those that are not ended at a time."""
 
     def __init__(self, on_stuck: Callable[[str], None] | None = None) -> None:
-        """`on_stuck` gets the line for the log; without one the process ends with status 1."""
+        """Start the thread. on_stuck: gets the line for the log; without one the process ends with status 1."""
         self._on_stuck = on_stuck or end_process
         self._lock = threading.Lock()
         self._steps: deque[Watched] = deque()
@@ -58,13 +58,13 @@ class StepWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Only when no step runs any more."""
+        """Stop; call it only when no step runs any more."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def begin(self, name: str, limit_s: float) -> Watched:
-        """A step that may take `limit_s` seconds; it goes to `end`."""
+        """Watch a step that may take `limit_s` seconds; return what `end` takes."""
         step = Watched(name, limit_s)
         with self._lock:
             self._steps.append(step)
@@ -99,7 +99,7 @@ class StepWatchdog:
 
 def end_process(line: str) -> None:
     """Say where every thread is and why, then ends the process at once with status 1. The first of several threads
-    that find a reason says its own."""
+    that find a reason says that reason."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
 

@@ -1,7 +1,7 @@
 // Causal paged attention of decode rows and prefill chunks alike: the work on pieces of the plan.
 //
-// Keys are cut at fixed positions: into segments of 64, whose scores come first and are then weighed, and into splits
-// of 512, each with a softmax state of its own. Both begin at position 0 of the sequence, and the states of a row are
+// Keys are cut at fixed positions: into segments of 64, which are scored and then weighed, and into splits
+// of 512, each with a separate softmax state. Both begin at position 0 of the sequence, and the states of a row are
 // merged in order. So each row goes through the same operations in the same order whatever rows, blocks or threads it
 // shares the iteration with. Keys a row does not see are left out, not multiplied by 0: their memory may hold NaN.
 #include "attention_kernel.h"

@@ -8,7 +8,7 @@
 #include "kv.h"
 #include "vec_exp.h"
 
-static const int SEGMENT = 64;  // keys whose scores are computed before they are weighed
+static const int SEGMENT = 64;  // keys that are scored together, then weighed
 static const int SEGMENT_TILES = SEGMENT / TILE;
 static const int MOST_ROWS = 6;
 static const int MOST_VECTORS = LANES == 16 ? 4 : 2;  // with MOST_ROWS they fill the register file

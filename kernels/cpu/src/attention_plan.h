@@ -13,7 +13,7 @@ static const int SPLIT = 512;     // keys of one state of the softmax; the state
 struct Piece {
   int32_t sequence, first, count;
   int32_t split, splits;  // the numbers of its keys' splits: from, how many
-  int32_t slot;           // >= 0: one split alone; who ends last among those of a slot and KV head merges
+  int32_t slot;           // >= 0: one split alone; the last one to end of a slot and KV head merges
   int32_t index;          // of this split in the slot
   int64_t states;         // where the states of the slot begin in shared memory, in floats
 };

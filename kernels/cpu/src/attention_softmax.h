@@ -52,7 +52,7 @@ struct State {
   }
 };
 
-// What `exp` is taken relative to; a row whose scores are all -inf or NaN must not become NaN by -inf - -inf.
+// What `exp` is taken relative to; a row with scores that are all -inf or NaN must not become NaN by -inf - -inf.
 static inline float reference(float most) { return most == NOTHING ? 0.0f : most; }
 static inline float power(float x) { return vec_exp2(splat(x))[0]; }
 

@@ -78,8 +78,8 @@ void copy_row(const void* from, int32_t dtype, int64_t count, int64_t padded, fl
   for (int64_t i = count; i < padded; i++) to[i] = 0;
 }
 
-// Sums of some rows of a panel to `count` outputs each, `stride` apart. Its own function, so that scale and bias are
-// applied by the same instructions whoever calls.
+// Sums of some rows of a panel to `count` outputs each, `stride` apart. A separate function, so that scale and bias are
+// applied by the same instructions for every caller.
 template <class Out>
 __attribute__((noinline)) void finish(const float* sums, int64_t rows, const float* scales, const float* bias, Out* out,
                                       int64_t stride, int64_t count) {
@@ -189,7 +189,7 @@ class Linear {
     }
   }
 
-  // Steps first .. last of one tile and `together` panels, whose sums have place p.
+  // Steps first .. last of one tile and `together` panels; their sums have place p.
   void call(int64_t tile, int64_t panel, int64_t p, int64_t together, int64_t first, int64_t last, const char* ahead,
             int64_t ahead_step) {
     const int64_t row = first_row(tile);

@@ -5,7 +5,7 @@
 // when it loads the library. Meaning, shapes and formulas of the operations: kernels/ops.py.
 //
 // Results do not depend on how work is divided among threads, nor on what else is in the batch: each output number is
-// computed by one thread in an order that is fixed by its own row alone.
+// computed by one thread in an order that is fixed by its row alone.
 #pragma once
 #include <cstdint>
 
@@ -130,7 +130,7 @@ struct AttentionArgs {
   const float* slopes;  // [heads] ALiBi, or null
   const Pool* pool;
   int32_t heads, layer, dtype;
-  int32_t window;       // 0: all positions; else the latest `window` of them, the row's own included
+  int32_t window;       // 0: all positions; else the latest `window` of them, including the row's position
   float scale;
 };
 

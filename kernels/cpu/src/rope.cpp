@@ -10,7 +10,7 @@
 namespace {
 
 // Rows of a prompt that follow each other share a tile of K, and with it cache lines: one thread should have them all.
-// Few rows are decodes, each in a block of its own.
+// Few rows are decodes, each in a separate block.
 int64_t rows_per_piece(int64_t rows, int threads) { return rows >= TILE * 2 * threads ? TILE : 4; }
 
 // x / sqrt(mean(x^2) + eps) * weight over one head.

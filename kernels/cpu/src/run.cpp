@@ -137,7 +137,7 @@ char* Team::shared(int64_t bytes) {
   std::lock_guard<std::mutex> guard(shared_->mutex);
   Scratch& s = shared_->scratch;
   if (s.bytes < bytes) {
-    // Nobody uses the old memory any more: within a command all ask for the same size.
+    // The old memory is unused: within a command all ask for the same size.
     free(s.memory);
     s.bytes = (bytes + 4095) / 4096 * 4096;
     s.memory = static_cast<char*>(aligned_alloc(64, s.bytes));

@@ -1,6 +1,6 @@
 // The sampler: SamplingRows of kernels/ops.py, a row by one thread.
 //
-// Noise is made only where it can matter. A token whose score and random word cannot reach the best so far is dropped
+// Noise is made only where it can matter. A token with score and random word that cannot reach the best so far is dropped
 // by a bound that costs a few instructions; the logarithms of the exact noise are taken for the few that are left.
 #include "kernels.h"
 #include "philox.h"
@@ -10,7 +10,7 @@ namespace {
 
 enum Status : int64_t { FINE = 0, NOT_FINITE = 1, NOTHING_ALLOWED = 2 };
 
-// Product before sum, each rounded on its own, as the definition has it; compilers like to fuse them.
+// Product before sum, each rounded separately, as the definition has it; compilers like to fuse them.
 float minus_product(float x, float a, float b) {
   volatile float product = a * b;
   return x - product;
@@ -109,7 +109,7 @@ int64_t draw(const float* scores, int64_t vocab, float temperature, float most, 
   return token;
 }
 
-// A token of the scores, whose peak is known; bench.scores may be these.
+// A token of the scores with this peak; bench.scores may be these.
 int64_t draw_truncated(const SampleArgs& a, int64_t row, const float* scores, const Peak& peak, Bench& bench) {
   const float temperature = a.temperature[row], most = peak.most / temperature;
   if (!std::isfinite(most)) return peak.where;  // so cold that it overflows: the limit

@@ -64,7 +64,7 @@ struct Peak {
   bool finite = true;
 };
 
-// Reads memory once; numbers are told apart from NaN and infinity by their bits, at no cost beside the reading.
+// Reads memory once; NaN and infinity are found by their bits, at no cost beside the reading.
 static inline Peak find_peak(const float* row, int64_t n) {
   constexpr int64_t BLOCK = 4096;  // what is looked through again for the place
   Peak peak;
@@ -118,7 +118,7 @@ static inline double sum_exp(const float* row, int64_t n, float most) {
   return total.value();
 }
 
-// Writes the lanes of v whose bits are set to `to`, closed up; returns how many. Overwrites LANES numbers.
+// Writes the lanes of v with set bits to `to`, closed up; returns how many. Overwrites LANES numbers.
 static inline int64_t close_up(float* to, vf v, uint32_t which) {
 #if LANES == 16
   store(to, (vf)_mm512_maskz_compress_ps(which, (__m512)v));

@@ -1,7 +1,7 @@
 // The threads that run a program together, as one of them sees them.
 //
 // Work inside a command is taken piece by piece from a shared counter: on a machine that others use too, a thread that
-// lost its core is not waited for longer than one piece. Who takes what never changes a result (ops.h).
+// lost its core is not waited for longer than one piece. The order never changes a result (ops.h).
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,7 +16,7 @@ class Team {
   int thread() const { return thread_; }
   int threads() const { return threads_; }
 
-  // The next piece of the current command that nobody has; ends at `pieces`.
+  // The next piece of the current command that no thread has; ends at `pieces`.
   //   for (int64_t i; (i = team.next()) < pieces;) ...
   int64_t next() { return counter_->fetch_add(1, std::memory_order_relaxed); }
 
@@ -28,8 +28,8 @@ class Team {
   char* scratch(int64_t bytes);
 
   // Memory that all threads of the team see, aligned to 64, kept from call to call; every thread that asks within a
-  // command asks for the same `bytes`. The first SHARED_ZEROS bytes are 0 when a command begins: who changes them
-  // restores them before it ends. What lies behind is whatever was left there.
+  // command asks for the same `bytes`. The first SHARED_ZEROS bytes are 0 when a command begins; a command that changes
+  // them restores them. What lies behind is whatever was left there.
   static constexpr int64_t SHARED_ZEROS = 4096;
   char* shared(int64_t bytes);
 

@@ -55,7 +55,7 @@ static inline vf load(const bf16* p) {
 #endif
 }
 static inline void store(bf16* p, vf v) {
-#if LANES == 16  // the numbers of the general lines below; the machine's own conversion would lose denormals
+#if LANES == 16  // the numbers of the general lines below; the machine's conversion would lose denormals
   const vu u = (vu)v;
   const __m512i nearest = (__m512i)((u + 0x7fff + (u >> 16 & 1)) >> 16), quiet = (__m512i)(u >> 16 | 0x40);
   const __mmask16 broken = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);

@@ -23,7 +23,7 @@ static inline vf multiply_add(vf a, vf b, vf c) {
 // The larger and the smaller; `b` where one of them is NaN.
 static inline vf vec_max(vf a, vf b) {
 #if LANES == 16
-  return (vf)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);  // without the mask g++ 12 warns of its own header
+  return (vf)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);  // without the mask g++ 12 warns of its header
 #elif LANES == 8
   return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else

@@ -1,7 +1,7 @@
 // Decode attention: one row of a sequence. Its KV is read once for all query heads of a KV head.
 //
 // A block has one work item and up to 16 query heads of one KV head, which are the rows of mma.m16n8k16. Each warp
-// reads every WARPS-th slab of the item through a ring of its own in shared memory, K and V in turn, and waits for no
+// reads every WARPS-th slab of the item through a private ring in shared memory, K and V in turn, and waits for no
 // other warp until their results are brought together at the end.
 // Grid: x tiles of 16 query heads, which read the same slabs at about the same time, y KV heads, z items. Dynamic
 // shared memory: the query heads, then the rings (calls.py).

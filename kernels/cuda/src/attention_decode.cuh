@@ -23,7 +23,7 @@ struct Work {
   int64_t row;               // of q and out
   int kv_head, first_head;   // the first query head, counted from those of all KV heads
   int heads;                 // query heads, up to ROWS
-  int from, context;         // the positions that are seen, the row's own being the last
+  int from, context;         // the positions that are seen, the row's position being the last
   int first_slab, end_slab;  // none when the first is not below the end
 };
 
@@ -53,7 +53,7 @@ struct Ring {
   const T *keys, *values;   // this lane's first numbers of the KV head in block 0
   int next;                 // slab to be fetched
   int page;                 // its block, asked for long before it is needed
-  int64_t offset = 0;       // of the slab whose K was fetched last
+  int64_t offset = 0;       // of the slab of the last fetched K
   int slot = UNITS<D> - 1;  // the unit that is being read
 
   __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* shared, int warp, int lane)

@@ -2,7 +2,7 @@
 //
 // A block has a work item and a KV head. Its tile of Q stays in shared memory. K and V come KEYS tokens at a time,
 // as pieces K V K V ..., through a ring of buffers there: while one is worked on, the next ones are on their way. Each
-// warp brings a slab of every piece, and goes through all keys with its own rows of the tile.
+// warp brings a slab of every piece, and goes through all keys with its rows of the tile.
 // Grid: work items, KV heads. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers, then a RowTable.
 #include "attention_prefill.cuh"
 

@@ -105,7 +105,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
-// d += a b, a 16 x 16 by rows, b 16 x 8 by columns, d 16 x 8 float32; who holds what: PTX ISA, mma.m16n8k16.
+// d += a b, a 16 x 16 by rows, b 16 x 8 by columns, d 16 x 8 float32; which lane holds what: PTX ISA, mma.m16n8k16.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

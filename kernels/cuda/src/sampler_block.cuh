@@ -87,9 +87,9 @@ __device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, int digits, 
   // Each thread has some neighbouring digits, the first one the highest.
   const int each = (digits + blockDim.x - 1) / blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int end = digits - static_cast<int>(threadIdx.x) * each, first = end > each ? end - each : 0;
-  Sum own = 0;
-  for (int i = first; i < end; i++) own += sums[i];
-  Sum upwards = own;
+  Sum mine = 0;
+  for (int i = first; i < end; i++) mine += sums[i];
+  Sum upwards = mine;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const Sum other = __shfl_up_sync(FULL_WARP, upwards, distance);
@@ -99,7 +99,7 @@ __device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, int digits, 
   if (threadIdx.x == 0) found[0].digit = -1;
   __syncthreads();
   for (int i = 0; i < warp; i++) upwards += of_warp[i];
-  Sum above = upwards - own;
+  Sum above = upwards - mine;
   if (above < wanted && upwards >= wanted) {
     int digit = end - 1;
     while (above + sums[digit] < wanted) above += sums[digit--];

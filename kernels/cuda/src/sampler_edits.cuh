@@ -1,7 +1,7 @@
 // Bias, bans and penalties, made in the row itself.
 //
 // Ids repeat, and no two threads may add to one score: the order of float additions would show. Biases of one id lie
-// side by side and are added by one thread, in order. A history is counted in the scores' own place: they are put
+// side by side and are added by one thread, in order. A history is counted in the place of the scores: they are put
 // aside, each with the entry of the history that names it, and whole numbers take their place until all is counted.
 // That needs room for two numbers a token, where counters beside the row would take one for every id of the vocabulary
 // and row.
@@ -15,7 +15,7 @@ __device__ __forceinline__ bool has_edits(const SamplerRow& r) {
   return r.first_bias < r.end_bias || r.first_banned < r.end_banned || r.first_history < r.end_history;
 }
 
-// A token of the history. last_tokens is written at the very end, and only the slot's own row may name it here.
+// A token of the history. last_tokens is written at the very end, and only the row of the slot may name it here.
 __device__ __forceinline__ int known_token(const SamplerParams& p, int entry) {
   const int id = p.history_ids[entry];
   return id < 0 ? p.last_tokens[~id] : id;

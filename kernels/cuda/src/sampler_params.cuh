@@ -14,7 +14,7 @@ struct SamplerRow {
   float repetition;
   int32_t top_k;
   int32_t want_logprob;
-  int32_t slot;  // whose last token the drawn one becomes; below zero: nobody's
+  int32_t slot;  // the drawn token becomes its last one; below zero: of none
   int32_t mask;  // row of mask_words; below zero: every id is allowed
   int32_t first_bias;
   int32_t end_bias;

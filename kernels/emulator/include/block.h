@@ -152,7 +152,7 @@ int meet(const char* what, Where where, bool predicate) {
   } else {
     wait(State::at_barrier, what, where, 0);
   }
-  return barrier.found;  // nobody passes the next barrier before this thread comes there
+  return barrier.found;  // no thread passes the next barrier before this one comes there
 }
 
 // What the lanes of `mask` do together: each gives `in`; the last to come calls finish(in of all lanes, out of all

@@ -1,4 +1,4 @@
-// Fibers: stacks of their own that hand the processor to each other by a function call. One runs each CUDA thread.
+// Fibers: separate stacks that hand the processor to each other by a function call. One runs each CUDA thread.
 //
 // On x86-64 a switch is a dozen instructions; glibc's swapcontext, used elsewhere, makes two system calls each time.
 #pragma once

@@ -122,7 +122,7 @@ def plan_pool(
     gpu_bytes: int | None,
     parallel: ParallelState,
 ) -> tuple[CacheShape, Lengths]:
-    """The pool's blocks and those of its host tier, and the lengths that fit: what every rank of the replica can hold.
+    """Return the blocks of the pool and of its host tier, and the lengths that fit: what every rank can hold.
 
     block_bytes: of one block as the backend holds it; gpu_bytes: what a GPU has left for the pool, None where it lies
     in the host's memory, which the ranks of this host share.

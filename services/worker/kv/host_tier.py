@@ -1,4 +1,4 @@
-"""Where the host tier of a worker lies, in its own memory or in a folder that others read, and what they must know."""
+"""Place the host tier of a worker, in private memory or in a folder that other workers read, and describe it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class HostTier:
 
     def __init__(self, settings: WorkerSettings, parallel: ParallelState) -> None:
         """Raise ConfigurationError for a folder that cannot be used, or that not all ranks see."""
-        self._settings, self._parallel, self._folder, own = settings, parallel, None, ""
+        self._settings, self._parallel, self._folder, name = settings, parallel, None, ""
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
-            own = f"{self._folder.id}/{secrets.token_hex(16)}"
+            name = f"{self._folder.id}/{secrets.token_hex(16)}"
         # Also without a folder: a rank that did not take part would block the others.
         given = "any" if settings.host_blocks is None else "given"
-        said = parallel.texts(f"{settings.worker_role} {given} {own}")
+        said = parallel.texts(f"{settings.worker_role} {given} {name}")
         for rank, other in enumerate(said):
             if other.partition("/")[0] != said[0].partition("/")[0]:
                 raise ConfigurationError(
                     f"rank {rank} of the replica has another --worker-role, --host-blocks or --kv-share-dir than rank "
-                    "0: ranks whose host tiers are shared have to be on one host and to name one folder"
+                    "0: ranks that share host tiers have to be on one host and to name one folder"
                 )
         self.name = said[0].rpartition(" ")[2]
 
     def take(self, host_blocks: int, block_bytes: int) -> tuple[int, Tensor | None]:
-        """How many blocks the tier has, and their memory, which other workers can read; None where they shall not, or
+        """Return how many blocks the tier has, and their memory, which other workers can read; None if not shared, or
         for nothing. To be called once with more than 0, on every rank.
 
         Fewer than host_blocks where --host-blocks is not set and the folder has no room for them, as others may
@@ -80,11 +80,11 @@ class HostTier:
         return folder.make(f"{self.name.partition('/')[2]}-{self._parallel.rank}", size)
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
-        """Of a Run that begins. block_bytes: of a block on this rank."""
+        """Return the peers of a Run that begins. block_bytes: of a block on this rank."""
         return Peers(cache, block_bytes, self._folder, self._parallel)
 
     def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
-        """Fields of WorkerInfo. kv_format: the facts that decide which bytes a block has on each rank: layout,
+        """Return fields of WorkerInfo. kv_format: the facts that decide which bytes a block has on each rank: layout,
         kernels, ranks, settings and weights."""
         settings, parallel, shape = self._settings, self._parallel, cache.shape
         size = "x".join(map(str, (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)))

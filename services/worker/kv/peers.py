@@ -21,7 +21,7 @@ from shared.errors import ProtocolError
 log = logging.getLogger("orcinus.worker")
 
 OWN_TIER = -1
-"""In Step.swap_in_peers: a block of this worker's own host tier."""
+"""In Step.swap_in_peers: a block of this worker's host tier."""
 
 MAX_NUMBER = (1 << 31) - 1
 """The largest number: columns are int32."""
@@ -39,7 +39,7 @@ class Peers:
     """The peers of one Run, by number."""
 
     def __init__(self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState) -> None:
-        """block_bytes: of a block on this rank; folder: None where this worker shares nothing."""
+        """Create an empty table. block_bytes: of a block on this rank; folder: None if this worker shares nothing."""
         self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
 

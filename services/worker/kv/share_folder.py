@@ -2,8 +2,8 @@
 
 A file belongs to one process: made by it under a random name, mode 0600, locked while it lives. What a killed process
 left behind is not locked any more, and the next one that starts removes it. All room is taken at the start: a write
-into a file that the system has no room for would be SIGBUS. Only files of the own user are mapped, for the same reason:
-a process that shortens a file kills every process that reads it.
+into a file that the system has no room for would be SIGBUS. Only files of this process's user are mapped,
+for the same reason: a process that shortens a file kills every process that reads it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from shared.errors import ConfigurationError
 
 ID = "folder-id"
-"""The file with the folder's own name. Locked while files come and go."""
+"""The file with the folder's id. Locked while files come and go."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -84,7 +84,7 @@ class ShareFolder:
             raise ConfigurationError(f"--kv-share-dir {path}: its file {ID} holds no name of a folder; remove it")
 
     def free_bytes(self) -> int:
-        """Room that is left in the file system; sys.maxsize in one without limit, such as a tmpfs of size 0."""
+        """Return the bytes left in the file system; sys.maxsize in one without limit, such as a tmpfs of size 0."""
         found = os.fstatvfs(self._folder)
         return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
@@ -108,7 +108,7 @@ class ShareFolder:
         return torch.from_numpy(memory)
 
     def map(self, name: str, size: int) -> Tensor:
-        """[size] uint8 of another process's file, to be read alone; unmapped with its last holder. Raise PeerError."""
+        """Map [size] uint8 of another process's file, read only, until its last holder is gone. Raise PeerError."""
         if not _TIER.fullmatch(name):
             raise PeerError(f"{name!r} is no name of a host tier")
         if size < 1:

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face directory: one safetensors file or shards with an index; or makes them up.
+"""Read the weights of a Hugging Face directory, one safetensors file or shards with an index; or make them up.
 
 Tensors are read a few rows at a time, through no mapping, so that memory never holds more than what was packed and one
 piece. Nothing of the directory is executed; pickled checkpoints are refused.
@@ -61,26 +61,28 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
-        """Rows first .. first + rows of a checked tensor, in the type that it is stored in."""
+        """Return rows first .. first + rows of a checked tensor, in the type that it is stored in."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """16 characters over what the headers say and samples of each tensor's numbers: models that differ only between
-        the samples share it."""
+        """Return 16 characters over the headers and samples of each tensor's numbers.
+
+        Models that differ only between the samples share them.
+        """
 
     @abstractmethod
     def unread(self) -> list[str]:
-        """Names of the tensors that nobody read."""
+        """Return the names of the tensors that were not read."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The whole tensor in `dtype`. Raises ModelError."""
+        """Return the whole tensor in `dtype`. Raise ModelError."""
         self.check(name, shape)
         return as_piece(self.read(name, shape, 0, shape[0]), dtype)
 
     def pieces(
         self, name: str, shape: tuple[int, int], dtype: torch.dtype, rows: range, columns: range
     ) -> Iterator[Tensor]:
-        """These rows and columns of the tensor in `dtype`, a few rows at a time. Raises ModelError.
+        """Yield these rows and columns of the tensor in `dtype`, a few rows at a time. Raise ModelError.
 
         Rows that are not asked for are not read; columns are cut from whole rows.
         """
@@ -100,7 +102,7 @@ class _Place:
 
     @property
     def size(self) -> int:
-        """Bytes; 0 for an unknown type."""
+        """Return the bytes; 0 for an unknown type."""
         return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
 
 
@@ -108,7 +110,7 @@ class Checkpoint(Source):
     """The safetensors of a model directory."""
 
     def __init__(self, model: Path, progress: Progress | None = None) -> None:
-        """Reads the headers. Raises ModelError."""
+        """Read the headers. Raise ModelError."""
         self.model = model
         self._progress = progress
         self._where: dict[str, _Place] = {}
@@ -164,8 +166,10 @@ class Checkpoint(Source):
         return sorted(self._where.keys() - self._read)
 
     def fingerprint(self) -> str:
-        """16 hex digits over config.json, the files' sizes, every tensor's name, type and shape, and its numbers in
-        three places (`SAMPLE_BYTES`)."""
+        """Return 16 hex digits over config.json, the files' sizes, every tensor's name, type and shape, and samples.
+
+        The samples are the numbers of each tensor in three places (`SAMPLE_BYTES`).
+        """
         digest = hashlib.sha256((self.model / "config.json").read_bytes())
         for file, size in sorted(self._sizes.items()):
             digest.update(f"{file} {size}\n".encode())
@@ -187,10 +191,10 @@ class Dummy(Source):
         return True
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
-        """Every tensor is there."""
+        """Accept every tensor."""
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
-        """Matrices keep the size of what they multiply (variance 1 / inputs), norms are near 1, biases small."""
+        """Return random numbers: matrices of variance 1 / inputs, norms near 1, small biases."""
         found = _memory((rows, *shape[1:]), torch.float32)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
         if len(shape) > 1:
@@ -209,12 +213,12 @@ class Dummy(Source):
 def open_weights(
     model: Path, load_format: Literal["auto", "safetensors", "dummy"], progress: Progress | None = None
 ) -> Source:
-    """The weights as --load-format says; auto: what the directory has. Raises ModelError."""
+    """Return the weights as --load-format says; auto means what the directory has. Raise ModelError."""
     return Dummy(model) if load_format == "dummy" else Checkpoint(model, progress)
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor whose memory goes back to the system as soon as it is let go.
+    """Return an uninitialised tensor; its memory goes back to the system as soon as it is freed.
 
     Pieces from the heap, freed between matrices that stay, would leave holes: 15 % of a small model.
     """
@@ -225,7 +229,7 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def as_piece(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """It, contiguous and in `dtype`; a copy in memory of its own where it is not so already."""
+    """Return it contiguous and in `dtype`; a copy unless it is so already."""
     if found.dtype == dtype and found.is_contiguous():
         return found
     return _memory(found.shape, dtype).copy_(found)
@@ -254,7 +258,7 @@ def _shards(model: Path) -> list[str]:
 
 
 def _header(path: Path) -> tuple[int, dict[str, _Place]]:
-    """The file's size and its tensors. Raises ModelError for whatever the format does not allow."""
+    """Return the file's size and its tensors. Raise ModelError for whatever the format does not allow."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -275,7 +279,7 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
 
 
 def _sample(file: int, place: _Place, take: Callable[[bytes], object]) -> None:
-    """Gives `take` the bytes of a tensor's begin, middle and end."""
+    """Give `take` the bytes of a tensor's begin, middle and end."""
     last = max(0, place.size - SAMPLE_BYTES)
     for at in sorted({0, last // 2, last}):
         take(os.pread(file, min(SAMPLE_BYTES, place.size), place.start + at))
@@ -287,5 +291,5 @@ def _place(file: str, entry: Any, begin: int) -> _Place:
     if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
         raise ValueError("its header has a tensor of no size")
     if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError("its header has a tensor whose size is not that of its shape")
+        raise ValueError("its header has a tensor with a size that is not that of its shape")
     return _Place(file, dtype, shape, begin + start)

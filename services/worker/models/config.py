@@ -46,14 +46,14 @@ class DecoderConfig:
     biases: frozenset[str]  # of qkv_proj, o_proj, mlp, lm_head
     activation: str  # of kernels.ops.ACTIVATIONS
     scale: float  # of attention scores
-    windows: tuple[int, ...]  # positions that each layer sees, the row's own included; 0: all
+    windows: tuple[int, ...]  # positions that each layer sees, including the row's position; 0: all
     rope: Rope | None
     local_rope: Rope | None  # of the layers with a window; None: as the others
     checkpoint_dtype: torch.dtype
 
     @property
     def gate_up_size(self) -> int:
-        """Outputs of gate_up_proj: gate and up together where the MLP is gated."""
+        """Return the outputs of gate_up_proj: gate and up together where the MLP is gated."""
         return self.intermediate_size * (2 if self.family.gated else 1)
 
 
@@ -103,8 +103,8 @@ class Fields:
 
     def name(self, key: str) -> str:
         """Return the field's name for people, with the one that the file uses."""
-        own = self.field_names.get(key)
-        return f"{key} ({own})" if own else key
+        name = self.field_names.get(key)
+        return f"{key} ({name})" if name else key
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)
@@ -120,7 +120,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model directory. Raise ModelError."""
+    """Read a JSON object from a file of the model directory. Raise ModelError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -153,7 +153,7 @@ def parse_config(raw: dict[str, Any], where: str, quant_methods: frozenset[str] 
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"{where}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    raw = {**family.defaults, **{key: raw[own] for key, own in family.field_names.items() if own in raw}, **raw}
+    raw = {**family.defaults, **{key: raw[name] for key, name in family.field_names.items() if name in raw}, **raw}
     read = Fields(raw, where, family.field_names)
     _refuse_unsupported(read, family, quant_methods)
     hidden = read.integer("hidden_size")
@@ -225,7 +225,10 @@ def _activation(read: Fields, family: Family) -> str:
 
 
 def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
-    """Which layers see the latest positions only, and how many. Qwen2 writes a window that it then switches off."""
+    """Return how many of the latest positions each layer sees; 0 means all.
+
+    Qwen2 writes a window that it then switches off.
+    """
     raw, where, way = read.raw, read.where, family.windows
     off = raw.get("sliding_window") is None or not read.flag("use_sliding_window", "use_sliding_window" not in raw)
     window = 0 if off else read.integer("sliding_window")
@@ -237,7 +240,7 @@ def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
     if way == "none" and window:
         raise ModelError(
             f"{where}: sliding_window {window} is not supported for this architecture; "
-            "use a checkpoint whose sliding_window is null"
+            "use a checkpoint with sliding_window null"
         )
     if kinds is None or way in ("none", "all"):
         if way == "upper":
@@ -286,7 +289,7 @@ def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Ro
 
 
 def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> Rope:
-    """Of `raw`, the settings; `whole` is all of config.json."""
+    """Return the rotary embedding that `raw` describes; `whole` is all of config.json."""
     where, fields = whole.where, Fields(raw, whole.where)
     if any(isinstance(value, dict) for value in raw.values()):
         kinds = ", ".join(key for key, value in raw.items() if isinstance(value, dict))

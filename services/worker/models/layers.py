@@ -30,7 +30,7 @@ class Linear:
     weight: Any  # as `method` packs it
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, inputs] -> [N, outputs of this rank]."""
+        """Multiply x [N, inputs] -> [N, outputs of this rank]."""
         return self.method.multiply(self.ops, x, self.weight)
 
 
@@ -41,7 +41,7 @@ class RowParallelLinear(Linear):
     parallel: ParallelState
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, inputs of this rank] -> [N, outputs]."""
+        """Multiply x [N, inputs of this rank] -> [N, outputs], summed over the ranks."""
         out = self.method.multiply(self.ops, x, self.weight)
         if self.parallel.tp > 1:
             self.ops.exchange(out, self.parallel.all_reduce)
@@ -118,7 +118,10 @@ class Attention:
         return [*qkv, (names.o_proj, c.hidden_size, query)]
 
     def forward(self, x: Tensor, prepared: Prepared, cache: Cache, select: bool) -> Tensor:
-        """x [N, hidden] -> [N, hidden]; write the K and V of every row. select: return the rows that sample alone."""
+        """Compute x [N, hidden] -> [N, hidden]; write the K and V of every row.
+
+        select: return the rows that sample alone.
+        """
         ops, spec, layer = self.ops, self.spec, self.cache_layer
         query = ops.rope_and_write(self.qkv_proj.forward(x), spec, prepared, cache, layer)
         del x
@@ -153,7 +156,7 @@ class Mlp:
         return [*gate_up, (names.down_proj, c.hidden_size, c.intermediate_size)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, hidden] -> [N, hidden]."""
+        """Compute x [N, hidden] -> [N, hidden]."""
         inner = self.gate_up_proj.forward(x)
         del x
         inner = self._activate(inner, self.activation)

@@ -63,7 +63,7 @@ class Family:
     rope_types: tuple[str, ...] = ROPE_TYPES
     partial_rotary: bool = False  # partial_rotary_factor is heeded
     windows: Literal["none", "all", "upper", "pattern"] = "none"  # which layers a sliding_window is for
-    local_rope: bool = False  # layers with a window have a rotary embedding of their own
+    local_rope: bool = False  # layers with a window have a separate rotary embedding
     scale_field: str | None = None  # scores are divided by its root; None: head_dim's
     layer_norm: bool = False
     norm_offset: float = 0.0  # the norms multiply by their weight + this

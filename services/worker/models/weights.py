@@ -168,7 +168,7 @@ class WeightLoader:
         return table[first : first + self.positions].clone().to(self.ops.device)
 
     def stacked(self, prefix: str, parts: tuple[str, ...], sizes: list[tuple[int, range]]) -> list[Rows]:
-        """Return the rows, each of (size, rows), that lie one under the other in one tensor, or each in its own."""
+        """Return the rows, each of (size, rows), that lie one under the other in one tensor, or each in another."""
         if len(parts) == len(sizes):
             return [Rows(f"{prefix}{part}", size, rows) for part, (size, rows) in zip(parts, sizes, strict=True)]
         found: list[Rows] = []

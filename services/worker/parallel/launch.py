@@ -1,8 +1,8 @@
 """Which rank of its replica this process is, where the ranks meet, and the processes that rank 0 starts itself.
 
 Either torchrun has started all of them and says so in the environment, or rank 0 finds nothing there and starts the
-others, to whom it says the same in the same words. They meet in a store of torch.distributed: each leaves the address
-there at which it hears of its steps.
+others with the same variables. They meet in a store of torch.distributed, where each publishes the address at which it
+receives its steps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shared.settings import ROOT, RankSettings, WorkerSettings
 log = logging.getLogger("orcinus.worker")
 
 MEET_S = 600.0
-"""What the ranks may take to come, to load, and for any one collective beyond the watchdog."""
+"""Time for the ranks to come, to load, and for any one collective beyond the watchdog."""
 GRACE_S = 3.0
-"""After the end of a rank that was not told to end: rank 0 may be about to say what is wrong itself."""
+"""After an unexpected end of a rank: rank 0 may be about to say what is wrong itself."""
 STOP_S = 1.0
-"""For the interpreter to end in a rank whose steps are done, before it is killed."""
+"""For the interpreter to end in a rank that has done its steps, before it is killed."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -49,11 +49,11 @@ class Place:
     host: str
 
     def announce(self, address: str) -> None:
-        """Return where this rank hears of its steps."""
+        """Publish the address at which this rank receives its steps."""
         self.store.set(f"address/{self.rank}", address)
 
     def addresses(self) -> dict[int, str]:
-        """Of all ranks but the first. Wait for those that have not come."""
+        """Return the addresses of all ranks but the first. Wait for those that have not come."""
         try:
             return {rank: self.store.get(f"address/{rank}").decode() for rank in range(1, self.size)}
         except DistStoreError as error:
@@ -62,12 +62,13 @@ class Place:
 
 @contextlib.contextmanager
 def joined(settings: WorkerSettings) -> Iterator[Place | None]:
-    """This process's place; None where it is the whole replica. Rank 0 starts the others unless torchrun has; at the
-    end of the block those are ended.
+    """Yield this process's place; None if it is the whole replica.
+
+    Rank 0 starts the other ranks unless torchrun has, and ends them at the end of the block.
 
     Raise ConfigurationError where what torchrun started is not --tp x --pp.
     """
-    size, ranks = settings.tp * settings.pp, _told()
+    size, ranks = settings.tp * settings.pp, _rank_settings()
     if ranks.world_size not in (0, size):
         raise ConfigurationError(
             f"WORLD_SIZE={ranks.world_size}, but --tp {settings.tp} x --pp {settings.pp} is {size} ranks; start as many"
@@ -99,11 +100,11 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
             "127.0.0.1", port, None, True, timedelta(seconds=MEET_S), False, master_listen_fd=listener.detach()
         )
     with _processes(settings, size, port, ranks.cuda_visible_devices):
-        yield Place(0, size, _own(store), host)
+        yield Place(0, size, _prefixed(store), host)
 
 
-def _told() -> RankSettings:
-    """Return what the environment says of this process. Raise ConfigurationError."""
+def _rank_settings() -> RankSettings:
+    """Read what the environment says of this process. Raise ConfigurationError."""
     try:
         return RankSettings()
     except ValidationError as error:
@@ -112,7 +113,7 @@ def _told() -> RankSettings:
 
 
 def own_gpu(ranks: RankSettings) -> str:
-    """As CUDA_VISIBLE_DEVICES names it: the local_rank-th of those that may be used."""
+    """Return the local_rank-th GPU of those that may be used, as CUDA_VISIBLE_DEVICES names it."""
     if ranks.cuda_visible_devices is None:
         return str(ranks.local_rank)
     visible = ranks.cuda_visible_devices.split(",")
@@ -120,7 +121,7 @@ def own_gpu(ranks: RankSettings) -> str:
 
 
 def _store_of_torchrun(ranks: RankSettings) -> Store:
-    """As torch's own rendezvous by the environment makes it."""
+    """Return the store that torch's rendezvous by the environment makes."""
     leads = ranks.rank == 0 and not ranks.torchelastic_use_agent_store
     try:
         store = TCPStore(
@@ -130,17 +131,17 @@ def _store_of_torchrun(ranks: RankSettings) -> Store:
         raise ConfigurationError(
             f"no ranks can meet at MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}: {error}"
         ) from error
-    return _own(store, ranks.torchelastic_restart_count)
+    return _prefixed(store, ranks.torchelastic_restart_count)
 
 
-def _own(store: Store, start: int = 0) -> Store:
-    """A part of the store for this start of the ranks: torchrun's agent keeps it from one start to the next."""
+def _prefixed(store: Store, start: int = 0) -> Store:
+    """Return a part of the store for this start of the ranks: torchrun's agent keeps it from one start to the next."""
     return PrefixStore(f"orcinus/{start}", store)
 
 
 @contextlib.contextmanager
 def _processes(settings: WorkerSettings, size: int, port: int, gpus: str | None) -> Iterator[None]:
-    """The ranks from 1 on, as processes that end with this one; one that ends before it was told to ends this one."""
+    """Run the ranks from 1 on as processes that end with this one; one that ends too early ends this one."""
     stopping = threading.Event()
     started: list[subprocess.Popen[bytes]] = []
 
@@ -175,9 +176,9 @@ def _processes(settings: WorkerSettings, size: int, port: int, gpus: str | None)
 
 
 def _environment(settings: WorkerSettings, rank: int, size: int, port: int, gpus: str | None) -> dict[str, str]:
-    """Every setting that differs from its default, and the rank in torchrun's words. gpus: those of all ranks."""
+    """Return every setting that differs from its default, and the rank in torchrun's words. gpus: of all ranks."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-    clean.pop("CUDA_VISIBLE_DEVICES", None)  # rank 0's own by now
+    clean.pop("CUDA_VISIBLE_DEVICES", None)  # that of rank 0 by now
     clean |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     values: dict[str, object] = {}
     for name, field in type(settings).model_fields.items():
@@ -191,8 +192,8 @@ def _environment(settings: WorkerSettings, rank: int, size: int, port: int, gpus
 
 
 def _die_with(leader: int) -> None:
-    """The kernel kills this process when rank 0 has died, also while it is stopped; elsewhere the stream's end does."""
+    """Have Linux kill this process when rank 0 dies, also while it is stopped; elsewhere the stream's end does."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != leader:
-        sys.exit(1)  # it died before the kernel knew that we care
+        sys.exit(1)  # rank 0 died before prctl

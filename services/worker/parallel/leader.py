@@ -68,7 +68,9 @@ class Ranks:
         busy: Callable[[int, float], None] = lambda rank, seconds: None,
         on_lost: Callable[[str], None] = end_process,
     ) -> None:
-        """addresses: host:port of each rank but this one. `busy` gets the seconds that a rank computed, step by step;
+        """Prepare the calls.
+
+        addresses: host:port of each rank but this one. `busy` gets the seconds that a rank computed, step by step;
         `on_lost` the line for the log when one is lost."""
         self._ranks = [_Rank(rank, address, credentials) for rank, address in sorted(addresses.items())]
         self._busy, self._on_lost = busy, on_lost
@@ -94,8 +96,10 @@ class Ranks:
                     )
 
     def forward(self, step: worker_pb2.Step) -> None:
-        """Called before `step`, which may carry hello, is started here. Wait only where a rank takes no steps at all,
-        which the watchdog of the step ends."""
+        """Send a step, which may carry hello, before it is started here.
+
+        Wait only while a rank takes no steps at all, which the watchdog of the step ends.
+        """
         data = step.SerializeToString()
         for rank in self._ranks:
             rank.steps.put(data)

@@ -25,8 +25,7 @@ ROWS, TOKENS, COPIES = 1, 2, 3
 """Tags of what goes between two ranks: rows of a stage, sampled tokens, copies that are complete. A stream each."""
 
 SENT = 256
-"""Messages whose receiver has not come yet; one more waits for the oldest. More than those of all steps that are out.
-"""
+"""Messages that have no receiver yet; one more waits for the oldest. More than those of all steps in flight."""
 
 TEXT_BYTES = 256
 
@@ -93,21 +92,21 @@ class ParallelState:
 
     @property
     def samples(self) -> bool:
-        """Whether this rank draws the tokens."""
+        """Return whether this rank draws the tokens."""
         return self.rank == self.sampler
 
     @property
     def first(self) -> bool:
-        """Whether this rank's stage embeds the tokens."""
+        """Return whether this rank's stage embeds the tokens."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether this rank's stage computes the logits."""
+        """Return whether this rank's stage computes the logits."""
         return self.stage == self.pp - 1
 
     def all_reduce(self, x: Tensor) -> None:
-        """x becomes the sum of the stage's: in place, the same numbers on all of its ranks."""
+        """Replace x by its sum over the stage: in place, the same numbers on all of its ranks."""
         if self._stage_group is None or not x.numel():
             return
         with _together("a sum over the stage"):
@@ -133,8 +132,10 @@ class ParallelState:
         return found or None
 
     def send_rows(self, x: Tensor) -> None:
-        """To the next stage, without waiting while it is no more than two steps a stage behind; x may be overwritten at
-        once."""
+        """Send x to the next stage; wait only while that is more than two steps a stage behind.
+
+        x may be overwritten at once.
+        """
         self._send(self._rows, x.clone(), self.rank + self.tp, ROWS, self._sent_rows, 2 * self.pp)
 
     def receive_rows(self, x: Tensor) -> None:
@@ -143,7 +144,7 @@ class ParallelState:
             self._rows.recv([x], self.rank - self.tp, ROWS).wait()
 
     def send(self, message: Tensor, to: int, tag: int) -> None:
-        """A message in host memory, without waiting; it is not to be changed afterwards."""
+        """Send a message in host memory without waiting; the caller must not change it afterwards."""
         self._send(self._everyone, message, to, tag, self._sent, SENT)
 
     def receive(self, message: Tensor, sender: int, tag: int) -> dist.Work:
@@ -199,7 +200,7 @@ class ParallelState:
         self._stage_group = self._rows = self._everyone = None
 
     def _send(self, group: Any, x: Tensor, to: int, tag: int, sent: deque[tuple[dist.Work, Tensor]], most: int) -> None:
-        """`sent` keeps what is on its way: `most` at a time."""
+        """Send x; `sent` keeps what is on its way: `most` at a time."""
         with _together(f"what is sent to rank {to}"):
             if len(sent) >= most:
                 sent.popleft()[0].wait()
@@ -219,7 +220,7 @@ class ParallelState:
 
 @contextmanager
 def _together(what: str) -> Iterator[None]:
-    """Return what torch raises when another rank is gone or late becomes a RankError."""
+    """Raise RankError for what torch raises when another rank is gone or late."""
     try:
         yield
     except RuntimeError as error:

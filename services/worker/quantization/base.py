@@ -38,7 +38,7 @@ class LinearMethod(ABC):
     backends: ClassVar[tuple[str, ...]] = ()
     """Kernel backends (`Ops.name`) that can multiply it; empty means all."""
     weight_format: ClassVar[str] = ""
-    """Format of Ops.pack_linear that it is held in; empty means the model's own type."""
+    """Format of Ops.pack_linear that it is held in; empty means the model's type."""
     quant_methods: ClassVar[frozenset[str]] = frozenset()
     """`quant_method` of the quantized checkpoints that it reads; empty means plain checkpoints alone."""
 

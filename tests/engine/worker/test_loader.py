@@ -248,7 +248,7 @@ def header_of(path: Path, header: object, data: bytes = b"") -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 16]}, "size is not that of its shape"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 16]}, "not that of its shape"),
         ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "of no size"),
         ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "cut off"),
         ({"dtype": "F32", "shape": [2]}, "data_offsets"),

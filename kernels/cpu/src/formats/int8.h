@@ -29,7 +29,7 @@ struct Int8 {
   static vf part(Register w, int) { return w; }
   static vf add(const float* x, vf w, vf sum) { return fused(splat(*x), w, sum); }
 
-  // The scale of an output whose numbers are at most `largest`.
+  // The scale of an output with numbers up to `largest`.
   static float scale(float largest) { return largest / 127; }
   static void pack(char* step, int64_t column, const float* numbers, float inverse) {
     reinterpret_cast<int8_t*>(step)[column] = int8_t(std::clamp<long>(std::lrintf(*numbers * inverse), -127, 127));
