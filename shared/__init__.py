@@ -1,1 +1,1 @@
-"""What at least two services need, and nothing else."""
+"""Code that at least two services use. Imports no service."""

@@ -1,7 +1,4 @@
-"""Packed little-endian columns, as protos/ carries them.
-
-A column is a bytes field; reading it makes no copy, so the array is read-only.
-"""
+"""Packed little-endian columns, the bytes fields of protos/. Unpacking makes no copy, so the array is read-only."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ EMPTY: Int32 = np.zeros(0, np.int32)
 
 
 def pack(values: npt.NDArray[np.generic] | Sequence[int]) -> bytes:
-    """int32 little-endian bytes of one column."""
+    """Return one column as int32 little-endian bytes."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
 def unpack(column: bytes) -> Int32:
-    """[n] int32, read-only. Raises ValueError when the length is no multiple of 4."""
+    """Return [n] int32, read-only. Raises ValueError if the length is not a multiple of 4."""
     return np.frombuffer(column, dtype="<i4")
 
 
 def pack_float(values: npt.NDArray[np.generic] | Sequence[float]) -> bytes:
-    """float32 little-endian bytes of one column."""
+    """Return one column as float32 little-endian bytes."""
     return np.ascontiguousarray(values, dtype="<f4").tobytes()
 
 
 def unpack_float(column: bytes) -> Float32:
-    """[n] float32, read-only."""
+    """Return [n] float32, read-only. Raises ValueError if the length is not a multiple of 4."""
     return np.frombuffer(column, dtype="<f4")

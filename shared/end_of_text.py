@@ -1,5 +1,6 @@
-"""Which token ids end a text, by the files of a model directory. The gateway stops sequences at them, the worker allows
-them where a grammar is complete, so both read them here.
+"""The token ids that end a text, read from the files of a model directory.
+
+The gateway stops sequences at them. The worker allows them where a grammar is complete.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from typing import Any
 from shared.errors import ModelError
 
 MOST_END_IDS = 8
-"""A worker bans and a scheduler checks at most 16 stop ids a sequence; the other 8 are the request's own."""
+"""A worker bans and a scheduler checks at most 16 stop ids of a sequence; the request may give the other 8."""
 
 
 def end_ids(directory: Path) -> list[int]:
-    """generation_config.json's, else config.json's, else the tokenizer's eos_token. Raises ModelError."""
+    """Return the ids of generation_config.json, else config.json, else the tokenizer's eos_token. Raises ModelError."""
     config = _read(directory, "config.json")
-    found = _read(directory, "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = {**config, **(config.get("text_config") or {})}.get("eos_token_id")
-    if found is None:
-        found = _named_id(directory)
-    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    value = _read(directory, "generation_config.json").get("eos_token_id")
+    if value is None:
+        value = {**config, **(config.get("text_config") or {})}.get("eos_token_id")
+    if value is None:
+        value = _named_id(directory)
+    ids = [] if value is None else [value] if isinstance(value, int) else list(value)
     if len(ids) > MOST_END_IDS:
-        raise ModelError(f"{directory} names {len(ids)} end-of-text ids; at most {MOST_END_IDS} are supported")
+        raise ModelError(f"{directory}: {len(ids)} end-of-text ids, at most {MOST_END_IDS}; remove some in config.json")
     return [int(id_) for id_ in ids]
 
 
 def _named_id(directory: Path) -> int | None:
-    """The id of tokenizer_config.json's eos_token, which may be text or an object with `content`."""
+    """Return the id of eos_token in tokenizer_config.json, a text or an object with `content`; None if absent."""
     token = _read(directory, "tokenizer_config.json").get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if name is None:
@@ -45,14 +46,14 @@ def _named_id(directory: Path) -> int | None:
 
 
 def _read(directory: Path, name: str) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is none."""
+    """Return the JSON object of a file; empty if there is no file. Raises ModelError."""
     path = directory / name
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise ModelError(f"{path}: not a JSON object")
     return value

@@ -1,4 +1,4 @@
-"""The errors that services raise on purpose. Each says what was wrong, with which value, and what to do."""
+"""The errors that services raise on purpose. A message is `<thing>: <problem, value and limit>; <remedy>`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class OrcinusError(Exception):
 
 
 class ConfigurationError(OrcinusError):
-    """A setting, a file or a device that the operator has to change. The process exits with 2."""
+    """A setting, file or device that the operator must change. The process exits with 2."""
 
 
 class ModelError(ConfigurationError):
@@ -16,7 +16,7 @@ class ModelError(ConfigurationError):
 
 
 class LeaseLostError(OrcinusError):
-    """A write was refused because another scheduler holds the shard."""
+    """Redis refused a write because another scheduler holds the shard."""
 
 
 class ProtocolError(OrcinusError):
@@ -24,4 +24,4 @@ class ProtocolError(OrcinusError):
 
 
 class RankError(OrcinusError):
-    """Another rank of the replica is gone, hangs or is out of step: this process is of no use any more and ends."""
+    """Another rank of the replica has died, hangs or is out of step. This process cannot go on and ends."""

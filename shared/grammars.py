@@ -1,8 +1,8 @@
-"""Grammars that bind what a model may say, by llguidance: one tokenizer and one set of bounds for gateway and worker.
+"""Grammars that constrain the output of a model, by llguidance: one tokenizer and one set of bounds for both services.
 
-The gateway compiles a grammar to refuse a bad one at the door, the worker compiles it again for its masks. The bounds
-count work (llguidance's fuel) and not time, so both decide the same on any machine. Nothing is fetched: a `$ref` to
-another document is an error. A grammar's wire form is llguidance's own (`LLMatcher.grammar_from_*`).
+The gateway compiles a grammar to refuse a bad one before it is queued. The worker compiles it again for its masks. The
+bounds count work (llguidance's fuel) and not time, so both decide the same on any machine. Nothing is fetched: a `$ref`
+to another document is an error. The wire form of a grammar is llguidance's (`LLMatcher.grammar_from_*`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # an engine without grammars, as the GPU's bench runs it, doe
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_GRAMMAR_BYTES = 64 * 1024
-"""Of the wire form."""
+"""Bound of the wire form."""
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES, BYTES_PER_BYTE = 64 * 1024, 32
-"""What a compiled grammar is taken to hold: measured are 44 KiB for a schema of 300 bytes; large ones grow with it."""
+"""Estimated size of a compiled grammar. Measured: 44 KiB for a schema of 300 bytes, growing with its length."""
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,  # 50 ms
@@ -32,16 +32,18 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Of llguidance's LLParserLimits."""
+"""Arguments of llguidance's LLParserLimits."""
 
 
 NOT_FOLLOWED = "the grammar cannot be followed"
-"""How the error of a sequence begins whose grammar ran out of a bound on the way: the request is at fault, as no walk
-through a grammar is tried at the door."""
+"""Start of the error of a sequence with a grammar that exceeds a bound while it runs.
+
+The request is at fault: the gateway compiles a grammar but does not walk through it.
+"""
 
 
 class GrammarError(OrcinusError):
-    """A grammar that cannot be used; the text is for whoever wrote it."""
+    """A grammar that cannot be used; the message is for its author."""
 
 
 class NoGrammarsError(GrammarError):
@@ -49,45 +51,48 @@ class NoGrammarsError(GrammarError):
 
 
 class Grammars:
-    """The compiled grammars of one model, the latest used of them kept. Any thread may call."""
+    """The compiled grammars of one model, in a cache that drops the least recently used ones. Thread-safe."""
 
     def __init__(self, model: Path, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._why_none = ""
+        self._unavailable = ""
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._kept_bytes = 0
 
     @property
     def kept_bytes(self) -> int:
-        """What the kept grammars are taken to hold, at most CACHE_BYTES."""
+        """Return the estimated size of the cached grammars, at most CACHE_BYTES."""
         return self._kept_bytes
 
     def prepare(self) -> None:
-        """Reads the tokenizer now. Raises NoGrammarsError."""
+        """Read the tokenizer now. Raises NoGrammarsError."""
         self._read_tokenizer()
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """At its beginning, for the caller alone. Raises GrammarError."""
+        """Return a matcher at the start of a grammar, for this caller only. Raises GrammarError."""
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is not None:
                 self._kept.move_to_end(grammar)
                 return kept.deep_copy()
-        made = self.fresh(grammar)
+        compiled = self.fresh(grammar)
         with self._lock:
             if grammar not in self._kept:
-                self._kept[grammar] = made
+                self._kept[grammar] = compiled
                 self._kept_bytes += _bytes_of(grammar)
             while self._kept_bytes > CACHE_BYTES:
                 oldest, _ = self._kept.popitem(last=False)
                 self._kept_bytes -= _bytes_of(oldest)
-        return made.deep_copy()
+        return compiled.deep_copy()
 
     def fresh(self, grammar: str) -> LLMatcher:
-        """As `matcher`, sharing nothing: copies share the states of a lexer, and with them a bound of LIMITS."""
+        """Return a newly compiled matcher. Raises GrammarError.
+
+        Copies of one matcher share the states of a lexer, so they count together against a bound of LIMITS.
+        """
         if len(grammar.encode()) > MOST_GRAMMAR_BYTES:
             raise GrammarError(f"it is longer than {MOST_GRAMMAR_BYTES} bytes")
         tokenizer = self._read_tokenizer()
@@ -95,23 +100,23 @@ class Grammars:
 
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         _raise_if_wrong(matcher)
-        matcher.compute_bitmask()  # a lexer is built when it is needed first
+        matcher.compute_bitmask()  # the lexer is built at the first use
         _raise_if_wrong(matcher)
         return matcher
 
     def forget(self, grammar: str) -> None:
-        """What is kept of a grammar: the states of its lexer are used up."""
+        """Drop a grammar from the cache, after the states of its lexer are used up."""
         with self._lock:
             if self._kept.pop(grammar, None) is not None:
                 self._kept_bytes -= _bytes_of(grammar)
 
     def _read_tokenizer(self) -> LLTokenizer:
-        """Read when the first grammar comes. Raises NoGrammarsError."""
+        """Return the tokenizer, read at the first call. Raises NoGrammarsError."""
         with self._lock:
-            if self._tokenizer is None and not self._why_none:
-                self._tokenizer, self._why_none = self._open()
+            if self._tokenizer is None and not self._unavailable:
+                self._tokenizer, self._unavailable = self._open()
             if self._tokenizer is None:
-                raise NoGrammarsError(f"structured output is not available for this model: {self._why_none}")
+                raise NoGrammarsError(f"structured output is not available for this model: {self._unavailable}")
             return self._tokenizer
 
     def _open(self) -> tuple[LLTokenizer | None, str]:
@@ -137,7 +142,7 @@ def _raise_if_wrong(matcher: LLMatcher) -> None:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher failed, in a few words."""
+    """Return the reason of a matcher's failure, shortened."""
     text = matcher.get_error().replace("<non-verbose/>", "").strip()
     return text[:400] or "it cannot be used"
 

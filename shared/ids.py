@@ -1,4 +1,4 @@
-"""Identifiers: unguessable where a client can present them, unique where only services see them."""
+"""Identifiers: unguessable if a client can present them, unique if only services see them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_"}
 
 
 def request_id(endpoint: str) -> str:
-    """`cmpl-...` and the like, 120 random bits: whoever knows it may not guess another."""
+    """Return a new id such as `cmpl-...` with 120 random bits, so that no client can guess the id of another."""
     return BEGINNINGS[endpoint] + secrets.token_hex(15)
 
 
 def kind_of(made: str) -> str:
-    """The endpoint that a request id was made for."""
+    """Return the endpoint of a request id."""
     return next(endpoint for endpoint, beginning in BEGINNINGS.items() if made.startswith(beginning))
 
 
 def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str) -> str:
-    """The id of the request that a tenant calls `name`; as unguessable as the tenant's secret and the name together."""
+    """Return the id of the request that a tenant calls `name`: a digest of its secret, the endpoint and the name."""
     digest = hmac.digest(secret or tenant.encode(), f"{tenant}\n{endpoint}\n{name}".encode(), "sha256").hex()[:30]
     return BEGINNINGS[endpoint] + digest
 
 
 def process_id(role: str) -> str:
-    """Unique to this start of this process: role, host, pid and a nonce."""
+    """Return an id that is unique to this start of this process: role, host, pid and a nonce."""
     return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def identity() -> str:
-    """New at each start of a worker; a scheduler that sees another one knows that KV is gone."""
+    """Return a new identity for a start of a worker. A different one tells a scheduler that the KV is lost."""
     return secrets.token_hex(8)
 
 
 def seed() -> int:
-    """A sampling seed for a request that named none."""
+    """Return a sampling seed for a request without one."""
     return secrets.randbits(63)

@@ -1,7 +1,7 @@
-"""Every Redis key of Orcinus, by name.
+"""The names of all Redis keys.
 
-All keys of one model carry the literal hash tag `{model}`, so that they share one Cluster slot.
-`docs/redis.md` says which service writes each key and how long it lives.
+All keys of one model carry the literal hash tag `{model}`, so they share one Cluster slot. docs/redis.md lists the
+writers and the lifetime of each key.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _UNSAFE = re.compile(r"[^a-z0-9._-]+")
 
 
 def model_tag(name: str) -> str:
-    """The served model name restricted to [a-z0-9._-], as it stands inside the braces.
+    """Return the served model name restricted to [a-z0-9._-], as it stands inside the braces of a key.
 
     >>> model_tag("Demo Model/")
     'demo-model'
     """
     tag = _UNSAFE.sub("-", name.lower()).strip("-")
     if not tag:
-        raise ValueError(f"model name {name!r} has no character of [a-z0-9._-]; set --served-model-name")
+        raise ValueError(f"model name {name!r}: has no character of [a-z0-9._-]; set --served-model-name")
     return tag
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Key names of one served model."""
+    """The key names of one served model."""
 
     model: str
 
@@ -41,7 +41,7 @@ class Keys:
         return f"{self.prefix}requests:{class_name}"
 
     def request_streams(self) -> list[str]:
-        """The request streams, most urgent class first."""
+        """Return the request streams, the most urgent class first."""
         return [self.requests(name) for name in CLASSES]
 
     def req(self, request_id: str) -> str:
@@ -70,25 +70,25 @@ class Keys:
         return f"{self.prefix}epoch"
 
     def shard_epoch(self, shard: str) -> str:
-        """The last epoch that the shard was given; unlike the lease it outlives a pause."""
+        """The last epoch of the shard; unlike the lease it outlives a pause."""
         return f"{self.epoch}:{shard}"
 
     @property
     def background(self) -> str:
-        """Set: gateways that deliver, or have delivered, requests that run in the background."""
+        """Set: gateways that deliver or have delivered background requests."""
         return f"{self.prefix}background"
 
     def background_of(self, gateway: str) -> str:
-        """Set: ids of those requests."""
+        """Set: ids of the background requests of a gateway."""
         return f"{self.background}:{gateway}"
 
     def adopting(self, request_id: str) -> str:
-        """Which gateway is taking over a request in the background."""
+        """The gateway that is taking over a background request."""
         return f"{self.prefix}adopting:{request_id}"
 
     @property
     def queue(self) -> str:
-        """Hash: tokens and requests that wait for their first step, all classes together and each."""
+        """Hash: tokens and requests that wait for their first step, in total and by class."""
         return f"{self.prefix}queue"
 
     @property
@@ -98,12 +98,12 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """Sorted set: worker ids by when they were last seen (ms of Redis's clock)."""
+        """Sorted set: worker ids by the time of their last heartbeat (ms of Redis's clock)."""
         return f"{self.prefix}workers"
 
     @property
     def shards(self) -> str:
-        """Hash: the shards that schedulers lead or led lately; their leases say which of them."""
+        """Hash: the shards that schedulers lead or have led recently; a shard with a lease is led."""
         return f"{self.prefix}shards"
 
     def worker(self, worker_id: str) -> str:
@@ -114,26 +114,26 @@ class Keys:
 
     @property
     def api_keys(self) -> str:
-        """Hash: what is known of each key that `orcinus keys` made, by its id."""
+        """Hash: the record of each key of `orcinus keys`, by its id."""
         return f"{self.prefix}keys"
 
     @property
     def keys_version(self) -> str:
-        """Counter of changes to `keys`."""
+        """Counter of the changes to `keys`."""
         return f"{self.prefix}keys:version"
 
     @property
     def keys_salt(self) -> str:
-        """The secret from which the salts of tenants are made."""
+        """The secret from which the salts of tenants are derived."""
         return f"{self.prefix}keys:salt"
 
     @property
     def keys_used(self) -> str:
-        """Hash: when each key was last used, in seconds, to the minute."""
+        """Hash: the time of the last use of each key, in seconds, rounded to the minute."""
         return f"{self.prefix}keys:used"
 
     def drain(self, role: str, member: str) -> str:
-        """There while an operator wants that process to leave; it looks about once a second."""
+        """Exists while an operator drains the process, which checks the key about once a second."""
         return f"{self.prefix}drain:{role}:{member}"
 
     def bucket(self, key_id: str) -> str:
@@ -149,7 +149,7 @@ class Keys:
         return f"{self.prefix}stats:{shard}:iterations"
 
     def replicas(self, shard: str) -> str:
-        """Hash: figures of each replica of the shard, as JSON, by worker id."""
+        """Hash: the figures of each replica of the shard as JSON, by worker id."""
         return f"{self.prefix}stats:{shard}:replicas"
 
     @property

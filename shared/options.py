@@ -75,9 +75,9 @@ def shown(value: Any) -> Any:
 def without_password(url: str) -> str:
     """Return a URL with its password hidden."""
     scheme, _, rest = url.partition("://")
-    if found := re.match(r"([^/?#]*)@", rest):
-        user, colon, _ = found[1].partition(":")
-        rest = f"{user}:{HIDDEN}@{rest[found.end() :]}" if colon else f"{HIDDEN}@{rest[found.end() :]}"
+    if match := re.match(r"([^/?#]*)@", rest):
+        user, colon, _ = match[1].partition(":")
+        rest = f"{user}:{HIDDEN}@{rest[match.end() :]}" if colon else f"{HIDDEN}@{rest[match.end() :]}"
     rest = re.sub(r"([?&]password=)[^&]*", rf"\g<1>{HIDDEN}", rest)
     return f"{scheme}://{rest}"
 

@@ -1,7 +1,8 @@
 """Connections to Redis and the scripts that services run there.
 
-Every service connects through `connect`: explicit time-outs, no hidden retries (a retried XADD is a second XADD),
-a small pool. Scripts run by EVALSHA; a Redis that forgot them gets them again and the call is repeated once.
+Every service connects through `connect`: explicit time-outs, a small pool, and no hidden retries, because a repeated
+XADD adds a second entry. Scripts run by EVALSHA. If Redis does not know a script, it is loaded and the call is repeated
+once.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from shared.errors import LeaseLostError
 from shared.settings import CommonSettings
 
 BLOCK_MS = 1000
-"""How long a blocking read waits; well under the socket time-out."""
+"""Time that a blocking read waits, well under the socket time-out."""
 
 LIVE_TTL_MS = 24 * 3600 * 1000
-"""Records of requests that are queued or running."""
+"""Lifetime of the records of queued and running requests."""
 
 KEPT_TTL_MS = 300 * 1000
-"""Records of finished requests, for clients that come back."""
+"""Lifetime of the records of finished requests, for clients that reconnect."""
 
 STREAM_KEEP_MS = 30 * 1000
-"""What the token streams hold; older tokens are in `out`."""
+"""Time span of the token streams; older tokens are in `out`."""
 
 PROMPT_APART_BYTES = 64 * 1024
-"""Prompts above this lie in a key of their own."""
+"""Larger prompts are written to a separate key."""
 
 Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
-"""No answer."""
+"""Redis did not answer."""
 
 Unavailable = (*Unreachable, ResponseError)
-"""No answer, or one that may be a refusal for the time being: ask `temporary`."""
+"""Redis did not answer, or refused the call; `temporary` tells whether a later call may succeed."""
 
 REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")
 Value = bytes | str | int | float
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 
 def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: float = 5.0) -> Redis:
-    """A client with a bounded pool. Nothing is dialled yet. Replies are bytes."""
+    """Return a client with a bounded pool. It connects at the first call. Replies are bytes."""
     extra: dict[str, Any] = settings.redis_options()
     pool = BlockingConnectionPool.from_url(
         settings.redis_url,
@@ -68,24 +69,28 @@ def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: fl
 
 
 def temporary(error: BaseException) -> bool:
-    """May the same call succeed later? Full memory or disk, a replica, a start under way; not a wrong call."""
+    """Return whether the same call may succeed later: full memory or disk, a replica, a start in progress."""
     if isinstance(error, (*Unreachable, OutOfMemoryError, ReadOnlyError, NoPermissionError)):
         return True
     return isinstance(error, ResponseError) and any(word in str(error) for word in REFUSALS)
 
 
-def backoff_s(attempt: int, most_s: float = 0.5) -> float:
-    """Exponential with jitter: 0.05 s, 0.1 s, ... times a random number in [0.5, 1]. What is waited for last, and who
-    waits for whom, adds up: streams go on within 2 s after Redis is back only if each pause is far below that."""
-    return float(min(most_s, 0.05 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
+def backoff_s(attempt: int, max_s: float = 0.5) -> float:
+    """Return the pause before a further attempt: 0.05 s, 0.1 s, ... times a random number in [0.5, 1].
+
+    The pauses of services that wait for each other add up. Streams continue within 2 s after Redis is back only if each
+    pause is far below that.
+    """
+    return float(min(max_s, 0.05 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
 
 
 async def persist(
     what: str, action: Callable[[], Awaitable[T]], log: logging.Logger, stopping: Callable[[], bool] = lambda: False
 ) -> T:
-    """Repeats an idempotent action until Redis answers, saying once what is waited for.
+    """Repeat an idempotent action until Redis answers; log the first failure and the recovery.
 
-    Raises asyncio.CancelledError when `stopping` turns true between two tries.
+    what: completes the log line "waiting for Redis to ...". Raises asyncio.CancelledError if `stopping` becomes true
+    between two attempts.
     """
     attempt = 0
     while True:
@@ -106,14 +111,14 @@ async def persist(
         return result
 
 
-def _nobody(_name: str, _seconds: float) -> None:
-    """Who observes the calls of scripts where nobody asked to."""
+def _ignore(_name: str, _seconds: float) -> None:
+    """Ignore the time of a script's call."""
 
 
 class Script:
-    """One Lua file. Calling it runs it by EVALSHA."""
+    """One Lua file. A call runs it by EVALSHA."""
 
-    def __init__(self, client: Redis, name: str, observe: Callable[[str, float], None] = _nobody) -> None:
+    def __init__(self, client: Redis, name: str, observe: Callable[[str, float], None] = _ignore) -> None:
         self.name = name
         self._observe = observe
         self._client = client
@@ -121,7 +126,7 @@ class Script:
         self._sha = hashlib.sha1(self._source).hexdigest()  # noqa: S324 - Redis names scripts so
 
     async def __call__(self, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """Runs the script. Raises LeaseLostError when the script refused an old epoch."""
+        """Run the script and return its answer. Raises LeaseLostError if the script refused an old epoch."""
         begin = time.perf_counter()
         try:
             try:
@@ -141,10 +146,10 @@ class Script:
 
 
 class Scripts:
-    """Every script of Orcinus over one client; `shared/lua/NAME.lua` says what each takes and returns."""
+    """All scripts over one client. `shared/lua/NAME.lua` documents the arguments and the answer of each."""
 
-    def __init__(self, client: Redis, observe: Callable[[str, float], None] = _nobody) -> None:
-        """`observe` is called with the name and the seconds of each call that was answered."""
+    def __init__(self, client: Redis, observe: Callable[[str, float], None] = _ignore) -> None:
+        """observe: called with the name and the seconds of each answered call."""
         self.enqueue = Script(client, "enqueue", observe)
         self.claim = Script(client, "claim", observe)
         self.publish = Script(client, "publish", observe)

@@ -1,4 +1,4 @@
-"""When a process that died is started again."""
+"""Delays before a dead process is started again: services by the launcher, gateway processes by their parent."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Seconds before a restart: first_s, then `factor` times more for each further death in window_s, at most cap_s.
+    """Delay before a restart: first_s, times `factor` for each further death within window_s, at most cap_s.
 
-    Death number `loop` in the window is called a crash loop. A process that was ready for settled_s clears its record.
+    Death number `loop` in the window is a crash loop. A process that was ready for settled_s has its record cleared.
     """
 
     first_s: float = 0.2
@@ -24,6 +24,9 @@ class Backoff:
         return min(self.first_s * self.factor ** max(deaths - 1, 0), self.cap_s)
 
     def counted(self, deaths: Sequence[float], now: float, ready_s: float | None) -> list[float]:
-        """The record with a death that happened now. ready_s: how long this process had been ready; None: never."""
+        """Return the record of deaths with one that happened now.
+
+        ready_s: time that the process had been ready; None if it never was.
+        """
         settled = ready_s is not None and ready_s >= self.settled_s
         return [*(() if settled else (at for at in deaths if now - at < self.window_s)), now]

@@ -1,7 +1,7 @@
 """One settings class per service. No other module reads environment variables.
 
-A value comes from the first of: the command line (`orcinus worker --device cpu`), the environment
-(`ORCINUS_DEVICE`), the default here. `orcinus config` prints the effective values, secrets hidden.
+A value comes from the first of these: the command line (`orcinus worker --device cpu`), the environment
+(`ORCINUS_DEVICE`), the default. `orcinus config` prints the effective values and hides secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEMO_MODEL = ROOT / "assets" / "demo-model"
 
 
 def is_loopback(host: str) -> bool:
-    """True for localhost and loopback addresses."""
+    """Return whether a host is localhost or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -69,16 +69,16 @@ class CommonSettings(BaseSettings):
 
     def redis_options(self) -> dict[str, str]:
         """Return user, password and CA as redis-py takes them beside the URL. Raises ConfigurationError."""
-        found = {"username": self.redis_username} if self.redis_username else {}
+        options = {"username": self.redis_username} if self.redis_username else {}
         if self.redis_password and (password := self.redis_password.get_secret_value()):
-            found["password"] = password
+            options["password"] = password
         if self.redis_ca is not None:
             if not self.redis_url.startswith("rediss://"):
                 raise ConfigurationError(
                     "ORCINUS_REDIS_CA: needs TLS, but ORCINUS_REDIS_URL is not rediss://; change the URL or drop the CA"
                 )
-            found["ssl_ca_certs"] = str(readable(self.redis_ca, "ORCINUS_REDIS_CA"))
-        return found
+            options["ssl_ca_certs"] = str(readable(self.redis_ca, "ORCINUS_REDIS_CA"))
+        return options
 
 
 class InternalSettings(CommonSettings):
@@ -92,7 +92,7 @@ class InternalSettings(CommonSettings):
     def _mutual(self) -> InternalSettings:
         given = [self.grpc_ca, self.grpc_cert, self.grpc_key]
         if any(given) and not all(given):
-            raise ValueError("mutual TLS needs all of ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY")
+            raise ValueError("mutual TLS: set all of ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY, or none")
         return self
 
 
@@ -170,7 +170,7 @@ class GatewaySettings(CommonSettings):
         if self.ops_port == 0:
             self.ops_port = self.port + 1
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("TLS needs both ORCINUS_TLS_CERT and ORCINUS_TLS_KEY")
+            raise ValueError("TLS: set both ORCINUS_TLS_CERT and ORCINUS_TLS_KEY, or neither")
         return self
 
     def api_keys(self) -> list[str]:
@@ -190,7 +190,7 @@ class GatewaySettings(CommonSettings):
             for host in (self.host, self.ops_host):
                 if not is_loopback(host):
                     raise ConfigurationError(
-                        f"listening on {host} needs a key: set ORCINUS_API_KEY or ORCINUS_API_KEY_FILE, or "
+                        f"listening on {host}: needs a key; set ORCINUS_API_KEY or ORCINUS_API_KEY_FILE, or "
                         "ORCINUS_REQUIRE_KEY=true for those of `orcinus keys`, or listen on 127.0.0.1"
                     )
         return keys

@@ -1,4 +1,4 @@
-"""Groups of tasks that end together, and work with a time limit.
+"""Groups of asyncio tasks that end together, and work with a time limit.
 
 A cancellation can get lost: `asyncio.wait_for` of Python 3.11, through which redis-py sends every command, returns the
 result instead when the send is complete at that moment (cpython issue 86296). So `end` repeats it.
@@ -38,10 +38,10 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
     tasks = [asyncio.ensure_future(item) for item in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:  # also when the caller is cancelled: asyncio.wait leaves its tasks alone
+    finally:  # also if the caller is cancelled: asyncio.wait does not cancel its tasks
         await end(*tasks)
     for task in done:
-        if not task.cancelled():  # one that gave up because of the stop
+        if not task.cancelled():  # a task that ended because of the stop has no result
             task.result()
 
 

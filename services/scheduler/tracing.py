@@ -80,9 +80,9 @@ class Spans:
         }
         prompt = sum(prompt.size for prompt in request.prompts)
         output = sum(output.size for output in finished.outputs)
-        self._tracer.whole("queue", parent, min(arrived, started), started, attributes)
-        self._tracer.whole("prefill", parent, started, first, {**attributes, "gen_ai.usage.input_tokens": prompt})
-        self._tracer.whole("decode", parent, first, ended, {**attributes, "gen_ai.usage.output_tokens": output})
+        self._tracer.record("queue", parent, min(arrived, started), started, attributes)
+        self._tracer.record("prefill", parent, started, first, {**attributes, "gen_ai.usage.input_tokens": prompt})
+        self._tracer.record("decode", parent, first, ended, {**attributes, "gen_ai.usage.output_tokens": output})
 
     def close(self) -> None:
         """Send what is queued, for a few seconds at most."""

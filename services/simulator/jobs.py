@@ -1,6 +1,7 @@
-"""Many runs beside one another: each in a process of its own, in the order in which they were asked for.
+"""Run many simulations in parallel, each in a separate process, and return the results in the order of the jobs.
 
-main.py and search.py hand in jobs; a job is plain data, so that a fresh process can take it.
+command/main.py, command/search.py and the studies of `bench` pass jobs. A job is plain data, so a spawned process can
+unpickle it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from services.simulator.workload.arrivals import Spec, build
 from services.simulator.workload.workload import Int64
 
 _POLL_S = 0.1
-_EVERY = 64  # requests between two words about progress
+_EVERY = 64  # requests between two reports of progress
 _done: Any = None  # in a worker process: finished requests of every job, shared with the parent
 
 
@@ -39,16 +40,16 @@ class Job:
 
 @dataclass(slots=True)
 class Finished:
-    """A run's result, and what the pictures need of it."""
+    """The result of a run, and the columns that plots draw."""
 
     result: dict[str, Any]
-    ttft_ns: Int64  # of the finished
-    gaps: tuple[npt.NDArray[np.float64], Int64]  # ns and how many
+    ttft_ns: Int64  # [finished requests]
+    gaps: tuple[npt.NDArray[np.float64], Int64]  # time between tokens in ns, and its count
     samples: list[Sample]
 
 
 def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Finished:
-    """Raises ValueError for a workload, policy or setting that cannot be."""
+    """Run one job. Raises ValueError for a workload, policy or setting that is out of range."""
     run: Run = simulate(job.policy, build(job.spec), job.setup, job.clock, progress=progress)
     seen, result = run.seen, run.result
     labelled = {
@@ -61,13 +62,13 @@ def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Finished
 
 
 def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
-    """Every job's outcome, in order; `processes` at a time, none but this one for 1."""
-    totals = [len(build(job.spec)) for job in jobs]  # also: bad input is told here, not from a process
+    """Return the result of every job, in order. Run `processes` jobs at a time; 1 runs all in this process."""
+    totals = [len(build(job.spec)) for job in jobs]  # raises for bad input here, not in a child process
     with _bar(sum(totals)) as advance:
         if processes == 1 or len(jobs) == 1:
             finished, before = [], 0
             for job, total in zip(jobs, totals, strict=True):
-                finished.append(run_job(job, _Teller(advance, before)))
+                finished.append(run_job(job, _Progress(advance, before)))
                 before += total
             return finished
         context = multiprocessing.get_context("spawn")
@@ -81,16 +82,16 @@ def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
             return [result.get() for result in waiting]
 
 
-class _Teller:
-    """Passes on every 64th count, with `before` that others had."""
+class _Progress:
+    """Reports every 64th count of a job; `before` requests of earlier jobs are added to it."""
 
-    def __init__(self, tell: Callable[[int], None], before: int = 0) -> None:
-        self._tell, self._before, self._next = tell, before, 0
+    def __init__(self, report: Callable[[int], None], before: int = 0) -> None:
+        self._report, self._before, self._next = report, before, 0
 
     def __call__(self, ended: int) -> None:
         if ended >= self._next:
             self._next = ended + _EVERY
-            self._tell(self._before + ended)
+            self._report(self._before + ended)
 
 
 def _begin(counts: Any) -> None:
@@ -99,15 +100,15 @@ def _begin(counts: Any) -> None:
 
 
 def _run_numbered(number: int, job: Job) -> Finished:
-    def tell(ended: int) -> None:
+    def report(ended: int) -> None:
         _done[number] = ended
 
-    return run_job(job, _Teller(tell))
+    return run_job(job, _Progress(report))
 
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of requests on stderr where a person sees it."""
+    """Show a progress bar of requests on stderr if stderr is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:

@@ -1,7 +1,7 @@
-"""What the clients of a simulated run saw: per request in columns, all gaps in one histogram.
+"""Figures of a simulated run as its clients see it: columns per request, and all times between tokens in a histogram.
 
-Fed by engine.py with every Outcome. Memory is that of the requests (a few columns) and of the running (one row of
-waits each); no object is kept per token.
+engine.py passes every Outcome. Memory holds a few columns per request and one row of waits per running request, and no
+object per token.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from services.simulator.workload.workload import Int64, Workload
 GOOD_TTFT_NS = 2_000_000_000  # the limits of goodput: docs/simulate.md#json
 GOOD_GAP_NS = 100_000_000
 PERCENTILES = (50, 90, 99)
-TAIL_GAPS = 100  # below so many gaps the largest counts as a request's P99
+TAIL_GAPS = 100  # up to this number of gaps the largest counts as a request's P99
 
 
 class Histogram:
-    """Times in ns as counts. A bin is a float32 without its last 11 bits, so a percentile is right to 0.02 %."""
+    """Counts of times in ns. A bin is a float32 without its last 11 bits, so a percentile is exact to 0.02 %."""
 
     _DROP = 11
     _BINS = 1 << (31 - _DROP)
     _PENDING = 1 << 18
-    _FEW = 1 << 15  # below so many it is cheaper not to touch every bin
+    _FEW = 1 << 15  # below this number it is cheaper not to touch every bin
 
     def __init__(self) -> None:
         self.counts: Int64 = np.zeros(self._BINS, np.int64)
@@ -34,7 +34,7 @@ class Histogram:
         self._used = 0
 
     def add(self, times_ns: Int64) -> None:
-        """Many at once: [n] ns, 0 or more."""
+        """Count times: [n] in ns, 0 or more."""
         end = self._used + times_ns.size
         if end > self._PENDING:
             self._flush()
@@ -61,7 +61,7 @@ class Histogram:
         self._used = 0
 
     def distribution(self) -> tuple[npt.NDArray[np.float64], Int64]:
-        """Middle of each bin that has something, in ns, and its count."""
+        """Return the middle of each filled bin in ns, and its count."""
         self._flush()
         filled = np.flatnonzero(self.counts)
         half = np.uint32(1 << (self._DROP - 1))
@@ -69,24 +69,24 @@ class Histogram:
         return bits.view(np.float32).astype(np.float64), self.counts[filled]
 
     def percentiles(self, shares: tuple[float, ...]) -> list[float]:
-        """Linear between order statistics, as numpy does; NaN when empty."""
+        """Return percentiles in ns, linear between order statistics as numpy.percentile; NaN if there are no times."""
         times, counts = self.distribution()
         if not times.size:
             return [float("nan")] * len(shares)
         upto = np.cumsum(counts)
-        found = []
+        values = []
         for share in shares:
             rank = share / 100 * (upto[-1] - 1)
             low, high = times[np.searchsorted(upto, [int(rank), np.ceil(rank)], side="right")]
-            found.append(float(low + (high - low) * (rank - int(rank))))
-        return found
+            values.append(float(low + (high - low) * (rank - int(rank))))
+        return values
 
 
 class Recorder:
-    """Collects one run. Columns of one entry a request: ttft_ns, e2e_ns, worst_ns (its P99 gap), tokens, finish.
+    """Collects the figures of one run, in columns [requests]: ttft_ns, e2e_ns, worst_ns (P99 gap), tokens, finish.
 
-    `at_end`: tokens count as delivered when flush() says that the batch has ended; the time to
-    first token is then still that of the first token computed, so that TTFT + gaps = end to end.
+    at_end: tokens are delivered when their batch ends, see flush(). The time to first token remains that of the first
+    computed token, so that TTFT + gaps = end to end.
     """
 
     def __init__(self, workload: Workload, start_ns: int, rows: int, at_end: bool) -> None:
@@ -104,14 +104,14 @@ class Recorder:
         self.errors: dict[str, int] = {}
         self._arrived_ns: Int64 = workload.arrived_ns + start_ns
         self._width = int(workload.output.max()) if n else 1
-        self._waits: Int64 = np.zeros(rows * self._width, np.int64)  # [row, output]: since the token before
-        self._cell = [-1] * n  # where a request's row begins
+        self._waits: Int64 = np.zeros(rows * self._width, np.int64)  # [row, output]: ns since the previous token
+        self._cell = [-1] * n  # start of the request's row in _waits
         self._free = list(range(rows))[::-1]
         self._at_end = at_end
         self._held: list[list[int]] = []  # per replica: finished, not delivered yet
 
     def cell(self, index: int) -> int:
-        """Where the waits of a request are kept, from the first time that it takes a slot to its end."""
+        """Return the start of a request's row of waits; the request keeps it from its first slot to its end."""
         cell = self._cell[index]
         if cell >= 0:
             return cell
@@ -123,7 +123,10 @@ class Recorder:
         return cell
 
     def take(self, outcome: Outcome, now_ns: int, cells: Int64 | None) -> None:
-        """Every token and every end of one Outcome. cells: [rows] int64 of its rows where they are known already."""
+        """Record every token and every end of one Outcome.
+
+        cells: [rows] int64, the cells of the outcome's rows if the caller has them.
+        """
         if cells is not None and cells.size == outcome.first.size == outcome.tokens.size:
             self._waits[cells + outcome.first] = outcome.waits_ns
         elif outcome.requests:
@@ -132,7 +135,7 @@ class Recorder:
             self._end(done, now_ns)
 
     def _look_up(self, outcome: Outcome) -> None:
-        """As take(), one row at a time: some rows say only how a request ended, or come in another order."""
+        """Record the tokens of an Outcome row by row: some rows only report an end, or come in another order."""
         rows = zip(outcome.requests, outcome.first.tolist(), outcome.waits_ns.tolist(), strict=True)
         for (request, first, wait), count in zip(rows, outcome.counts.tolist(), strict=True):
             if count:
@@ -170,7 +173,7 @@ class Recorder:
         self._held[replica].append(index)
 
     def flush(self, replica: int, now_ns: int) -> None:
-        """A batch has ended: all its tokens are delivered now, at equal distances."""
+        """Deliver all tokens of a batch that has ended, as if they had come at equal distances."""
         if replica >= len(self._held):
             return
         for index in self._held[replica]:
@@ -184,7 +187,7 @@ class Recorder:
 
 
 def _tail(gaps: Int64) -> int:
-    """The P99 of [n] gaps, linear between order statistics (what numpy.percentile gives, at a tenth of its cost)."""
+    """Return the P99 of [n] gaps, linear between order statistics: numpy.percentile at a tenth of its cost."""
     ordered = gaps.copy()
     ordered.sort()
     rank = 0.99 * (gaps.size - 1)
@@ -194,22 +197,22 @@ def _tail(gaps: Int64) -> int:
 
 
 def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]:
-    """The clients' part of a result, named and defined as in docs/simulate.md#json.
+    """Return the figures of a run, named and defined as in docs/simulate.md#json.
 
-    Rates divide by the time from the first arrival to the last delivery. Requests that ended otherwise than by stop or
-    length are not finished and count in no latency. tbt_ms: all gaps of all finished; worst_gap_ms: of each request the
-    P99 of its gaps, as goodput takes it. slo_violations: share of the requests that did not finish or missed their own
-    limits (2 s and 100 ms where they have none). `classes`: the same apart, where there are several.
+    Rates divide by the time from the first arrival to the last delivery. A request is finished if it ended by stop or
+    length; others count in no latency. tbt_ms: all gaps of all finished requests. worst_gap_ms: the P99 of the gaps of
+    each request, which goodput uses. slo_violations: share of the requests that did not finish or missed their limits
+    (2 s and 100 ms by default). classes: the same per class, if there are several.
     """
     first_ns = start_ns + (int(workload.arrived_ns[0]) if len(workload) else 0)
     seconds = max(seen.end_ns - first_ns, 1) / 1e9
     kept = kept_slos(workload, seen)
     tbt = seen.gaps.percentiles(PERCENTILES)
     classes = np.unique(workload.priority).tolist()
-    everyone = _of(np.ones(len(workload), np.bool_), workload, seen, kept, seconds)
-    everyone["tbt_ms"] = {f"p{q}": _shown(t / 1e6) for q, t in zip(PERCENTILES, tbt, strict=True)}
+    total = _of(np.ones(len(workload), np.bool_), workload, seen, kept, seconds)
+    total["tbt_ms"] = {f"p{q}": _shown(t / 1e6) for q, t in zip(PERCENTILES, tbt, strict=True)}
     return {
-        **everyone,
+        **total,
         "duration_s": round(seconds, 6),
         "arrivals_s": round((int(workload.arrived_ns[-1]) - int(workload.arrived_ns[0])) / 1e9, 6),
         "errors": dict(sorted(seen.errors.items())),
@@ -222,7 +225,7 @@ def figures(workload: Workload, seen: Recorder, start_ns: int) -> dict[str, Any]
 def _of(
     chosen: npt.NDArray[np.bool_], workload: Workload, seen: Recorder, kept: npt.NDArray[np.bool_], seconds: float
 ) -> dict[str, Any]:
-    """Figures of the requests in `chosen`: [requests] bool, as are those that `kept` their limits."""
+    """Return the figures of the requests in `chosen`; `chosen` and `kept` (within their limits) are [requests] bool."""
     done = np.flatnonzero(chosen & (seen.e2e_ns >= 0))
     ttft, e2e, worst, tokens = seen.ttft_ns[done], seen.e2e_ns[done], seen.worst_ns[done], seen.tokens[done]
     output, prompt = int(tokens.sum()), int(workload.prompt[done].sum())
@@ -244,7 +247,7 @@ def _of(
 
 
 def kept_slos(workload: Workload, seen: Recorder) -> npt.NDArray[np.bool_]:
-    """[requests] bool: finished within its own limits, or the default ones where it has none."""
+    """Return [requests] bool: finished within the request's limits, or the defaults if it has none."""
     ttft = np.where(workload.ttft_slo_ns > 0, workload.ttft_slo_ns, GOOD_TTFT_NS)
     gap = np.where(workload.tbt_slo_ns > 0, workload.tbt_slo_ns, GOOD_GAP_NS)
     kept: npt.NDArray[np.bool_] = (seen.e2e_ns >= 0) & (seen.ttft_ns <= ttft) & (seen.worst_ns <= gap)

@@ -1,6 +1,7 @@
-"""Which replica takes a request: the routers in front of several cores.
+"""Choose a replica for each request: the front routers of several cores.
 
-engine.py asks at each arrival and tells what finished. A router knows what a gateway would: what it has sent where.
+engine.py calls a router at each arrival. A router knows as much as a gateway does: the requests that it sent to each
+replica.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from typing import Protocol
 
 
 class Router(Protocol):
-    """`load[r]`: prompt and output tokens asked for by what replica r has not finished; `head`: the prefix's hash."""
+    """Chooses a replica.
+
+    `load[r]` counts the prompt and output tokens of the unfinished requests of replica r; `head` is the hash of the
+    prompt's prefix.
+    """
 
     def choose(self, load: list[int], head: int) -> int: ...
 
 
 class RoundRobin:
-    """Each in its turn."""
+    """Take the replicas in turn."""
 
     def __init__(self, seed: int) -> None:
         self._next = -1
@@ -28,7 +33,7 @@ class RoundRobin:
 
 
 class Random:
-    """Any, evenly."""
+    """Draw a replica, all with equal probability."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -38,7 +43,7 @@ class Random:
 
 
 class LeastTokens:
-    """The one with the fewest tokens outstanding; of equals the first."""
+    """Take the replica with the smallest load; among equals the first."""
 
     def __init__(self, seed: int) -> None:
         pass
@@ -48,7 +53,7 @@ class LeastTokens:
 
 
 class TwoChoices:
-    """The less loaded of two drawn at random (power of two choices, Mitzenmacher 2001)."""
+    """Draw two replicas and take the less loaded one (power of two choices, Mitzenmacher 2001)."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -61,7 +66,7 @@ class TwoChoices:
 
 
 class Prefix:
-    """By the hash of the prompt's first block, so that equal prefixes meet their cache; load is not looked at."""
+    """Route by the hash of the prompt's first block, so that equal prefixes reach the same cache; ignore the load."""
 
     def __init__(self, seed: int) -> None:
         pass
@@ -71,7 +76,7 @@ class Prefix:
 
 
 SCHEDULER = "scheduler"
-"""One core drives all replicas and routes as a shard of the shipped scheduler does: no router is in front."""
+"""One core drives all replicas and routes as a shard of the shipped scheduler does, without a front router."""
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "round-robin": RoundRobin,

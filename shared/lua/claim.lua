@@ -1,8 +1,8 @@
--- Fenced: marks requests that XREADGROUP gave to this shard as its own.
+-- Fenced: marks the requests that XREADGROUP gave to this shard as claimed by it.
 -- KEYS: lease, queue   ARGV: epoch, shard, then (req key, prompt tokens that leave the queue if it is gone, class, tenant)
--- Returns per request: verdict, when it was enqueued (ms of Redis's clock), the gateway that delivers it now, and whether
--- that one's heartbeat is there (1 or 0).
--- Verdicts: 0 go on, 1 cancelled before the claim, 2 unknown (its record has expired), 3 finished already
+-- Returns per request: verdict, time of its enqueueing (ms of Redis's clock), the gateway that delivers it now, and
+-- whether that gateway has a heartbeat (1 or 0).
+-- Verdicts: 0 run it, 1 cancelled before the claim, 2 unknown (its record has expired), 3 already finished
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local beat = string.sub(KEYS[1], 1, #KEYS[1] - #('lease:' .. ARGV[2])) .. 'alive:gateway:'
 local verdicts = {}

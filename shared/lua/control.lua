@@ -1,10 +1,10 @@
--- A gateway's command about one request: to the shard that runs it, or onto its record when none has claimed it.
--- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway, tenant ('' : not asked), and of
---       stop: choice, tokens that stay; of adopt: from whom alone it may be taken ('' : anybody)
--- gateway: who adopts; for the others, who must deliver the request for the command to count ('' : not asked)
+-- A gateway's command about one request: sent to the shard that runs it, or written to its record if no shard has it.
+-- KEYS: req   ARGV: key prefix, kind (cancel | stop | adopt), Control payload, gateway, tenant ('': not checked), and of
+--       stop: choice, tokens to keep; of adopt: the only gateway that it may be taken from ('': any)
+-- gateway: for adopt the new gateway; else the gateway that must deliver the request ('': not checked)
 -- Returns sent | flagged | finished | unknown | forbidden | elsewhere
 
--- The sequence had come to an end of its own before its stop string was found: its record keeps what counts.
+-- The sequence ended before its stop string was found: cut the record at the stop string.
 local function shorten(choice, length)
   local ended = redis.call('HMGET', KEYS[1], 'finish', 'lengths')
   local finish, lengths, output = {}, {}, 0
@@ -21,7 +21,7 @@ local function shorten(choice, length)
   end
 end
 
--- Whoever delivers a request in the background is whom the others look after.
+-- Move a background request to the set of the gateway that delivers it; other gateways watch these sets.
 local function move(from, to)
   local id, all = string.sub(KEYS[1], #ARGV[1] + #'req:' + 1), ARGV[1] .. 'background'
   redis.call('SREM', all .. ':' .. from, id)
@@ -39,14 +39,14 @@ if record[1] == 'finished' then
   return 'finished'
 end
 if ARGV[2] ~= 'adopt' and ARGV[4] ~= '' and ARGV[4] ~= record[4] then return 'elsewhere' end
--- Said twice it is the adopter's already.
+-- A repeated adopt finds the request already moved.
 local from = ARGV[2] == 'adopt' and ARGV[6] or ''
 if from ~= '' and from ~= record[4] and ARGV[4] ~= record[4] then return 'elsewhere' end
 if ARGV[2] == 'cancel' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
--- The scheduler may have let the sequence end, and not have written so yet: publish looks here.
+-- The scheduler may have ended the sequence without having written it yet: publish.lua reads this field.
 if ARGV[2] == 'stop' then redis.call('HSET', KEYS[1], 'stop:' .. ARGV[6], ARGV[7]) end
 if ARGV[2] == 'adopt' then
-  -- The last tokens may be nowhere but in the stream of a gateway before: whoever takes the shard reads them all.
+  -- The last tokens may be only in the stream of an earlier gateway: a scheduler that takes over the shard reads all.
   local former = record[5] or ' '
   if not string.find(former, ' ' .. record[4] .. ' ', 1, true) then former = former .. record[4] .. ' ' end
   redis.call('HSET', KEYS[1], 'gateway', ARGV[4], 'former', former)

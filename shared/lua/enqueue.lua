@@ -1,16 +1,18 @@
--- Puts one request into its class's stream, once, if the queue and the tenant's buckets have room.
--- KEYS: req, stream, queue, bucket, prompt, gateways with background requests, this gateway's
--- ARGV: request, prompts ('' when inside the request), prompt tokens, most prompt tokens that may wait,
---       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent (0: no limit),
---       ttl ms, tenant, gateway, class, delivery (what another gateway needs to go on), id if in the background or '',
---       share of Redis's memory that new requests may fill, most prompt tokens of this tenant that may wait,
---       1: the wait is too long for who waits with more than the others
+-- Adds one request to the stream of its class, once, if the queue and the buckets of its key have room.
+-- KEYS: req, stream, queue, bucket, prompt, gateways with background requests, background requests of this gateway
+-- ARGV: request, prompts ('' if inside the request), prompt tokens, bound of waiting prompt tokens,
+--       cost tokens (prompt + output bound), requests a minute, tokens a minute, concurrent requests (0: no limit),
+--       ttl ms, tenant, gateway, class, delivery (state that another gateway needs to continue), id if in the
+--       background or '', share of Redis's memory that new requests may fill, bound of this tenant's waiting prompt
+--       tokens, 1 if the wait is too long for tenants that hold their even share of the queue or more
 -- Returns {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
---       | {full, waiting tokens} | {tenant, its waiting tokens, tenants that wait} | {late} | {rate, retry ms, what} | {memory, bytes used, bytes at most}
+--       | {full, waiting tokens} | {tenant, its waiting tokens, waiting tenants} | {late} | {rate, retry ms, limit}
+--       | {memory, bytes used, bound in bytes}
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return {'duplicate', state} end
 
--- The rest is for what runs. Gateways look once a second; this looks each time. What came with this call counts already.
+-- The remaining memory is for running requests. Gateways check once a second, this script at every call. The memory of
+-- this call counts.
 local memory = redis.call('INFO', 'memory')
 local bound, used = tonumber(string.match(memory, 'maxmemory:(%d+)')), tonumber(string.match(memory, 'used_memory:(%d+)'))
 if bound > 0 and used > bound * tonumber(ARGV[15]) then return {'memory', used, bound} end
@@ -23,7 +25,7 @@ local tenants = KEYS[3] .. ':tenants'
 if waiting <= 0 then redis.call('DEL', tenants) end
 local held, waiters = tonumber(redis.call('HGET', tenants, ARGV[10]) or '0'), redis.call('HLEN', tenants)
 if held > 0 and held + tokens > tonumber(ARGV[16]) then return {'tenant', held, waiters} end
--- A long queue is that of whoever has its even share of it or more; the others go on being taken.
+-- In a long queue only tenants that hold their even share or more are refused.
 if ARGV[17] == '1' and held > 0 and held * waiters >= waiting then return {'late'} end
 
 local time = redis.call('TIME')
@@ -40,12 +42,12 @@ if per_request > 0 or per_token > 0 or most > 0 then
   if per_request > 0 and requests < 1 then
     return {'rate', math.ceil((1 - requests) * 60000 / per_request), 'requests a minute'}
   end
-  -- A request above the whole bucket may go when the bucket is full, or it could never go.
+  -- A request larger than the bucket is admitted when the bucket is full; else it never could be.
   if per_token > 0 and budget < math.min(cost, per_token) then
     return {'rate', math.ceil((math.min(cost, per_token) - budget) * 60000 / per_token), 'tokens a minute'}
   end
   redis.call('HSET', KEYS[4], 'at', now, 'running', running + 1)
-  -- A limit that is off keeps no level: switched on later, it starts full.
+  -- A limit that is off has no level. If it is switched on later, its bucket starts full.
   if per_request > 0 then redis.call('HSET', KEYS[4], 'requests', requests - 1) else redis.call('HDEL', KEYS[4], 'requests') end
   if per_token > 0 then redis.call('HSET', KEYS[4], 'tokens', budget - cost) else redis.call('HDEL', KEYS[4], 'tokens') end
   redis.call('PEXPIRE', KEYS[4], ARGV[9])

@@ -1,6 +1,6 @@
--- Fenced: puts requests of one shard into the pending list of another, which finds them there and goes on with them.
--- KEYS: lease of the shard that has them   ARGV: epoch, group, that shard, the other, then (req key, stream, entry) each
--- Returns how many are the other's now. A call that is repeated moves nothing that has gone further meanwhile.
+-- Fenced: moves requests of one shard into the pending list of another, which continues them.
+-- KEYS: lease of the first shard   ARGV: epoch, group, first shard, second shard, then (req key, stream, entry) each
+-- Returns the number of moved requests. A repeated call moves no request that has changed since.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local given = 0
 for i = 5, #ARGV, 3 do

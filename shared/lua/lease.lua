@@ -1,11 +1,12 @@
--- KEYS: lease, epoch, epoch of the shard   ARGV: acquire | renew | release, ms, epoch (renew, release), ms that the
--- third key is kept
+-- Acquires, renews or releases the lease of a shard.
+-- KEYS: lease, epoch, epoch of the shard   ARGV: acquire | renew | release, ms, epoch (renew, release), lifetime of the
+-- third key in ms
 -- acquire returns the new epoch or 0; renew and release return 1 or 0.
 if ARGV[1] == 'acquire' then
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
   local epoch = redis.call('INCR', KEYS[2])
   if epoch == 1 then
-    -- The counter begins at the clock: a Redis that lost its data gives no epoch that a worker has seen before.
+    -- The counter starts at the clock, so a Redis that lost its data never repeats an epoch that a worker has seen.
     epoch = tonumber(redis.call('TIME')[1])
     redis.call('SET', KEYS[2], epoch)
   end
@@ -15,14 +16,14 @@ if ARGV[1] == 'acquire' then
 end
 local holder = redis.call('GET', KEYS[1])
 if ARGV[1] == 'renew' then
-  -- A lease that ran out is still ours when nobody has had this shard since: its last epoch says so.
+  -- An expired lease can be renewed while the shard's last epoch is still this one: no other scheduler had the shard.
   if holder ~= ARGV[3] and (holder or redis.call('GET', KEYS[3]) ~= ARGV[3]) then return 0 end
-  -- What is there only lives longer: that a Redis without memory takes as well, and a SET it does not.
+  -- Extend existing keys with PEXPIRE: a Redis without free memory accepts it and refuses SET.
   if not holder or redis.call('PEXPIRE', KEYS[1], ARGV[2]) == 0 then redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[2]) end
   if redis.call('PEXPIRE', KEYS[3], ARGV[4]) == 0 then redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4]) end
   return 1
 end
 if holder ~= ARGV[3] then return 0 end
--- Nor may what was given up be renewed: a write that is late would do that.
+-- Delete the epoch too, or a late renewal would take the lease back.
 redis.call('DEL', KEYS[3])
 return redis.call('DEL', KEYS[1])

@@ -1,7 +1,7 @@
--- Fenced: everything one iteration makes known, in one script.
+-- Fenced: writes all results of one iteration in one script.
 -- KEYS: lease, queue
--- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, ms that token streams keep, then five
---       sections, each a count and its rows:
+-- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, time span of token streams in ms, then
+--       five sections, each a count and its rows:
 --       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0, tokens at the end),
 --       started (id),
 --       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error),
@@ -24,7 +24,7 @@ local function leave_queue(tokens, class, tenant)
   if redis.call('HINCRBY', tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
 end
 
--- A stop string ends a sequence before its last tokens: the record keeps what counts.
+-- A stop string ends a sequence before its last tokens: cut the record there.
 local function trim(out, length, ttl)
   if redis.call('STRLEN', out) > 4 * length then
     redis.call('SET', out, length == 0 and '' or redis.call('GETRANGE', out, 0, 4 * length - 1))
@@ -41,7 +41,7 @@ end
 for _ = 1, tonumber(arg()) do
   local id, choice, offset, tokens, finish, length = arg(), arg(), arg(), arg(), arg(), tonumber(arg())
   local record = prefix .. 'req:' .. id
-  -- A request that has ended keeps its short life, and one whose record expired is not brought back.
+  -- A finished request keeps its short lifetime, and an expired record is not created again.
   local state = redis.call('HGET', record, 'state')
   if state and state ~= 'finished' then
     local key = prefix .. 'out:' .. id .. ':' .. choice
@@ -66,7 +66,7 @@ for _ = 1, tonumber(arg()) do
   end
 end
 
--- How a choice ended and with how many tokens. A stop string that its gateway found may have come too late for the core.
+-- Returns finish reason and length of a choice. The stop string of a gateway may have come too late for the core.
 local function ending(record, choice, finish, length)
   local at = tonumber(redis.call('HGET', record, 'stop:' .. choice) or nil)
   if at and at <= length and string.find('124', finish, 1, true) then return '1', at end
@@ -104,7 +104,7 @@ for _ = 1, tonumber(arg()) do
   end
 end
 
--- Of tokens that are told above. More than `out` keeps does no harm: whoever reads them goes by the tokens.
+-- Log-probabilities of the tokens above. More records than tokens in `out` do no harm: readers count by the tokens.
 for _ = 1, tonumber(arg()) do
   local id, choice, offset, records = arg(), arg(), arg(), arg()
   local state = redis.call('HGET', prefix .. 'req:' .. id, 'state')

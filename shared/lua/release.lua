@@ -1,11 +1,11 @@
--- Fenced: hands requests that never started back to the queue, for any shard.
+-- Fenced: returns requests that never started to the queue, for any shard.
 -- KEYS: lease   ARGV: epoch, group, then (req key, stream, entry, request) per request
--- Returns how many; the others have started, or were handed back before.
+-- Returns the number of returned requests; the rest have started, or were returned before.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local returned = 0
 for i = 3, #ARGV, 4 do
   local record = redis.call('HMGET', ARGV[i], 'state', 'entry')
-  -- One that was read and not claimed yet is queued still; its entry is pending all the same.
+  -- A request that was read and not yet claimed is still `queued`; its entry is pending.
   if (record[1] == 'claimed' or record[1] == 'queued') and record[2] == ARGV[i + 2] then
     redis.call('XACK', ARGV[i + 1], ARGV[2], ARGV[i + 2])
     redis.call('XDEL', ARGV[i + 1], ARGV[i + 2])

@@ -1,7 +1,8 @@
--- Fenced: a shard takes a worker that is free, its own, or of a shard without a lease; and lets go of the one before.
--- KEYS: lease, worker, epoch, the worker that the shard had (the same again: none)   ARGV: epoch, shard, key prefix
--- Returns the epoch of the Run that may begin there, or 0. Each Run has a new one: workers go from shard to shard, and
--- refuse an epoch that is smaller than one they have seen.
+-- Fenced: a shard takes a worker that is free, already its own, or of a shard without a lease, and gives up its previous
+-- one.
+-- KEYS: lease, worker, epoch, the previous worker (the same key if there is none)   ARGV: epoch, shard, key prefix
+-- Returns the epoch of the new Run, or 0. Each Run has a new epoch: workers move between shards, and refuse a smaller
+-- epoch than they have seen.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local record = redis.call('HMGET', KEYS[2], 'ready', 'shard')
 if record[1] ~= '1' then return 0 end

@@ -1,7 +1,7 @@
-"""gRPC channels between scheduler and worker, in the clear or with mutual TLS.
+"""gRPC channels between scheduler and worker, plain or with mutual TLS.
 
-Both ends prove to each other that their certificates come from one CA, which signs for nothing else. A
-worker is known by the name WORKER_NAME in its certificate and not by its address: workers come and go.
+Both ends show certificates of one CA, which signs nothing else. The certificate of a worker has the name WORKER_NAME
+instead of its address, because workers come and go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Options = Sequence[tuple[str, Any]]
 
 
 def server_credentials(settings: InternalSettings) -> grpc.ServerCredentials | None:
-    """What a worker listens with; None without mutual TLS. Raises ConfigurationError for files that will not do."""
+    """Return the credentials of a worker's server; None without mutual TLS. Raises ConfigurationError for bad files."""
     if settings.grpc_ca is None:
         return None
     ca, certificate, key = _files(settings)
@@ -28,7 +28,7 @@ def server_credentials(settings: InternalSettings) -> grpc.ServerCredentials | N
 
 
 def channel_credentials(settings: InternalSettings) -> grpc.ChannelCredentials | None:
-    """What a worker is dialled with; None without mutual TLS. Raises ConfigurationError."""
+    """Return the credentials of a channel to a worker; None without mutual TLS. Raises ConfigurationError."""
     if settings.grpc_ca is None:
         return None
     ca, certificate, key = _files(settings)
@@ -36,29 +36,29 @@ def channel_credentials(settings: InternalSettings) -> grpc.ChannelCredentials |
 
 
 def channel(address: str, credentials: grpc.ChannelCredentials | None, options: Options = ()) -> grpc.Channel:
-    """A blocking channel to a worker."""
+    """Return a blocking channel to a worker."""
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=worker_options(options))
 
 
 def aio_channel(address: str, credentials: grpc.ChannelCredentials | None, options: Options = ()) -> grpc.aio.Channel:
-    """The same for asyncio."""
+    """Return a channel to a worker for asyncio."""
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=worker_options(options))
 
 
 def worker_options(options: Options) -> list[tuple[str, Any]]:
-    """Options of a channel whose other end must show the certificate of a worker."""
+    """Return the options of a channel that accepts only the certificate of a worker."""
     return [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
 
 
 def _files(settings: InternalSettings) -> tuple[bytes, bytes, bytes]:
-    """CA, certificate, key. Raises ConfigurationError."""
+    """Return CA, certificate and key. Raises ConfigurationError."""
     if settings.grpc_ca is None or settings.grpc_cert is None or settings.grpc_key is None:
-        raise ConfigurationError("mutual TLS needs all of ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY")
-    check_pair(settings.grpc_cert, settings.grpc_key)  # gRPC itself says nothing of use about a wrong file
+        raise ConfigurationError("mutual TLS: set all of ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY")
+    check_pair(settings.grpc_cert, settings.grpc_key)  # the errors of gRPC do not name a wrong file
     named = (("CA", settings.grpc_ca), ("CERT", settings.grpc_cert), ("KEY", settings.grpc_key))
     ca, certificate, key = (readable(path, f"ORCINUS_GRPC_{name}").read_bytes() for name, path in named)
     return ca, certificate, key

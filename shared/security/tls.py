@@ -1,4 +1,4 @@
-"""Files of certificates and keys, looked at before anything is served with them."""
+"""Checks of certificate and key files before a server uses them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from shared.errors import ConfigurationError
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises ConfigurationError for a certificate and a key that cannot be served with."""
+    """Raise ConfigurationError if a server cannot use the certificate with the key."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:  # SSLError is one
-        raise ConfigurationError(f"cannot serve TLS with {certificate} and {key}: {error}") from error
+        raise ConfigurationError(f"TLS with {certificate} and {key}: {error}; give a matching PEM pair") from error
 
 
 def readable(path: Path, name: str) -> Path:
-    """The path. Raises ConfigurationError naming the setting `name`."""
+    """Return the path. Raises ConfigurationError that names the setting `name` if the file cannot be read."""
     try:
         path.open("rb").close()
     except OSError as error:
-        raise ConfigurationError(f"{name}={path} cannot be read: {error.strerror}") from error
+        raise ConfigurationError(f"{name}={path}: cannot be read: {error.strerror}; give a readable file") from error
     return path

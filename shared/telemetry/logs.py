@@ -1,4 +1,4 @@
-"""Logging: one line an event on stderr, readable by people, or JSON where programs read."""
+"""Logging: one line per event on stderr, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Json(logging.Formatter):
 
 
 def setup(service: str, level: str = "info", as_json: bool = False) -> logging.Logger:
-    """Configures the root logger once and returns the service's own. Prompts and keys are never logged."""
+    """Configure the root logger and return the logger of the service. No service logs prompts or keys."""
     handler = logging.StreamHandler(sys.stderr)
     if as_json:
         handler.setFormatter(_Json())

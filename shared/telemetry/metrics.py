@@ -1,5 +1,5 @@
-"""What the Prometheus metrics of all services have in common: buckets, histograms of columns, names by which other
-servers' boards know ours, and the port.
+"""Common parts of the Prometheus metrics of all services: buckets, histograms of columns, aliases for the boards of
+other servers, and the port.
 
 A figure is observed once an iteration, never once a token: `ColumnHistogram` takes a column of values in one call.
 """
@@ -21,29 +21,29 @@ from shared.errors import ConfigurationError
 SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 600,
 )  # fmt: skip
-"""Of whole requests and their phases."""
+"""Buckets for requests and their phases."""
 
 GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
-"""Between tokens, and of iterations."""
+"""Buckets for times between tokens and for iterations."""
 
 CALLS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-"""Of calls to Redis and of work inside a process."""
+"""Buckets for calls to Redis and for work inside a process."""
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
 PENDING_COLUMNS = 512
-"""Observed columns that may wait for `settle`."""
+"""Observed columns that may be pending before `settle` runs."""
 
 
 class ColumnHistogram:
-    """A histogram that is fed columns, which are counted later: a hot loop only appends to a list.
+    """A histogram of columns that are counted later, so that a hot loop only appends to a list.
 
-    One thread observes and settles; a scrape by another may see a column that is half counted.
+    One thread observes and settles. A scrape by another thread may see a column that is partly counted.
     """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "", values: Sequence[str] = ("",)):
-        """`label` with its `values`, in the order in which `observe` numbers them; without, one series."""
+        """label, values: one series per value, numbered in this order by `observe`; without a label there is one."""
         self.name, self.text = name, text
         self._label, self._names = label, tuple(values)
         self._bounds = np.asarray(bounds, np.float64)
@@ -53,14 +53,14 @@ class ColumnHistogram:
         self._pending: list[list[npt.NDArray[Any] | float]] = [[] for _ in self._names]
 
     def observe(self, values: npt.NDArray[Any] | float, series: int = 0) -> None:
-        """Takes a value or a column of them."""
+        """Add a value or a column of values to the pending ones."""
         pending = self._pending[series]
         pending.append(values)
         if len(pending) >= PENDING_COLUMNS:
             self.settle()
 
     def settle(self) -> None:
-        """Counts what was observed."""
+        """Count the pending values."""
         for series, pending in enumerate(self._pending):
             if not pending:
                 continue
@@ -71,7 +71,7 @@ class ColumnHistogram:
             self._sums[series] += float(column.sum())
 
     def family(self) -> HistogramMetricFamily:
-        """As Prometheus collects it: cumulative counts."""
+        """Return the metric family for Prometheus, with cumulative counts."""
         family = HistogramMetricFamily(self.name, self.text, labels=[self._label] if self._label else [])
         for name, counts, total in zip(self._names, self._counts, self._sums, strict=True):
             rows = list(zip(self._bound_texts, np.cumsum(counts).tolist(), strict=True))
@@ -80,13 +80,13 @@ class ColumnHistogram:
 
 
 class ColumnHistograms(Collector):
-    """Several of them, as one collector of a registry."""
+    """Several histograms as one collector of a registry."""
 
     def __init__(self, *histograms: ColumnHistogram) -> None:
         self._histograms = histograms
 
     def settle(self) -> None:
-        """Counts what was observed; on the thread that observes."""
+        """Count the pending values of all histograms. Call it on the thread that observes."""
         for histogram in self._histograms:
             histogram.settle()
 
@@ -97,7 +97,7 @@ class ColumnHistograms(Collector):
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One of our families under another name, with only the named of its labels (others are summed up)."""
+    """One of our families under another name. Keeps the labels in `labels` and sums over the rest."""
 
     name: str
     source: str
@@ -105,7 +105,7 @@ class Alias:
 
 
 class Aliases(Collector):
-    """Families of `sources` again, as vLLM calls them, so that boards and gateways made for it work unchanged."""
+    """Exposes families of `sources` a second time under vLLM's names, so that boards and gateways for vLLM work."""
 
     def __init__(self, sources: Iterable[Collector], aliases: Iterable[Alias], model: str) -> None:
         self._sources = tuple(sources)
@@ -135,18 +135,20 @@ class Aliases(Collector):
         return renamed
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what is collected has been registered under its own names."""
+        """Return nothing: the source families are registered under their Orcinus names."""
         return ()
 
 
 def serve(registry: CollectorRegistry, host: str, port: int, option: str) -> None:
-    """`/metrics` on a thread of its own, until the process ends; port 0 is off.
+    """Serve `/metrics` on a separate thread until the process ends; port 0 means no server.
 
-    Raises ConfigurationError, naming `option`, for an address that cannot be listened on.
+    Raises ConfigurationError that names `option` if the address cannot be used.
     """
     if not port:
         return
     try:
         start_http_server(port, host, registry)
     except OSError as error:
-        raise ConfigurationError(f"cannot serve metrics on {host}:{port} ({option}): {error.strerror}") from error
+        raise ConfigurationError(
+            f"metrics on {host}:{port}: {error.strerror}; choose another port with {option}"
+        ) from error

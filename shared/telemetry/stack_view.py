@@ -1,7 +1,6 @@
-"""One look at what a stack says of itself in Redis: for the page of the gateway and for `orcinus top`.
+"""The view of a running stack in Redis, for the gateway's live page and for `orcinus top`.
 
-`StackReader.look` is two or three round trips; what it returns is plain JSON. The keys are those of docs/redis.md, so
-everything here can be had by every reader of Redis.
+`StackReader.look` takes two or three round trips and returns plain JSON. It reads only keys that docs/redis.md lists.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ DISCOVER_S = 10.0
 EVENTS = 50
 HISTORY_S = 300
 HISTORY_ROWS = 60
-"""Rows read at a time, so that other readers wait for a short time: a row has some seventy fields."""
+"""Rows per read. A row has about seventy fields, so a larger read would delay the other clients of Redis."""
 
 HISTORY = (
     "time_ms", "tok_s", "ttft_ms_p50", "ttft_ms_p99", "tbt_ms_p50", "tbt_ms_p99", "running", "waiting", "swapped",
     "waiting_realtime", "waiting_high", "waiting_normal", "waiting_low", "blocks_total", "blocks_free", "blocks_cached",
     "blocks_draining", "host_blocks_total", "host_blocks_free", "device_idle_pct", "step_ms",
 )  # fmt: skip
-"""The fields of `stats:{shard}:history` that are drawn over time."""
+"""The fields of `stats:{shard}:history` in the charts."""
 
 ROLES = ("gateway", "scheduler", "worker")
 View = dict[str, Any]
@@ -45,8 +44,11 @@ class StackReader:
         self._discovered_at = -math.inf
 
     async def look(self) -> View:
-        """The view of now: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats`,
-        `iterations` and `replicas`), `workers`, `gateways`, `schedulers`, `events` (the newest first)."""
+        """Return the present view.
+
+        Fields: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats`, `iterations`
+        and `replicas`), `workers`, `gateways`, `schedulers`, `events` (the newest first).
+        """
         if time.monotonic() - self._discovered_at > (DISCOVER_S if self._shards else 1.0):
             await self._discover()
         keys, shards, alive = self._keys, sorted(self._shards), sorted(self._alive)
@@ -65,8 +67,8 @@ class StackReader:
             pipe.get(keys.alive(role, member))
         (seconds, micros), memory, queue, events, seen, *rest = await pipe.execute()
         per_shard, beats = rest[: 4 * len(shards)], rest[4 * len(shards) :]
-        known = list(zip(shards, *(per_shard[at::4] for at in range(4)), strict=True))
-        self._shards = {shard for shard, led, stats, *_ in known if led or stats}
+        rows = list(zip(shards, *(per_shard[at::4] for at in range(4)), strict=True))
+        self._shards = {shard for shard, led, stats, *_ in rows if led or stats}
         beating = {each: beat for each, beat in zip(alive, beats, strict=True) if beat is not None}
         now_ms = seconds * 1000 + micros // 1000
         return {
@@ -81,7 +83,7 @@ class StackReader:
                     "iterations": _columns(columns),
                     "replicas": {_text(name): json.loads(row) for name, row in sorted(replicas.items())},
                 }
-                for shard, led, stats, columns, replicas in known
+                for shard, led, stats, columns, replicas in rows
                 if led or stats
             },
             "workers": await self._workers(seen, beating, now_ms),
@@ -93,7 +95,7 @@ class StackReader:
         }
 
     async def history(self, shard: str, since_ms: int) -> dict[str, list[float]]:
-        """The columns HISTORY of one shard from a time of Redis's clock on."""
+        """Return the columns HISTORY of one shard since a time of Redis's clock."""
         columns: dict[str, list[float]] = {name: [] for name in HISTORY}
         first = str(since_ms)
         while True:
@@ -107,7 +109,7 @@ class StackReader:
             first = "(" + _text(rows[-1][0])
 
     async def _workers(self, seen: Sequence[Any], beating: Mapping[Any, bytes], now_ms: int) -> list[View]:
-        """Those that registered in the last minute; `alive` says whether one still does."""
+        """Return the workers of the last minute; `alive` is whether a worker still renews its record."""
         names = [(_text(name), float(score)) for name, score in seen]
         pipe = self._redis.pipeline(transaction=False)
         for name, _ in names:
@@ -125,7 +127,7 @@ class StackReader:
         ]
 
     async def _discover(self) -> None:
-        """Shards and processes that came since the last time, by SCAN; rare, because it walks the keys."""
+        """Find new shards and processes by SCAN; rarely, because it walks over all keys."""
         stats, alive = self._keys.stats(""), self._keys.alive("", "").removesuffix(":")
         self._alive = set()
         for start in (stats, alive):
@@ -148,7 +150,7 @@ def _text(raw: bytes) -> str:
 
 
 def _value(raw: bytes) -> float | int | str:
-    """A number where it is a finite one, else text."""
+    """Return a finite number as such, anything else as text."""
     text = _text(raw)
     try:
         number = float(text)
@@ -164,7 +166,7 @@ def _values(record: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def _columns(record: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """`last`, and the packed columns as lists."""
+    """Return `last`, and the packed columns as lists."""
     return {
         _text(name): _value(raw) if name == b"last" else unpack(raw[: len(raw) // 4 * 4]).tolist()
         for name, raw in record.items()

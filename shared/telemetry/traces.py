@@ -1,6 +1,7 @@
 """Spans for an OpenTelemetry collector, by OTLP over HTTP. Off unless `otlp_endpoint` is set; the SDK is an extra.
 
-Exported by a thread of the SDK from a bounded queue: a collector that is slow or gone costs spans, never a request.
+A thread of the SDK exports from a bounded queue. A collector that is slow or down loses spans and never delays a
+request.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ log = logging.getLogger("orcinus.traces")
 QUEUED_SPANS = 2048
 EXPORT_MS = 1000
 TIMEOUT_S = 5.0
-LAST_WORDS_S = 3.0
-"""What a stopping process waits for the collector."""
+FLUSH_S = 3.0
+"""Time that a stopping process waits for the collector."""
 
 Value = str | int | float | bool | Sequence[str]
 
 
 class Tracer:
-    """Makes spans of one service. Times are ns of the wall clock."""
+    """Makes the spans of one service. Times are ns of the wall clock."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        """Raises ConfigurationError when the extra `otel` is not installed."""
+        """Start the exporter. Raises ConfigurationError if the extra `otel` is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -39,7 +40,7 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigurationError(
-                "ORCINUS_OTLP_ENDPOINT needs the extra `otel`: pip install 'orcinus[otel]', or leave it empty"
+                "ORCINUS_OTLP_ENDPOINT: needs the extra `otel`; pip install 'orcinus[otel]', or leave it empty"
             ) from error
         base = endpoint.rstrip("/")
         address = base if base.endswith("/v1/traces") else f"{base}/v1/traces"
@@ -58,7 +59,7 @@ class Tracer:
     def begin(
         self, name: str, parent: str, start_ns: int, attributes: Mapping[str, Value], kind: SpanKind | None = None
     ) -> Span:
-        """A span that has to be ended. `parent`: a traceparent; without a valid one a trace begins."""
+        """Return a started span, which the caller ends. `parent` is a traceparent; an invalid one starts a trace."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -68,18 +69,18 @@ class Tracer:
         )
         return started  # type: ignore[return-value]
 
-    def whole(self, name: str, parent: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value]) -> None:
-        """A span that is over."""
+    def record(self, name: str, parent: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value]) -> None:
+        """Record a span that has ended."""
         self.begin(name, parent, start_ns, attributes).end(end_ns)
 
     def close(self) -> None:
-        """Sends what is queued, for a few seconds at most."""
+        """Send the queued spans, within FLUSH_S at most."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces-end", daemon=True)
         thread.start()
-        thread.join(LAST_WORDS_S)
+        thread.join(FLUSH_S)
 
 
 def traceparent(span: Span) -> str:
-    """What the next service needs to make children of a span (W3C Trace Context)."""
+    """Return the traceparent of a span, with which the next service makes children (W3C Trace Context)."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"

@@ -1,7 +1,6 @@
-"""`orcinus simulate`: runs what the options say, and prints a table or one JSON object.
+"""`orcinus simulate`: run the simulations that the options describe, and print a table or one JSON object.
 
-Exit codes: 0 fine; 1 a request did not finish, or what was searched for was not found; 2 wrong use, or more than this
-machine can do.
+Exit codes: 0 success; 1 a request did not finish, or a search has no result; 2 wrong use, or too large a run.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (MemoryError, OverflowError) as error:
-        asked = shlex.join(given)[:300] or "the defaults"
-        print(f"error: too large for this machine: {asked} ({error or 'out of memory'}); give less", file=sys.stderr)
+        command = shlex.join(given)[:300] or "the defaults"
+        print(f"error: too large for this machine: {command} ({error or 'out of memory'}); give less", file=sys.stderr)
         return 2
     except Stuck as error:
         print(f"error: {error}", file=sys.stderr)
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Dispatches to what was asked for. Raises WrongUse, ValueError, Stuck."""
+    """Run the options and return the exit code. Raises WrongUse, ValueError, Stuck."""
     console = Console(width=max(Console().width, WIDTH))
     if options.reproduce:
         from services.simulator.literature.main import reproduce
@@ -91,11 +90,11 @@ def run(options: argparse.Namespace) -> int:
         source = base.spec.trace.stem if base.spec.trace else "drawn lengths"
         written = draw(finished, options.plots, f"{source}: {_replica(options)}")
         print("wrote " + ", ".join(str(path) for path in written), file=sys.stderr)
-    return told(results)
+    return report_unfinished(results)
 
 
 def _drawing(options: argparse.Namespace) -> Callable[[list[Finished], Path, str], list[Path]]:
-    """What draws, once it is sure that it will be able to. Raises WrongUse."""
+    """Return the function that draws the plots. Raises WrongUse if matplotlib is missing or the folder not writable."""
     try:
         from services.simulator.command.plots import draw
 
@@ -103,21 +102,21 @@ def _drawing(options: argparse.Namespace) -> Callable[[list[Finished], Path, str
         with tempfile.TemporaryFile(dir=options.plots):
             pass
     except ImportError as error:
-        raise WrongUse(f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})") from error
+        raise WrongUse(f"--plots: needs matplotlib ({error}); pip install 'orcinus[bench]'") from error
     except OSError as error:
-        raise WrongUse(f"--plots {options.plots}: {error.strerror}; give a folder") from error
+        raise WrongUse(f"--plots {options.plots}: {error.strerror}; give a folder that can be written") from error
     return draw
 
 
 def _replica(options: argparse.Namespace) -> str:
-    """What ran, for a picture's title."""
+    """Return the source of the step times, for the title of a plot."""
     if options.step_time or options.fit:
         return f"step times of {options.step_time or options.fit}"
     return f"{options.model_shape} on {options.replicas} x {options.device}"
 
 
-def told(results: list[dict[str, Any]]) -> int:
-    """1, and a line on stderr, when not every request finished."""
+def report_unfinished(results: list[dict[str, Any]]) -> int:
+    """Return 1 and print a line on stderr if a request did not finish, else return 0."""
     short = [r for r in results if r["finished"] < r["requests"]]
     for result in short:
         why = "; ".join(f"{count} x {error}" for error, count in result["errors"].items())[:400]
@@ -127,7 +126,7 @@ def told(results: list[dict[str, Any]]) -> int:
 
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
-    """The table for people."""
+    """Print the results as a table."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)

@@ -1,6 +1,6 @@
-"""Pictures of simulated runs, one PNG each: trade-off, distributions, utilisation over time, violations against load.
+"""Plots of simulated runs, one PNG each: trade-off, distributions, utilisation over time, violations against load.
 
-Needs matplotlib (the `bench` extra), drawn without a display. Called by main.py with --plots.
+Needs matplotlib (the `bench` extra) and no display. Called by main.py with --plots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MARKS = "osD^v<>PX*hp"
 
 
 def draw(runs: Sequence[Finished], folder: Path, title: str) -> list[Path]:
-    """Writes four pictures into `folder`; runs of one policy at several loads become one line. Returns the paths."""
+    """Write four plots into `folder` and return their paths. The runs of one policy at several loads form one line."""
     policies = list(dict.fromkeys(run.result["policy"] for run in runs))
     by_policy = {policy: [run for run in runs if run.result["policy"] == policy] for policy in policies}
     written = []
@@ -39,7 +39,7 @@ def draw(runs: Sequence[Finished], folder: Path, title: str) -> list[Path]:
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Ten colours, then the same with another stroke."""
+    """Return the style of a line: ten colours, then the same colours with another stroke."""
     return {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)]}
 
 
@@ -61,7 +61,7 @@ def _trade_off(figure: Figure, by_policy: dict[str, list[Finished]]) -> None:
 
 
 def _distributions(figure: Figure, by_policy: dict[str, list[Finished]]) -> None:
-    """Of the highest load of each policy."""
+    """Plot the highest load of each policy."""
     ttft, tbt = figure.subplots(1, 2)
     for number, (policy, runs) in enumerate(by_policy.items()):
         run = runs[-1]
@@ -79,7 +79,7 @@ def _distributions(figure: Figure, by_policy: dict[str, list[Finished]]) -> None
 
 
 def _utilisation(figure: Figure, by_policy: dict[str, list[Finished]]) -> None:
-    """Of the highest load of each policy."""
+    """Plot the highest load of each policy."""
     slots, blocks = figure.subplots(1, 2, sharex=True)
     for number, (policy, runs) in enumerate(by_policy.items()):
         samples = runs[-1].samples

@@ -1,6 +1,6 @@
-"""Two searches over simulated runs: the best token budget, and the highest rate that the limits allow.
+"""Two searches over simulated runs: the best token budget, and the highest rate within the limits.
 
-Called by main.py. Each policy is searched alone; a run is one Job, so that several go on at a time.
+Called by main.py. Each policy has a separate search. A run is one Job, so several run at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from services.simulator.jobs import Finished, Job
 from services.simulator.workload.arrivals import MOST_RATE, SLOWEST
 
 BUDGETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-MOST_VIOLATIONS = 0.01  # at least 99 % of the requests are within their limits
-MOST_TAIL = 0.1  # of the arrivals' time that a run may go on after the last: a backlog that grew is no capacity
-SAME = 0.005  # rates that differ by less count as equal
-PRECISION = 1.02  # capacity: the rate that fails is at most so many times the one that holds
+MAX_VIOLATIONS = 0.01  # at least 99 % of the requests are within their limits
+MAX_TAIL = 0.1  # of the arrivals' time that a run may last after the last arrival: a growing backlog is no capacity
+SAME = 0.005  # rates with a smaller relative difference count as equal
+PRECISION = 1.02  # capacity: the rate that fails is at most this multiple of the one that holds
 WIDEST = 1 << 12
 Runner = Callable[[list[Job]], list[Finished]]
 
 
 def knee(policies: list[str], base: Job, run: Runner) -> list[dict[str, Any]]:
-    """For each policy all budgets' results, and the best: most requests a second within their SLOs; of equal ones the
-    most tokens a second; of these the smallest budget. A policy's own limits on the budget go on holding."""
+    """Return for each policy the results of all budgets, and the best one.
+
+    The best budget has the highest rate of requests within their SLOs; among equals the highest token rate; among these
+    it is the smallest. The policy's limits on the budget still apply.
+    """
     budgets = [b for b in BUDGETS if b <= base.setup.max_step_tokens]
     jobs = [
         replace(base, policy=policy, setup=replace(base.setup, step_tokens=budget))
@@ -37,24 +40,27 @@ def knee(policies: list[str], base: Job, run: Runner) -> list[dict[str, Any]]:
         for budget in budgets
     ]
     results = [finished.result for finished in run(jobs)]
-    found = []
+    knees = []
     for number, policy in enumerate(policies):
         mine = results[number * len(budgets) : (number + 1) * len(budgets)]
         kept = [(1 - r["slo_violations"]) * r["requests"] / r["duration_s"] for r in mine]
         near = [r for r, rate in zip(mine, kept, strict=True) if rate >= max(kept) * (1 - SAME)]
-        most = max(r["throughput_tok_s"] for r in near)
-        best = next(r for r in near if r["throughput_tok_s"] >= most * (1 - SAME))
-        found.append({"policy": policy, "step_tokens": best["step_tokens"] if max(kept) > 0 else None, "runs": mine})
-    return found
+        fastest = max(r["throughput_tok_s"] for r in near)
+        best = next(r for r in near if r["throughput_tok_s"] >= fastest * (1 - SAME))
+        knees.append({"policy": policy, "step_tokens": best["step_tokens"] if max(kept) > 0 else None, "runs": mine})
+    return knees
 
 
 def capacity(policies: list[str], base: Job, run: Runner) -> list[dict[str, Any]]:
-    """For each policy the highest rate scale that holds, to 2 %, by doubling and bisection from the given one.
+    """Return for each policy the highest rate scale that holds, to 2 %, by doubling and bisection from the given one.
 
-    A scale holds if at most 1 % violate their limits and the run keeps up with what arrives: it ends within a tenth of
-    the arrivals' time after the last of them. Without the second a run so short that its whole burst fits into the TTFT
-    limit would hold at any rate. `bounded_by`: what the next higher scale failed by: `limits`, `requests` (only the
-    second: more requests may show a higher rate), or None. rate_scale is None where even 1/4096 of the load fails.
+    A scale holds if at most 1 % of the requests violate their limits and the run keeps up with the arrivals: it ends
+    within a tenth of the arrivals' time after the last arrival. Without the second condition a burst that fits into the
+    TTFT limit would hold at any rate.
+
+    `bounded_by` names the condition that the next higher scale missed: `limits`; `requests` if it missed only the
+    second one, so that more requests may show a higher rate; or None. rate_scale is None if even 1/4096 of the load
+    fails.
     """
     searches = {policy: _Bisection(base.spec.rate_scale) for policy in policies}
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
@@ -66,14 +72,14 @@ def capacity(policies: list[str], base: Job, run: Runner) -> list[dict[str, Any]
         for policy, finished in zip(open_ones, run(jobs), strict=True):
             result = finished.result
             runs[policy].append(result)
-            searches[policy].told(_within(result) and keeps_up(result))
-    found = []
+            searches[policy].note(_within(result) and keeps_up(result))
+    capacities = []
     for policy in policies:
         mine = sorted(runs[policy], key=lambda r: float(r["rate_scale"]))
         scale = searches[policy].holds
         best = next((r for r in mine if r["rate_scale"] == scale), None)
         above = next((r for r in mine if scale is None or r["rate_scale"] > scale), None)
-        found.append(
+        capacities.append(
             {
                 "policy": policy,
                 "rate_scale": scale,
@@ -84,20 +90,20 @@ def capacity(policies: list[str], base: Job, run: Runner) -> list[dict[str, Any]
                 "runs": mine,
             }
         )
-    return found
+    return capacities
 
 
 def _within(result: dict[str, Any]) -> bool:
-    return float(result["slo_violations"]) <= MOST_VIOLATIONS
+    return float(result["slo_violations"]) <= MAX_VIOLATIONS
 
 
 def keeps_up(result: dict[str, Any]) -> bool:
-    """Does the run end soon after its last arrival?"""
-    return float(result["duration_s"]) <= float(result["arrivals_s"]) * (1 + MOST_TAIL)
+    """Return whether the run ends soon after its last arrival."""
+    return float(result["duration_s"]) <= float(result["arrivals_s"]) * (1 + MAX_TAIL)
 
 
 class _Bisection:
-    """`at`: the scale to try next; `holds`: the highest known to hold."""
+    """The search of one policy: `at` is the next scale to try, `holds` the highest that held."""
 
     def __init__(self, start: float) -> None:
         self.at, self.over = start, False
@@ -105,7 +111,8 @@ class _Bisection:
         self._fails: float | None = None
         self._start = start
 
-    def told(self, held: bool) -> None:
+    def note(self, held: bool) -> None:
+        """Record whether the scale `at` held, and choose the next one."""
         if held:
             self.holds = self.at
         else:
@@ -121,24 +128,24 @@ class _Bisection:
             self.over = self._fails <= self.holds * PRECISION
 
 
-def show(what: str, found: list[dict[str, Any]], notes: list[str], as_json: bool, console: Console) -> int:
-    """Prints what was found; 1 if for some policy nothing was, or runs too short to be a capacity."""
+def show(what: str, results: list[dict[str, Any]], notes: list[str], as_json: bool, console: Console) -> int:
+    """Print the results; return 1 if a policy has none, or its runs are too short to show a capacity, else 0."""
     key = "step_tokens" if what == "knee" else "rate_scale"
     if as_json:
-        print(json.dumps({"find": what, "results": found, "notes": notes}, indent=1))
+        print(json.dumps({"find": what, "results": results, "notes": notes}, indent=1))
     else:
-        for one in found:
+        for one in results:
             _show_runs(what, key, one, console)
         for note in notes:
             console.print(f"({note})", markup=False, highlight=False)
-    short = [one["policy"] for one in found if one.get("bounded_by") == "requests"]
+    short = [one["policy"] for one in results if one.get("bounded_by") == "requests"]
     if short:
         print(
-            f"{', '.join(short)}: above the rate that was found 99 % are within their limits, but the runs are too "
-            "short to tell whether that would last: give more --requests",
+            f"{', '.join(short)}: above this rate 99 % are still within their limits, but the runs are too short to "
+            "show a capacity; give more --requests",
             file=sys.stderr,
         )
-    return 1 if short or any(one[key] is None for one in found) else 0
+    return 1 if short or any(one[key] is None for one in results) else 0
 
 
 def _show_runs(what: str, key: str, one: dict[str, Any], console: Console) -> None:
@@ -155,7 +162,7 @@ def _show_runs(what: str, key: str, one: dict[str, Any], console: Console) -> No
     console.print(table)
     if what == "knee":
         best = "no budget" if one[key] is None else f"budget of {one[key]} tokens a step"
-        console.print(f"{one['policy']}: {best} keeps most requests within their limits")
+        console.print(f"{one['policy']}: {best} keeps the most requests within their limits")
     elif one[key] is None:
         console.print(f"{one['policy']}: no rate keeps 99 % within their limits")
     else:

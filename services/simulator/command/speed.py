@@ -1,8 +1,8 @@
-"""How fast the simulator is: iterations a minute on one core at 32, 64 and 256 running, with requests coming and going.
+"""`orcinus simulate --speed`: iterations a minute on one core with 32, 64 and 256 running requests that come and end.
 
-`orcinus simulate --speed`. All slots are full to the end: ten requests a slot, prompts of 64 to 191 tokens, outputs of
-128 to 384. What is timed is simulate() as a whole; the best of several runs, because other programs only slow it down.
-The clock on the wall counts them in, the process's own CPU time does not.
+All slots stay full: ten requests a slot, prompts of 64 to 191 tokens, outputs of 128 to 384. The figure is the time of
+all of simulate(), the best of several runs, because other programs only slow it down. Wall time includes other
+programs; the CPU time of the process does not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROUNDS = 3
 
 
 def measure_all(policies: list[str]) -> list[dict[str, Any]]:
-    """A line for each policy and number running."""
+    """Return a result for each policy and number of running requests."""
     return [measure(policy, running) for policy in policies for running in RUNNING]
 
 
 def measure(policy: str, running: int, requests: int = 0) -> dict[str, Any]:
-    """One line of the result."""
+    """Return one result."""
     rng = np.random.default_rng(0)
     count = requests or 10 * running
     workload = Workload(np.zeros(count, np.int64), rng.integers(64, 192, count), rng.integers(128, 385, count))
@@ -57,8 +57,8 @@ def measure(policy: str, running: int, requests: int = 0) -> dict[str, Any]:
 
 
 def verdicts(results: list[dict[str, Any]]) -> list[str]:
-    """One sentence for each policy: is the goal met, and where not."""
-    found = []
+    """Return a sentence for each policy: the goal is met, or the sizes at which it is missed."""
+    sentences = []
     for policy in dict.fromkeys(r["policy"] for r in results):
         missed = [r for r in results if r["policy"] == policy and not r["met"]]
         where = "; ".join(
@@ -66,12 +66,12 @@ def verdicts(results: list[dict[str, Any]]) -> list[str]:
             f"{', met by CPU time' if r['met_by_cpu_time'] else ''}"
             for r in missed
         )
-        found.append(f"{policy}: goal missed at {where}" if missed else f"{policy}: goal met at all sizes")
-    return found
+        sentences.append(f"{policy}: goal missed at {where}" if missed else f"{policy}: goal met at all sizes")
+    return sentences
 
 
 def show(results: list[dict[str, Any]], as_json: bool, console: Console) -> int:
-    """Prints the lines and the verdicts; always 0, since a slow machine is no error."""
+    """Print the results and the verdicts; return 0, since a slow machine is no error."""
     if as_json:
         print(json.dumps({"results": results, "verdicts": verdicts(results)}, indent=1))
         return 0

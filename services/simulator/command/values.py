@@ -1,7 +1,7 @@
-"""What a value on the command line of `orcinus simulate` may be: each kind with its bounds.
+"""Kinds of values on the command line of `orcinus simulate`, each with its bounds.
 
-Used by options.py as argparse types; what is out of bounds is told with the value and the bounds, and argparse puts the
-option's name before it. The bounds are far beyond what is useful and near enough that a run ends.
+options.py uses them as argparse types. An error names the value and the bounds; argparse adds the option. The bounds
+are far beyond useful values and near enough that a run ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from services.simulator.engine import named
 from services.simulator.workload.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.workload.traffic import MOST_TOKENS
 
-LEAST_MS, MOST_MS = 0.001, 1e9  # of a limit
-MOST_SHARE = 1e6
-SHOWN = 40  # letters of a value in a message
+MIN_MS, MAX_MS = 0.001, 1e9  # of a limit
+MAX_SHARE = 1e6
+SHOWN = 40  # characters of a value in a message
 
 
-def whole(low: int, high: int) -> Callable[[str], int]:
-    """A whole number within bounds, both included."""
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """Return a converter to an integer within bounds, both included."""
 
     def convert(text: str) -> int:
         try:
@@ -42,7 +42,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def real(low: float, high: float) -> Callable[[str], float]:
-    """A number within bounds, both included."""
+    """Return a converter to a float within bounds, both included."""
 
     def convert(text: str) -> float:
         try:
@@ -60,12 +60,12 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 
 def shown(text: str) -> str:
-    """A value in a message: its beginning, where it is long."""
+    """Return a value for a message, cut if it is long."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def policies(text: str) -> list[str]:
-    """`A,B`, or `all`; a part with its own comma belongs to the policy before it."""
+    """Return the policies of `A,B` or `all`; `part=value` after a comma belongs to the policy before it."""
     names = sorted(PRESETS) if text == "all" else []
     for word in text.split(",") if not names else []:
         if names and "=" in word and ":" not in word:  # sarathi:order=fair,memory=peak
@@ -78,20 +78,20 @@ def policies(text: str) -> list[str]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         if names.count(name) > 1:
-            raise argparse.ArgumentTypeError(f"{name} is given twice: drop one")
+            raise argparse.ArgumentTypeError(f"{name} is given twice; drop one")
     return names
 
 
 def scales(text: str) -> list[float]:
-    found = [real(SLOWEST, MOST_RATE)(part) for part in text.split(",")]
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{shown(text)} gives a scale twice: drop one")
-    return found
+    values = [real(SLOWEST, MOST_RATE)(part) for part in text.split(",")]
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{shown(text)} gives a scale twice; drop one")
+    return values
 
 
-def asked(text: str) -> int:
-    """0 for `exact`."""
-    return 0 if text == "exact" else whole(1, MOST_TOKENS)(text)
+def max_tokens(text: str) -> int:
+    """Return the bound of an output; 0 for `exact`."""
+    return 0 if text == "exact" else integer(1, MOST_TOKENS)(text)
 
 
 def lengths(text: str) -> Lengths:
@@ -102,28 +102,30 @@ def lengths(text: str) -> Lengths:
 
 
 def classes(text: str) -> dict[str, float]:
-    """Shares by class, not all of them 0."""
-    shares = _by_name(text, real(0, MOST_SHARE))
-    if not sum(shares.values()) >= 1 / MOST_SHARE:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: the shares must add up to {1 / MOST_SHARE:g} or more")
+    """Return the shares by class, with a sum above 0."""
+    shares = _by_name(text, real(0, MAX_SHARE))
+    if not sum(shares.values()) >= 1 / MAX_SHARE:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
+        )
     return shares
 
 
 def by_class(text: str) -> dict[str, float]:
-    """A limit in ms: of every class (""), or by class."""
-    limit = real(LEAST_MS, MOST_MS)
+    """Return limits in ms by class; "" stands for every class."""
+    limit = real(MIN_MS, MAX_MS)
     return _by_name(text, limit) if ":" in text else {"": limit(text)}
 
 
 def _by_name(text: str, convert: Callable[[str], float]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition(":")
         if name not in CLASS_NAMES:
-            raise argparse.ArgumentTypeError(f"no class {shown(name)!r}; there are {', '.join(CLASS_NAMES)}")
+            raise argparse.ArgumentTypeError(f"no class {shown(name)!r}; give one of {', '.join(CLASS_NAMES)}")
         if not value:
-            raise argparse.ArgumentTypeError(f"{shown(part)!r} lacks its value: give {name}:NUMBER")
-        if name in found:
-            raise argparse.ArgumentTypeError(f"{shown(text)} gives {name} twice: drop one")
-        found[name] = convert(value)
-    return found
+            raise argparse.ArgumentTypeError(f"{shown(part)!r} has no value; give {name}:NUMBER")
+        if name in values:
+            raise argparse.ArgumentTypeError(f"{shown(text)} gives {name} twice; drop one")
+        values[name] = convert(value)
+    return values

@@ -1,6 +1,7 @@
-"""How long a step takes on the pretended device: from coefficients, from a roofline, or from a worker's own log.
+"""Step times of the simulated device: from coefficients, from a roofline, or fitted to the step log of a worker.
 
-Called by device.py once a step, so an answer costs a few hundred nanoseconds; no state, so replicas share one.
+device.py calls a clock once a step, so a call costs a few hundred nanoseconds. A clock has no state, so replicas share
+one.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import numpy as np
 
 from services.scheduler.core.types import StepPlan
 
-MIN_STEP_NS = 1_000  # no step is free, whatever a fit says
+MIN_STEP_NS = 1_000  # a fit can give less, but no step is free
 COEFFICIENTS = ("c0", "c1", "c2", "c3")
-MOST_NS = 1e12  # of a coefficient
-_MOST = 1e15  # of any figure in a step's log
+MAX_COEFFICIENT_NS = 1e12
+_MAX_FIGURE = 1e15  # of any figure in a step log
 
 
 class Features(NamedTuple):
-    """What a step computes; of a padded engine with its padding."""
+    """The amounts of work in a step, padding of a padded engine included."""
 
     tokens: int
-    decode_context: float  # tokens in KV before each decode, summed
-    prefill_context: float  # of each prompt chunk length * (start + (length + 1) / 2), summed: pairs of attention
+    decode_context: float  # sum over decodes of the tokens in KV
+    prefill_context: float  # sum over prompt chunks of length * (start + (length + 1) / 2): pairs of attention
     prefill_tokens: int
 
 
@@ -58,7 +59,7 @@ class StepNs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RooflineClock:
-    """Times of a (model shape, device)."""
+    """Step times of a model shape on a device."""
 
     roofline: StepNs
 
@@ -68,28 +69,32 @@ class RooflineClock:
 
 
 def read_coefficients(path: Path) -> Linear:
-    """`{"c0": ns, "c1": ns, "c2": ns, "c3": ns}`; what is left out is 0. Raises ValueError that says what is wrong."""
+    """Return the coefficients in a file, `{"c0": ns, "c1": ns, "c2": ns, "c3": ns}`; missing ones are 0.
+
+    Raises ValueError that names the file and the problem.
+    """
     try:
         given = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(given, dict) or not set(given) <= set(COEFFICIENTS) or "c0" not in given:
-        raise ValueError(f'{path} must hold {{"c0": ns, "c1": ns, "c2": ns, "c3": ns}}, c0 at least; not {given!r:.80}')
+        raise ValueError(f'{path}: got {given!r:.80}; give {{"c0": ns, "c1": ns, "c2": ns, "c3": ns}}, c0 at least')
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_NS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COEFFICIENT_NS:
             raise ValueError(
-                f"{path}: {name} is {str(value)[:40]}; it must be a number of ns, 0 or more, to {MOST_NS:g}"
+                f"{path}: {name} is {str(value)[:40]}; give a number of ns from 0 to {MAX_COEFFICIENT_NS:g}"
             )
     return Linear(**{name: float(value) for name, value in given.items()})
 
 
 def fit_step_log(path: Path) -> Linear:
-    """Least squares over a worker's --step-log: time = forward + sample, against the columns that the log has.
+    """Fit the coefficients to a worker's --step-log by least squares: time = forward + sample.
 
-    Lines without decode_context and prefill_context give c0 and c1 only. Robust: lines over 5 median absolute
-    deviations off are left out and the rest is fitted again. Negative coefficients become 0. Raises ValueError.
+    A log without decode_context and prefill_context gives c0 and c1 only. Lines that are off by more than 5 median
+    absolute deviations are dropped and the rest is fitted again. Negative coefficients become 0. Raises ValueError that
+    names the file, the line and the problem.
     """
     rows: list[tuple[float, float, float, float]] = []
     try:
@@ -101,27 +106,29 @@ def fit_step_log(path: Path) -> Linear:
                 time_ns = 1000.0 * (float(line["forward_us"]) + float(line["sample_us"]))
                 context = float(line.get("decode_context", 0)), float(line.get("prefill_context", 0))
                 row = time_ns, float(line["tokens"]), *context
-                if not all(0 <= value <= _MOST for value in row):
-                    raise ValueError(f"a figure is not within 0 and {_MOST:g}")
+                if not all(0 <= value <= _MAX_FIGURE for value in row):
+                    raise ValueError(f"a figure is not within 0 and {_MAX_FIGURE:g}")
                 rows.append(row)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise ValueError(f"{path}, line {number} is not one of a worker's --step-log: {error!r}") from error
+                raise ValueError(
+                    f"{path}, line {number}: not a line of a step log: {error!r}; give a worker's --step-log"
+                ) from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text ({error.reason}); give a worker's --step-log") from error
+        raise ValueError(f"{path}: not text ({error.reason}); give a worker's --step-log") from error
     table = np.array([row for row in rows if row[1] > 0], np.float64).reshape(-1, 4)
     if len(table) < 8:
-        raise ValueError(f"{path} has {len(table)} steps with tokens; a fit needs at least 8")
+        raise ValueError(f"{path}: {len(table)} steps with tokens, a fit needs at least 8; give a longer log")
     columns = [np.ones(len(table)), *(table[:, i] for i in (1, 2, 3))]
     used = [i for i, column in enumerate(columns) if i == 0 or np.ptp(column) > 0]
     matrix, times = np.column_stack([columns[i] for i in used]), table[:, 0]
     keep = np.ones(len(times), np.bool_)
     for _ in range(3):
         scale = np.maximum(np.abs(matrix[keep]).max(axis=0), 1e-12)
-        found = np.linalg.lstsq(matrix[keep] / scale, times[keep], rcond=None)[0] / scale
-        off = np.abs(matrix @ found - times)
+        fitted = np.linalg.lstsq(matrix[keep] / scale, times[keep], rcond=None)[0] / scale
+        off = np.abs(matrix @ fitted - times)
         keep = off <= max(5 * float(np.median(off)), 1.0)
     values = dict.fromkeys(COEFFICIENTS, 0.0)
-    values.update({COEFFICIENTS[i]: max(float(value), 0.0) for i, value in zip(used, found, strict=True)})
+    values.update({COEFFICIENTS[i]: max(float(value), 0.0) for i, value in zip(used, fitted, strict=True)})
     return Linear(**values)

@@ -1,7 +1,7 @@
-"""A device that only pretends: runs steps in order, each for as long as the clock says, and knows when requests stop.
+"""A simulated device: runs steps in order, takes the time of each from the clock, and knows the length of each output.
 
-One per replica, driven by engine.py. What a step samples does not depend on when it runs, so it is known as soon as the
-step is sent; no row is looked at one by one.
+One per replica, driven by engine.py. The tokens that a step samples do not depend on its start time, so `send` computes
+them at once. No loop goes over single rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from services.scheduler.core.types import EMPTY, Int32, StepPlan
 from services.simulator.device.clock import Features, StepClock
 from services.simulator.workload.workload import PLAIN_ID, STOP_ID, Int64
 
-_NEVER = 1 << 62  # due of a row that samples no stop any more
+_NEVER = 1 << 62  # `due` of a row that samples no further stop
 
 
 class Ticket(NamedTuple):
-    """A step on its way: what its Result will say, and when."""
+    """A step in flight: the content and the time of its result."""
 
     end_ns: int
     id: int
@@ -31,20 +31,26 @@ class Ticket(NamedTuple):
     swap_out: Int32
     swap_in: Int32
     swap_ns: int
-    peers: Int32  # of which this replica knows the host tiers from this step on
-    cells: Int64  # of the sequences that get a token, in the order of slots
+    peers: Int32  # peers with host tiers that this replica can read from this step on
+    cells: Int64  # `Recorder.cell` of the sequences that get a token, in the order of slots
 
 
 class Device:
-    """`output`: true length of every request by its payload.
+    """Runs the steps of one replica.
 
-    stages: a pipeline of that many; a step occupies each for duration / stages, one after the other, so that `stages`
-    steps run at a time. The even split and free hand-over are an approximation: real stages differ and hand over
-    activations. Swaps run beside the compute on a copy engine of `swap_bytes_s`; those of a step start when the compute
-    of the step before has ended, and its Result waits for them; the next step's compute does not.
-    padded: batches run as one rectangle: a member that has finished still costs a token a step until the batch ends,
-    and the prompts of a step cost their number times the longest. Contexts of the finished are not read (in favour of
-    such engines).
+    output: [requests] the true output length of every request, indexed by its payload.
+
+    stages: number of pipeline stages. A step occupies each stage for duration / stages, one after the other, so
+    `stages` steps run at a time. The even split and the free transfer of activations are an approximation.
+
+    block_ns: time of the copy engine for one block. Copies run beside the compute. The copies of a step start when the
+    compute of the previous step has ended. The step's result waits for them; the compute of the next step does not.
+
+    padded: batches run as one rectangle. A finished member costs one token a step until the batch ends. The prompts of
+    a step cost their number times the longest. The contexts of finished members are not read, in favour of such
+    engines.
+
+    at_end: tokens are delivered when their batch ends.
     """
 
     def __init__(
@@ -53,35 +59,35 @@ class Device:
         self.queue: deque[Ticket] = deque()
         self.tokens = 0  # computed, padding included
         self.padding = 0
-        self.busy_ns = 0  # of the first stage
+        self.busy_ns = 0  # compute time of the first stage
         self._clock, self._output, self._padded = clock, output.tolist(), padded
         self._at_end = at_end
-        self._stages = [0] * stages  # when each is free
-        self._copies_ns = 0  # when the copy engine is free
-        self._copied_ns = 0  # what the last step's copies took
+        self._stages = [0] * stages  # time at which each stage is free
+        self._copies_ns = 0  # time at which the copy engine is free
+        self._copied_ns = 0  # duration of the last step's copies
         self._last_end = 0
         self._block_ns = block_ns
-        self.undisturbed = 0  # answers to steps below this id may come in another order, since a row was preempted
-        # Time is counted in steps here: the row of slot s samples its stop in step due[s], if every row that has a stop
-        # to come samples in each step; a step in which one does not puts that one's off. So mostly nothing is counted.
+        self.undisturbed = 0  # rows of steps below this id may be answered in another order: a row was preempted
+        # `_due` counts steps: the row of slot s samples its stop in step due[s] if every row with a stop to come
+        # samples in each step. A step that leaves a row out postpones the stop of that row, which is rare.
         self._turn = 0
         self._due: Int64 = np.full(slots, _NEVER, np.int64)
         self._stops: list[tuple[int, int]] = []  # heap of (due or before, slot)
-        self._going = 0  # rows with a stop to come
-        self._cell: Int64 = np.full(slots, -1, np.int64)  # where the waits of the row's request are kept; -1: stopped
+        self._unstopped = 0  # rows with a stop to come
+        self._cell: Int64 = np.full(slots, -1, np.int64)  # `Recorder.cell` of the row's request; -1 after its stop
         self._ghosts = 0  # rows that have stopped and are not freed yet: a step may still run them
-        self._stopped_by = [0] * slots  # the step in which a ghost's stop was sampled
-        self._same: Int32 | None = None  # rows of the last step if it was all decodes and nobody came, went or stopped
-        self._context = 0  # of these
-        self._cells: Int64 = self._cell[:0]  # of these
+        self._stopped_by = [0] * slots  # the step that sampled the stop of a ghost
+        self._same: Int32 | None = None  # rows of the last step if it had decodes only and no row changed since
+        self._context = 0  # decode context of the rows in `_same`
+        self._cells: Int64 = self._cell[:0]  # cells of the rows in `_same`
         self._plain: Int32 = np.full(slots, PLAIN_ID, np.int32)
-        self._members: set[int] = set()  # of a batch that is delivered at its end, those that have not ended
-        self._stopped = 0  # members, ended ones included, whose last token is sampled
+        self._members: set[int] = set()  # unfinished members of a batch that is delivered at its end
+        self._stopped = 0  # members that have sampled their last token, ended ones included
 
     def send(self, plan: StepPlan, ready_ns: int, cell: Callable[[int], int]) -> Ticket:
-        """Takes a step at `ready_ns`; its answer comes at the ticket's end. Tickets end in the order of their ids.
+        """Start a step at `ready_ns` and return its ticket; the result comes at `end_ns`. Tickets end in order of ids.
 
-        `cell(index)` is where the waits of a request that enters are kept.
+        `cell(index)` returns the place of the waits of an entering request, see `Recorder.cell`.
         """
         if plan.free_slots.size:
             self._free(plan)
@@ -118,7 +124,7 @@ class Device:
         return ticket
 
     def disturbed(self) -> None:
-        """Rows of the steps in flight may be answered in another order than sent."""
+        """Note that rows of the steps in flight may be answered in another order than they were sent."""
         if self.queue:
             self.undisturbed = self.queue[-1].id + 1
 
@@ -129,12 +135,12 @@ class Device:
             due = self._turn + self._output[index] - (enter.tokens.size - enter.prompt_tokens)
             self._due[slot], self._cell[slot] = due, cell(index)
             heapq.heappush(self._stops, (due, slot))
-        self._going += len(plan.enters)
+        self._unstopped += len(plan.enters)
         if self._at_end:
             self._members.update(enter.request.payload for enter in plan.enters)
 
     def _free(self, plan: StepPlan) -> None:
-        """Rows without a sequence from this step on: those that have stopped, and those that the core took out."""
+        """Free the rows that have no sequence from this step on: stopped ones, and those that the core took out."""
         self._same = None
         for slot in plan.free_slots.tolist():
             if self._cell[slot] < 0:
@@ -143,12 +149,12 @@ class Device:
                     self.undisturbed = plan.id
             else:
                 self.undisturbed = plan.id
-                self._going -= 1
+                self._unstopped -= 1
                 self._cell[slot], self._due[slot] = -1, _NEVER
 
     def _prompts(self, plan: StepPlan) -> tuple[int, float]:
-        """Tokens and pairs of attention of the prompt chunks; of a padded engine all as long as the longest."""
-        lengths = plan.chunk_lengths[plan.decode_tokens :].tolist()  # few, so one by one
+        """Return the tokens and attention pairs of the prompt chunks; a padded engine pads all to the longest."""
+        lengths = plan.chunk_lengths[plan.decode_tokens :].tolist()  # few, so a loop is cheap
         if self._padded:
             lengths = [max(lengths)] * len(lengths)
         starts = plan.chunk_starts[plan.decode_tokens :].tolist()
@@ -156,10 +162,10 @@ class Device:
         return sum(lengths), sum(pairs)
 
     def _sample(self, slots: Int32, step: int) -> Int32:
-        """One token for each of `slots`, in the step of this id."""
+        """Return one token for each of `slots` in the step with this id: [slots] int32."""
         due, turn = self._due, self._turn + 1
         self._turn = turn
-        if self._cells.size < self._going:
+        if self._cells.size < self._unstopped:
             due += 1
             due[slots] -= 1
         tokens = self._plain[: slots.size]
@@ -173,7 +179,7 @@ class Device:
             if real == turn:
                 self._stop(slot, step)
                 tokens[slots == slot] = STOP_ID
-            elif real < _NEVER:  # put off meanwhile
+            elif real < _NEVER:  # postponed meanwhile
                 heapq.heappush(stops, (real, slot))
         return tokens
 
@@ -181,19 +187,19 @@ class Device:
         self._same = None
         self._stopped_by[slot] = step
         self._due[slot], self._cell[slot] = _NEVER, -1
-        self._going -= 1
+        self._unstopped -= 1
         self._ghosts += 1
         self._stopped += 1
 
     def _idle_rows(self, plan: StepPlan) -> int:
-        """Members of the running rectangle that have finished and cost a token in this step all the same."""
+        """Return the number of finished members of the running rectangle, which cost a token each in this step."""
         if not plan.decode_tokens:
             return 0
         overrun = int(np.count_nonzero(self._cell[plan.chunk_slots[: plan.decode_tokens]] < 0))
         return self._stopped - overrun
 
     def batch_ended(self, ended: Iterable[int]) -> bool:
-        """Engines that deliver at a batch's end: these have ended; was the last of the batch among them?"""
+        """Take the ended requests out of a batch that is delivered at its end; return whether the batch is complete."""
         if not self._members:
             return False
         self._members.difference_update(ended)
@@ -203,7 +209,7 @@ class Device:
         return True
 
     def _run(self, plan: StepPlan, duration_ns: int, ready_ns: int) -> int:
-        """When the Result goes out."""
+        """Return the time of the result, in ns: after all stages, and after the copies of the step."""
         free, part = self._stages, duration_ns // len(self._stages)
         before, time = free[-1], ready_ns
         for stage, free_ns in enumerate(free):
@@ -221,7 +227,7 @@ class Device:
 
 
 def _named_peers(plan: StepPlan) -> Int32:
-    """Return the numbers of the peers that the step tells of, which its result acknowledges."""
+    """Return the numbers of the peers that the step announces and its result acknowledges."""
     if not plan.peers:
         return EMPTY
     return np.array([peer.number for peer in plan.peers if peer.host_tier], np.int32)

@@ -1,7 +1,7 @@
-"""How long an iteration of a model takes on a device, from data sheets alone: the simulator's model of a worker.
+"""Step times of a model on a device, from data sheets: the simulator's model of a worker.
 
-Called once per simulated iteration, so `Roofline.step_ns` is four products of floats made beforehand. The simulator
-and `orcinus simulate` read SHAPES and DEVICES. A step never gets shorter with more tokens or more context.
+`Roofline.step_ns` is called once per simulated step, so it is four products of precomputed floats. A step never gets
+shorter with more tokens or more context. `orcinus simulate` and `orcinus fleet` read SHAPES and DEVICES.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ QUERY_TILE = 128  # queries that share one read of the keys in a flash-attention
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """A decoder as its `config.json` gives it. `gated`: SwiGLU (three matrices), else two."""
+    """A decoder as its `config.json` describes it. `gated` means SwiGLU with three matrices, else the MLP has two."""
 
     layers: int
     hidden: int
@@ -24,41 +24,45 @@ class Shape:
     intermediate: int
     vocab: int
     gated: bool = True
-    tied: bool = False  # is the output projection the embedding?
+    tied: bool = False  # the output projection is the embedding
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the linear layers of all decoder layers; norms and biases (below 0.1 %) are left out."""
+        """Return the number of weights in the linear layers of all decoder layers, without norms and biases
+        (below 0.1 %)."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         mlp = self.hidden * self.intermediate * (3 if self.gated else 2)
         return self.layers * (attention + mlp)
 
     @property
     def read_parameters(self) -> int:
-        """Weights that one step reads: all layers and the output projection. Of the embedding it reads rows only."""
+        """Return the number of weights that one step reads: all layers and the output projection.
+
+        Of the embedding a step reads single rows, which are not counted.
+        """
         return self.layer_parameters + self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Weights that lie in memory."""
+        """Return the number of weights in memory."""
         return self.read_parameters + (0 if self.tied else self.vocab * self.hidden)
 
 
 @dataclass(slots=True, frozen=True)
 class Device:
-    """Peaks of the public data sheet, and the share of each that a good kernel reaches (assumed; see DEVICES)."""
+    """Peaks of the public data sheet, and the assumed share of each that a good kernel reaches (see DEVICES)."""
 
     flops: float  # dense bf16 FLOP/s
     bandwidth: float  # memory, bytes/s
     memory_bytes: int
-    link: float  # to the host, bytes/s in one direction
+    link: float  # to the host, bytes/s per direction
     host_bytes: int  # host memory given to swapped blocks (assumed)
     gemm_share: float
     attention_share: float
     bandwidth_share: float
     link_share: float
-    step_overhead_ns: float  # assumed: launch, sampling, the way back
-    layer_overhead_ns: float  # assumed: the tails of a layer's kernels, together
+    step_overhead_ns: float  # assumed: launch, sampling, return of the result
+    layer_overhead_ns: float  # assumed: sum of the tails of a layer's kernels
 
 
 #                     layers hidden heads kv  dim  inter  vocab
@@ -73,9 +77,9 @@ SHAPES: dict[str, Shape] = {
 }
 
 # Peaks: NVIDIA's data sheets of H100 (SXM5), H200 (SXM), A100 (80 GB SXM) and L4, dense figures (half of those "with
-# sparsity"), PCIe in one direction. h100x4 is four H100 under tensor parallelism; what that costs in communication
-# (9.8 % for two ranks in one article) is in its smaller shares. cpu-2core: AVX-512 with two FMA units (64 fp32 FLOP a
-# cycle and core) at 2.5 GHz, two channels of DDR4-3200 shared with others; its link is a copy inside that memory.
+# sparsity"), PCIe in one direction. h100x4 is four H100 with tensor parallelism; its smaller shares contain the cost of
+# communication (9.8 % for two ranks in one article). cpu-2core: AVX-512 with two FMA units (64 fp32 FLOP a cycle and
+# core) at 2.5 GHz, a share of two channels of DDR4-3200; its link is a copy inside that memory.
 # Shares: a good GEMM on Hopper reaches 0.7 to 0.8 of the peak, FlashAttention-3 0.4 to 0.6 of it at a head dimension
 # of 128, a copy 0.9 of the bandwidth; an A100 moves 25 GB/s of its PCIe 4's 32.
 DEVICES: dict[str, Device] = {
@@ -90,14 +94,16 @@ DEVICES: dict[str, Device] = {
 
 
 class Roofline:
-    """Step times of `shape` on `device`, weights and KV at `dtype_bytes` a number; both may be given by name.
+    """Step times of `shape` on `device`, with `dtype_bytes` for each number of weights and KV.
+
+    shape, device: a value, or a name in SHAPES and DEVICES.
 
     t = overhead + max(weights / bandwidth, 2 * layer parameters * tokens / FLOP/s)
         + decode_context * KV bytes a token / bandwidth
         + prefill_context * max(4 * heads * head_dim * layers / FLOP/s, KV bytes a token / 128 / bandwidth)
 
-    (Williams, Waterman and Patterson: Roofline, CACM 2009.) The output projection counts as bytes, not as FLOPs:
-    it runs for sampled tokens only. Raises KeyError for a name not in SHAPES or DEVICES.
+    (Williams, Waterman and Patterson: Roofline, CACM 2009.) The output projection counts as bytes, not as FLOPs: it
+    runs for sampled tokens only. Raises KeyError for an unknown name.
     """
 
     __slots__ = (
@@ -119,7 +125,7 @@ class Roofline:
         self.dtype_bytes = dtype_bytes
         of, on = self.shape, self.device
         self.kv_bytes_per_token = 2 * of.layers * of.kv_heads * of.head_dim * dtype_bytes
-        self.swap_bytes_s = on.link * on.link_share  # of both directions each
+        self.swap_bytes_s = on.link * on.link_share  # per direction
         bytes_ns = on.bandwidth * on.bandwidth_share / 1e9
         self._fixed_ns = on.step_overhead_ns + on.layer_overhead_ns * of.layers
         self._weights_ns = of.read_parameters * dtype_bytes / bytes_ns
@@ -131,7 +137,7 @@ class Roofline:
         )
 
     def step_ns(self, tokens: int, decode_context: float, prefill_context: float) -> float:
-        """Nanoseconds of one step.
+        """Return the time of one step in ns.
 
         tokens: of all sequences, decodes included. decode_context: sum of the context lengths of the decodes.
         prefill_context: sum over chunks of length * (start + (length + 1) / 2), the pairs of query and key.
@@ -142,17 +148,17 @@ class Roofline:
         return self._fixed_ns + linear + decode_context * self._context_ns + prefill_context * self._pair_ns
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
-        """Blocks of `block_size` tokens beside the weights. Raises ValueError where not one fits."""
+        """Return how many blocks of `block_size` tokens fit beside the weights. Raises ValueError if none fits."""
         free = self.device.memory_bytes * memory_fraction - self.shape.parameters * self.dtype_bytes
         blocks = int(free // (block_size * self.kv_bytes_per_token))
         if blocks < 1:
             raise ValueError(
                 f"{self.shape.parameters * self.dtype_bytes / 1e9:.1f} GB of weights leave no room for a KV block in "
-                f"{memory_fraction:.0%} of {self.device.memory_bytes / 1e9:.0f} GB: take a larger device"
+                f"{memory_fraction:.0%} of {self.device.memory_bytes / 1e9:.0f} GB; take a larger device"
             )
         return blocks
 
     def host_blocks(self, block_size: int, host_bytes: int | None = None) -> int:
-        """Blocks that fit in `host_bytes` of host memory (the device's own figure where none is given)."""
+        """Return how many blocks fit in `host_bytes` of host memory; None uses the figure of the device."""
         given = self.device.host_bytes if host_bytes is None else host_bytes
         return given // (block_size * self.kv_bytes_per_token)

@@ -1,4 +1,4 @@
-"""T4 and T5: what a prefill chunk costs an iteration, and what its size does to users. Called by literature.py."""
+"""T4 and T5: the cost of a prefill chunk in an iteration, and the effect of the chunk size on users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T4_SHEET = {
 }
 PARAMETERS_PER_LAYER, LAYERS, FLOPS = 1.7e9, 80, 800e12  # of the 70B model, as the sheet has them
 
-# T5: tok/s, P50 TBT, P99 TBT, P99 TTFT (ms). Compared with at the end, used nowhere else.
+# T5: tok/s, P50 TBT, P99 TBT, P99 TTFT (ms). Used in the final comparison only.
 T5_SHEET = {
     "static": (1200, 45, 850, 3200),
     "orca": (2800, 38, 420, 1800),
@@ -37,10 +37,10 @@ T5_SHEET = {
 T5_COLUMNS = ("tok/s", "P50 TBT", "P99 TBT", "P99 TTFT")
 Figures = tuple[float, float, float, float]
 NEAR = 0.25
-# The one workload of all rows. The sheet gives 128 users and prompts to 4,800 tokens; the rest is ours: every user has
-# one request at a time and sends the next when the last is delivered; half as many slots as users; one prompt in fifty
-# is a document of 4,800 tokens, the others are chat turns of 8 to 64; outputs are geometric with a mean of 96, at most
-# 256. So a chunk of 128 a step keeps up with the prompts, without which its row would say nothing.
+# One workload for all rows. The sheet gives 128 users and prompts of up to 4,800 tokens; the rest is ours. A user has
+# one request at a time and sends the next when the last is delivered. There are half as many slots as users. One prompt
+# in fifty is a document of 4,800 tokens; the rest are chat turns of 8 to 64. Outputs are geometric with a mean of 96,
+# cut at 256. A chunk of 128 a step then keeps up with the prompts; else its row would be meaningless.
 USERS, EACH, SLOTS, SEED = 128, 20, 64, 5
 LONG, LONG_SHARE, SHORT = 4_800, 0.02, (8, 64)
 OUTPUT_MEAN, OUTPUT_MOST = 96, 256
@@ -48,36 +48,36 @@ BLOCK = 16
 
 
 def gemm_ms(tokens: int) -> float:
-    """2 * projection parameters * layers / FLOP rate, a token."""
+    """Return the GEMM time: 2 * projection parameters * layers / FLOP rate for each token."""
     return 2 * PARAMETERS_PER_LAYER * LAYERS / FLOPS * 1e3 * tokens
 
 
 def iteration_ms(tokens: int, attention_ms: float) -> float:
-    """GEMM + attention + overhead of 2.1 + 0.0038 x (tokens - 32)."""
+    """Return GEMM + attention + overhead of 2.1 + 0.0038 x (tokens - 32)."""
     return gemm_ms(tokens) + attention_ms + 2.1 + 0.0038 * (tokens - 32)
 
 
 def iteration_parts() -> Table:
-    """T4."""
+    """Return T4."""
     columns = ("tokens", "sheet: GEMM ms", "ours", "attention ms (given)", "sheet: iteration ms", "ours")
     table = Table("T4", "an iteration of a 70B model", "GEMM to 0.1 ms, iteration to 1 ms", columns)
-    gemm_off = whole_off = 0.0
-    for tokens, (gemm, attention, whole) in T4_SHEET.items():
-        ours, ours_whole = gemm_ms(tokens), iteration_ms(tokens, attention)
-        table.rows.append([tokens, gemm, round(ours, 2), attention, whole, round(ours_whole, 2)])
-        gemm_off, whole_off = max(gemm_off, abs(ours - gemm)), max(whole_off, abs(ours_whole - whole))
+    gemm_off = step_off = 0.0
+    for tokens, (gemm, attention, step) in T4_SHEET.items():
+        ours, our_step = gemm_ms(tokens), iteration_ms(tokens, attention)
+        table.rows.append([tokens, gemm, round(ours, 2), attention, step, round(our_step, 2)])
+        gemm_off, step_off = max(gemm_off, abs(ours - gemm)), max(step_off, abs(our_step - step))
     table.claim(f"GEMM within 0.1 ms (furthest {gemm_off:.2f})", gemm_off <= 0.1)
-    table.claim(f"iteration within 1 ms (furthest {whole_off:.2f})", whole_off <= 1)
+    table.claim(f"iteration within 1 ms (furthest {step_off:.2f})", step_off <= 1)
     return table
 
 
 def step_ns(prefill_tokens: int) -> int:
-    """t = 45 ms + 0.078 ms x prefill tokens, for every row; padding is not counted, in favour of `static`."""
+    """Return t = 45 ms + 0.078 ms x prefill tokens, for every row. Padding costs nothing, in favour of `static`."""
     return 45_000_000 + 78_000 * prefill_tokens
 
 
-def own_workload() -> Workload:
-    """T5's: all at once, ended by length; user u's requests are u, u + users, u + 2 users, ..."""
+def drawn_workload() -> Workload:
+    """Return the workload of T5. Outputs end by length; the requests of user u are u, u + users, u + 2 users, ..."""
     rng = np.random.default_rng(SEED)
     count = USERS * EACH
     prompt = rng.integers(SHORT[0], SHORT[1] + 1, count)
@@ -87,13 +87,12 @@ def own_workload() -> Workload:
 
 
 def chat_workload() -> Workload:
-    """The lengths of the chat trace's first requests, as many as T5's, in the trace's order; what is asked for is the
-    true length."""
+    """Return the first requests of the chat trace, as many as T5 has, with max_tokens equal to the true length."""
     return build(Spec(trace=CHAT, requests=USERS * EACH, at_once=True, max_tokens=0))
 
 
 class Users:
-    """A closed loop: `USERS` clients around one core. Times are those of delivery."""
+    """A closed loop of `USERS` clients around one core. Times are those of delivery."""
 
     def __init__(self, policy: Policy, step_tokens: int, work: Workload) -> None:
         self._work, count = work, len(work)
@@ -110,9 +109,9 @@ class Users:
         self._begun_ns = self.now_ns
 
     def run(self) -> Figures:
-        """tok/s (outputs), P50 and P99 of all gaps, P99 of the times to first token, in ms.
+        """Return output tok/s, P50 and P99 of all gaps, and P99 of the time to first token, in ms.
 
-        Measured until the first user has sent all of his requests, so that no draining is in it.
+        The measurement ends when the first user has sent its last request, so it contains no draining.
         """
         for user in range(USERS):
             self._send(user)
@@ -156,7 +155,7 @@ class Users:
                 self._send(done.request.payload + USERS)
             return
         self._held += [done.request.payload for done in outcome.ended]
-        if outcome.ended and not self._core.stats()["running"]:  # the batch is delivered, in equal gaps
+        if outcome.ended and not self._core.stats()["running"]:  # deliver the batch in equal gaps
             for index in self._held:
                 if (n := int(self._work.output[index]) - 1) > 0:
                     self._gaps.append(np.full(n, (self.now_ns - self._first[index]) / n))
@@ -165,34 +164,34 @@ class Users:
 
 
 def measure(row: str, work: Workload) -> Figures:
-    """A row of T5. A chunk counts without the decodes, so they are added to the budget; static fills all slots."""
+    """Return a row of T5. The budget is the chunk plus the decodes; static fills all slots."""
     if row.startswith("chunk"):
         return Users(parse("sarathi"), int(row.split()[1]) + SLOTS, work).run()
     return Users(parse(f"static:batch=static-{SLOTS}" if row == "static" else row), 0, work).run()
 
 
 def chunk_sizes() -> Table:
-    """T5."""
+    """Return T5."""
     table = Table("T5", "chunk size against users", "order exact, ratios to orca within 25 %", ("row", *T5_COLUMNS))
-    _compare(table, {row: measure(row, own_workload()) for row in T5_SHEET}, required=True)
+    _compare(table, {row: measure(row, drawn_workload()) for row in T5_SHEET}, required=True)
     table.notes.append(
         f"{USERS} users, {SLOTS} slots, one request at a time, {EACH} each; {LONG_SHARE:.0%} of the prompts {LONG} "
         f"tokens, the others {SHORT[0]} to {SHORT[1]}; outputs geometric, mean {OUTPUT_MEAN}, at most {OUTPUT_MOST}; "
         "t = 45 ms + 0.078 ms x prefill tokens"
     )
     table.notes.append(
-        "this workload was chosen with the sheet's ratios in view: that ours are near shows that there is such a "
-        "workload, not that others give the same; the next table has one that nobody chose"
+        "this workload was chosen with the sheet's ratios in view: close ratios show that such a workload exists, not "
+        "that other workloads give the same; the next table uses lengths from a trace"
     )
     table.notes.append(
-        "after the first comparison only the way of measuring was changed: static fills all slots (its preset takes "
-        "32), and what follows the first user's last request is left out"
+        "after the first comparison only the measurement was changed: static fills all slots (its preset takes 32), "
+        "and the time after the first user's last request is left out"
     )
     return table
 
 
 def chunk_sizes_chat() -> Table:
-    """T5 once more, over lengths that nobody chose."""
+    """Return T5 with the lengths of the chat trace."""
     table = Table("T5, chat trace", "the same with the chat trace's lengths", "informs", ("row", *T5_COLUMNS))
     work = chat_workload()
     _compare(table, {row: measure(row, work) for row in T5_SHEET}, required=False)
@@ -204,7 +203,7 @@ def chunk_sizes_chat() -> Table:
 
 
 def _compare(table: Table, ours: dict[str, Figures], required: bool) -> None:
-    """Rows and claims: each row's ratios to orca, and the order of the rows by each figure."""
+    """Add the rows, the ratio of each row to orca, and the order of the rows by each figure."""
     for row, sheet in T5_SHEET.items():
         table.rows.append([f"{row}: sheet", *sheet])
         table.rows.append([f"{row}: ours", *(round(value, 1) for value in ours[row])])

@@ -1,4 +1,4 @@
-"""T3: requests that miss 500 ms against load, iteration-level beside request-level. Called by literature.py."""
+"""T3: share of requests over 500 ms against load, with iteration-level and request-level batching."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from services.simulator.literature.table import Table, monotone
 from services.simulator.workload.workload import Workload
 
 SHEET = {10: (0.0, 0.2), 20: (0.1, 1.8), 30: (0.3, 5.7), 40: (0.8, 14.2), 50: (2.1, 28.9)}  # req/s: Orca, baseline; %
-BEYOND = (100, 200)  # loads at which ours moves, too
+BEYOND = (100, 200)  # loads at which our curve rises, too
 LIMIT_MS = 500.0
 REQUESTS = 1_000
-# GPT-2-XL as in the article; lengths are ours: outputs geometric with a mean of 48 and 160 at most, so that the longest
-# alone takes about the limit; the lengths and the unit arrivals are the same at every load.
+# GPT-2-XL as in the article. The lengths are ours: outputs are geometric with a mean of 48, at most 160, so that the
+# longest takes about the limit without any load. The lengths and the unit arrivals are the same at every load.
 PROMPT, OUTPUT_MEAN, OUTPUT_MOST, SEED = (16, 128), 48, 160, 3
 
 
@@ -25,12 +25,12 @@ def workload(rate_rps: float) -> Workload:
     prompt = rng.integers(PROMPT[0], PROMPT[1] + 1, REQUESTS)
     output = np.minimum(rng.geometric(1 / OUTPUT_MEAN, REQUESTS), OUTPUT_MOST)
     times = (np.cumsum(gaps) - gaps[0]) / rate_rps
-    most = np.full(REQUESTS, OUTPUT_MOST, np.int64)
-    return Workload(np.rint(times * 1e9).astype(np.int64), prompt, output, max_tokens=most)
+    max_tokens = np.full(REQUESTS, OUTPUT_MOST, np.int64)
+    return Workload(np.rint(times * 1e9).astype(np.int64), prompt, output, max_tokens=max_tokens)
 
 
 def violations(policy: str, rate_rps: float) -> float:
-    """Percent of requests whose end-to-end time is over the limit."""
+    """Return the percentage of requests with an end-to-end time over the limit."""
     roofline = Roofline("gpt2-xl", "a100")
     setup = Setup(roofline.kv_blocks(16), max_seqs=32, lookahead=0)
     seen = simulate(policy, workload(rate_rps), setup, RooflineClock(roofline)).seen
@@ -38,7 +38,7 @@ def violations(policy: str, rate_rps: float) -> float:
 
 
 def slo_under_load() -> Table:
-    """T3."""
+    """Return T3."""
     columns = ("req/s", "sheet: Orca", "sheet: baseline", "ours: orca", "ours: request", "ours: orcinus")
     table = Table("T3", "% of requests over 500 ms", "shape", columns)
     curves: dict[str, list[float]] = {"orca": [], "request": [], "orcinus": []}

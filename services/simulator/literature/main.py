@@ -1,7 +1,8 @@
-"""`orcinus simulate --reproduce`: tables T1 to T6 of the literature beside ours, each in the sense its sheet gives it;
-T5 a second time over the chat trace.
+"""`orcinus simulate --reproduce`: compare tables T1 to T6 of the literature with simulated ones; T5 also over the chat
+trace.
 
-The figures of the sheet stand in the literature_* modules as constants and enter comparisons only.
+The published figures are constants in the modules of this package and enter comparisons only. The `sense` of a table
+says how exactly it should be reproduced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TABLES: tuple[Callable[[], Table], ...] = (
 
 
 def reproduce(json: bool) -> int:
-    """Prints all tables, or one JSON object; 0 when each is reproduced in its sense, else 1. About a minute."""
+    """Print all tables, or one JSON object; return 0 if each is reproduced in its sense, else 1. Takes a minute."""
     tables: list[Table] = []
     for make in TABLES:
         print(f"table {len(tables) + 1} of {len(TABLES)} ...", file=sys.stderr, flush=True)
@@ -52,7 +53,7 @@ def reproduce(json: bool) -> int:
 
 
 def verdict(tables: list[Table]) -> str:
-    """One line: what is not reproduced in its sense, and what else the tables miss that have a sense."""
+    """Return one line: the tables that are not reproduced in their sense, and the ratios that the others miss."""
     missed = [table.name for table in tables if not table.reproduced]
     parts = [f"not in their sense: {', '.join(missed)}" if missed else "all in their sense"]
     for table in tables:
@@ -63,7 +64,7 @@ def verdict(tables: list[Table]) -> str:
 
 
 def show(table: Table, console: Console) -> None:
-    """The rows, what is required, and of the rest what does not hold."""
+    """Print the rows, the required claims, and those of the other claims that do not hold."""
     shown = Shown(box=SIMPLE, title=f"{table.name}  {table.title} ({table.sense})", title_justify="left")
     for i, name in enumerate(table.columns):
         shown.add_column(name, justify="right" if i else "left")

@@ -1,4 +1,4 @@
-"""T6: the steps of the preset `iteration-level` beside those of the transcribed reference scheduler."""
+"""T6: compare the steps of the preset `iteration-level` with those of the transcribed reference scheduler."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from services.simulator.literature.reference_scheduler import Counts, Request
 from services.simulator.literature.table import Table
 from services.simulator.workload.workload import Workload
 
-TIGHT = (3_000, 1_000, 500)  # blocks with which the same is asked again: the sheet's pool holds all hundred at once
-SHOWN = (1, 2, 3, 4, 5, 10, 20, 40, 80, 160, 280)  # steps printed, beside the first that differ
+TIGHT = (3_000, 1_000, 500)  # smaller pools for the same comparison: the sheet's pool holds all 100 requests at once
+SHOWN = (1, 2, 3, 4, 5, 10, 20, 40, 80, 160, 280)  # printed steps, besides the first that differ
 MAX_REQUESTS, MAX_TOKENS, BLOCKS = 128, 2048, 10_000
 
 
 def core_steps(requests: list[Request], blocks: int = BLOCKS) -> list[Counts]:
-    """The same counts from the core, with no time of the scheduler's own and no step planned ahead."""
+    """Return the counts of the core's steps, with a scheduler that takes no time and plans no step ahead."""
     steps: list[Counts] = []
 
     def observe(now_ns: int, core: Core, plan: StepPlan) -> None:
@@ -45,16 +45,16 @@ def core_steps(requests: list[Request], blocks: int = BLOCKS) -> list[Counts]:
 
 
 def classes() -> Table:
-    """T6."""
-    columns = ("step", *(f"{who}: {name}" for who in ("rules", "ours") for name in Counts._fields))
+    """Return T6."""
+    columns = ("step", *(f"{side}: {name}" for side in ("rules", "ours") for name in Counts._fields))
     table = Table("T6", "the reference scheduler, step by step", "exact", columns)
     rules = reference_scheduler.run(
         reference_scheduler.table_six(), max_batch_requests=MAX_REQUESTS, max_batch_tokens=MAX_TOKENS, blocks=BLOCKS
     )
     ours = core_steps(reference_scheduler.table_six())
     differ = [i for i in range(min(len(rules), len(ours))) if rules[i] != ours[i]]
-    wanted = {step - 1 for step in SHOWN} | set(differ[:5])
-    for i in sorted(wanted):
+    printed = {step - 1 for step in SHOWN} | set(differ[:5])
+    for i in sorted(printed):
         if i < min(len(rules), len(ours)):
             table.rows.append([i + 1, *rules[i], *ours[i]])
     table.rows.append(["steps", len(rules), None, None, None, len(ours), None, None, None])

@@ -1,26 +1,26 @@
-"""The reference scheduler of one article, rule by rule; its rules are listed below.
+"""The reference scheduler of one article, transcribed rule by rule.
 
-The oracle of table T6 and of the preset `iteration-level`: plain Python over lists, nothing shared with the core.
-The sheet's rules: a heap by (class, arrival); prompt + max_new reserved at admission, which stops at the first that
-does not fit; every decode first, least TBT slack first; then chunks of at most 256 and a multiple of 64 to the
-prefilling by (class, TTFT slack); preemption when one of class <= high has under 15 ms of TBT slack, until all have
-over 30.
+The oracle of table T6 and of the preset `iteration-level`: plain Python over lists that shares no code with the core.
+The rules of the article: a heap by (class, arrival). Admission reserves prompt + max_new and stops at the first request
+that does not fit. Decodes come first, least TBT slack first. Then prefilling requests get chunks of at most 256 tokens,
+a multiple of 64, by (class, TTFT slack). If a request of class <= high has under 15 ms of TBT slack, requests are
+preempted until all have over 30.
 
-Where the sheet is silent:
+Rules that the article leaves open:
 
-1. A request gets one chunk a step. With 64 tokens or more to go the chunk is a multiple of 64 (so 178 is 128 and then
-   50); what is left under 64 is one last chunk and needs that much of the budget.
+1. A request gets one chunk a step. With 64 tokens or more left the chunk is a multiple of 64 (so 178 is 128 and then
+   50). A rest under 64 is one last chunk and needs that much of the budget.
 2. The chunks of a step end with the first request that gets none; a later one never overtakes it.
-3. Admission looks at blocks and seats only, and may be steps ahead of the first chunk. What is reserved is held from
+3. Admission checks blocks and slots only, and may be steps ahead of the first chunk. Reserved blocks are held from
    admission on, but a request counts as running from its first chunk on, and as waiting before.
-4. TTFT slack is arrival + limit - now, with a limit of 2 s where a request gives none; equal ones go by number.
+4. TTFT slack is arrival + limit - now; the default limit is 2 s. Equal slacks go by number.
 5. The last chunk of a prompt samples the first token, so max_new tokens take max_new - 1 decodes.
 6. TBT slack is last token + limit - (now + predicted time of the decodes alone): only with the prediction can a
-   preemption give slack back. A request without a limit is never at risk.
-7. Least work done is fewest tokens in KV; of equals the newest yields. Those that prefill may yield too.
-8. Swapped keep their KV, others compute it again as a prompt. Both wait in their old place, and nobody is admitted in a
-   step that preempted, or the preempted would come back at once.
-9. Nobody is preempted for somebody's admission, and nobody ages.
+   preemption restore slack. A request without a limit is never at risk.
+7. The victim is the request with the fewest tokens in KV; among equals the newest. Prefilling requests may be victims.
+8. A swapped request keeps its KV; otherwise it computes its tokens again as a prompt. Both return to their old place in
+   the queue. A step that preempts admits no request, or the victims would return at once.
+9. Admission never preempts, and waiting does not raise a request's class.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AT_RISK_MS, SAFE_MS = 15.0, 30.0
 
 @dataclass(slots=True)
 class Request:
-    """What arrives (first six), and how far it is."""
+    """A request: the six fields that arrive, then its progress."""
 
     number: int
     prompt: int
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def rest(self) -> int:
-        """Known tokens that are not in KV."""
+        """Return the number of prompt and output tokens that are not in KV."""
         return self.prompt + self.produced - self.in_kv
 
     @property
@@ -72,7 +72,7 @@ class Request:
 
 
 class Counts(NamedTuple):
-    """Of one step: tokens of decodes and of prefill chunks, requests that wait and that run (point 3) meanwhile."""
+    """Counts of one step: tokens of decodes and of prefill chunks, waiting and running requests (rule 3)."""
 
     decode: int
     prefill: int
@@ -81,12 +81,12 @@ class Counts(NamedTuple):
 
 
 def table_six() -> list[Request]:
-    """100 requests at once, prompts 128 + 10 i, 256 new tokens, every fifth high (0, 5, 10, ...), the others normal."""
+    """Return 100 requests that arrive at once: prompts 128 + 10 i, 256 new tokens, every fifth (0, 5, ...) high."""
     return [Request(i, 128 + 10 * i, 256, HIGH if i % 5 == 0 else NORMAL) for i in range(100)]
 
 
 def step_ms(tokens: int) -> float:
-    """T6's iteration: 25 + 0.05 x tokens ms."""
+    """Return the step time of T6: 25 + 0.05 x tokens ms."""
     return 25 + 0.05 * tokens
 
 
@@ -99,21 +99,21 @@ def run(
     host_blocks: int = 0,
     time_ms: Callable[[int], float] = step_ms,
 ) -> list[Counts]:
-    """The steps until all `requests` (used up) have ended. Raises ValueError for one that can never fit."""
+    """Return the steps until all `requests` have ended; changes the requests. Raises ValueError if one cannot fit."""
     for request in requests:
         if request.blocks > blocks:
             raise ValueError(f"request {request.number} needs {request.blocks} blocks of {blocks}")
-    coming = sorted(requests, key=lambda request: (request.arrival_ms, request.number), reverse=True)
+    future = sorted(requests, key=lambda request: (request.arrival_ms, request.number), reverse=True)
     waiting: list[tuple[tuple[int, float, int], Request]] = []
     running: list[Request] = []
     free, host_free = blocks, host_blocks
     now = 0.0
     steps: list[Counts] = []
-    while coming or waiting or running:
+    while future or waiting or running:
         if not waiting and not running:
-            now = max(now, coming[-1].arrival_ms)
-        while coming and coming[-1].arrival_ms <= now:
-            arrived = coming.pop()
+            now = max(now, future[-1].arrival_ms)
+        while future and future[-1].arrival_ms <= now:
+            arrived = future.pop()
             heapq.heappush(waiting, (arrived.place, arrived))
         victims = _victims(running, now, time_ms)
         for victim in victims:
@@ -151,7 +151,7 @@ def run(
 
 
 def _victims(running: list[Request], now: float, time_ms: Callable[[int], float]) -> list[Request]:
-    """Who yields so that everybody of class <= high keeps his TBT limit."""
+    """Return the requests to preempt so that every request of class <= high keeps its TBT limit."""
     urgent = [request for request in running if request.decoding and request.tbt_ms and request.priority <= HIGH]
     if not urgent:
         return []
@@ -170,7 +170,7 @@ def _victims(running: list[Request], now: float, time_ms: Callable[[int], float]
 
 
 def _budget(running: list[Request], now: float, left: int) -> list[tuple[Request, int]]:
-    """Who computes how many tokens in this step: the decodes, then the chunks."""
+    """Return the requests of this step and their tokens: the decodes, then the chunks."""
     decoding = [request for request in running if request.decoding]
     decoding.sort(key=lambda one: (one.last_token_ms + one.tbt_ms if one.tbt_ms else float("inf"), one.number))
     work = [(request, 1) for request in decoding[:left]]

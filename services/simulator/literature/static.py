@@ -1,4 +1,4 @@
-"""T1 and T2: what a batch that nobody joins wastes, in slots and in padding. Called by literature.py."""
+"""T1 and T2: slots and padding that a static batch wastes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ BUCKETS = np.array([1, 2, 4, *range(8, 257, 8)])
 
 
 def slots_in_use() -> Table:
-    """T1, from the steps that the core plans under `static`: one token a sequence a step, so a prompt counts as tokens
-    like any other (prompt 1, output prompt + new - 1)."""
+    """Return T1, from the steps that the core plans under `static`.
+
+    A sequence computes one token a step, so prompt tokens count like output tokens (prompt 1, output prompt + new - 1).
+    """
     table = Table("T1", "static batch: slots active until step", "exact", ("until step", "sheet: slots", "ours: slots"))
     totals = [prompt + new for prompt, new in T1_REQUESTS.values()]
     active = _active(totals, "static")
@@ -48,13 +50,13 @@ def slots_in_use() -> Table:
 
 
 def _active(totals: Sequence[int], policy: str) -> list[int]:
-    """Slots that compute in each step when 4 may run and nothing else binds."""
+    """Return the number of slots that compute in each step, with 4 slots and no other limit."""
     counts: list[int] = []
 
     def observe(now_ns: int, core: Core, plan: StepPlan) -> None:
         counts.append(plan.decode_tokens + plan.prefill_tokens)
 
-    # a prompt of one token samples in its own step, so an output of n takes n steps
+    # a prompt of one token samples in its first step, so an output of n takes n steps
     workload = all_at_once([1] * len(totals), list(totals))
     blocks = len(totals) * (max(totals) // 16 + 2)
     simulate(policy, workload, Setup(blocks, max_seqs=4, lookahead=0, host_us=0.0), Linear(1e6), observer=observe)
@@ -62,15 +64,15 @@ def _active(totals: Sequence[int], policy: str) -> list[int]:
 
 
 def _changes(active: Sequence[int]) -> list[tuple[int, int]]:
-    """(last step, slots) of each stretch of equally many slots."""
+    """Return (last step, slots) of each run of steps with the same number of slots."""
     following = [*active[1:], 0]
     return [(i + 1, now) for i, (now, then) in enumerate(zip(active, following, strict=True)) if now != then]
 
 
 def padding(lengths: Int64, batch: int, grouped: bool = False) -> float:
-    """1 - sum(l) / sum(batch size x longest) over batches of consecutive `lengths` [n].
+    """Return 1 - sum(l) / sum(batch size x longest) over batches of consecutive `lengths` [n].
 
-    grouped: `GROUPED` consecutive ones at a time are sorted first.
+    grouped: sort each run of `GROUPED` consecutive lengths first.
     """
     used = lengths
     if grouped:
@@ -80,7 +82,7 @@ def padding(lengths: Int64, batch: int, grouped: bool = False) -> float:
 
 
 class GraphClock:
-    """A roofline that notes the batch size of every step without a prompt: those run as captured graphs."""
+    """A roofline that counts the batch sizes of steps without a prompt, which run as captured graphs."""
 
     def __init__(self) -> None:
         self.sizes: Counter[int] = Counter()
@@ -94,7 +96,7 @@ class GraphClock:
         return self._clock.duration_ns(plan, features)
 
     def padding(self) -> float:
-        """Rows added to reach a captured size, of all rows computed."""
+        """Return the share of rows that were added to reach a captured size."""
         sizes = np.array(sorted(self.sizes))
         added = BUCKETS[np.searchsorted(BUCKETS, sizes)] - sizes
         extra = int((added * np.array([self.sizes[size] for size in sizes.tolist()])).sum())
@@ -102,7 +104,7 @@ class GraphClock:
 
 
 def padded_batches() -> Table:
-    """T2: padding of the prompts in padded batches, and of the captured batch sizes in ours (simulated)."""
+    """Return T2: padding of prompts in padded batches, and of captured batch sizes in our simulated engine."""
     columns = ("trace", "by arrival, 8", "by arrival, 32", "grouped, 8", "grouped, 32", "ours (buckets)")
     table = Table("T2", "padding, % of what is computed", "shape", columns)
     table.rows.append(["sheet (one article)", None, 31.7, None, 8.7, 0.0])

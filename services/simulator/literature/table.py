@@ -1,4 +1,4 @@
-"""One table of the literature beside ours: rows, and claims that hold or do not. Filled by the literature_* modules."""
+"""A table of the literature beside a simulated one: rows, and claims that hold or do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Cell = float | int | str | None
 
 @dataclass(slots=True)
 class Table:
-    """`sense` is how far the sheet wants it reproduced; the `required` claims decide whether it is, others inform."""
+    """A comparison. `sense` says how exactly to reproduce the table; the required claims decide whether it is."""
 
     name: str
     title: str
@@ -43,6 +43,6 @@ class Table:
 
 
 def monotone(values: Sequence[float], rising: bool = True) -> bool:
-    """Never against the direction; equal neighbours are allowed."""
+    """Return whether the values never move against the direction; equal neighbours are allowed."""
     pairs = list(itertools.pairwise(values))
     return all(a <= b for a, b in pairs) if rising else all(a >= b for a, b in pairs)

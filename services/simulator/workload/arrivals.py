@@ -1,6 +1,7 @@
-"""Builds a Workload from what the command line says: a trace or drawn lengths, times, classes, limits, prefixes.
+"""Build a Workload from a Spec: a trace or drawn lengths, times, classes, limits, prefixes.
 
-Pure given the seed; every draw has its own stream, so that changing one option leaves the other columns as they are.
+Pure given the seed. Every draw has a separate random stream, so a change of one option leaves the other columns
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from services.simulator.workload.traffic import LATEST_S, MOST_TOKENS, Trace, ga
 from services.simulator.workload.workload import Int64, Workload
 
 TRACES = Path(__file__).resolve().parents[3] / "assets" / "traces"
-SLOWEST, MOST_RATE = 1e-6, 1e6  # of a rate and of a rate scale
+SLOWEST, MOST_RATE = 1e-6, 1e6  # bounds of a rate and of a rate scale
 MOST_REQUESTS = 1_000_000
 CHAT = TRACES / "azure_conv_2023.csv"
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """`64`, `16:128` (uniform, both included) or `lognormal:MEAN:SIGMA` (SIGMA of the logarithm), in tokens.
+    """Lengths in tokens: `64`, `16:128` (uniform, both included) or `lognormal:MEAN:SIGMA` (SIGMA of the logarithm).
 
-    What a lognormal draws beyond MOST_TOKENS becomes MOST_TOKENS.
+    Lognormal lengths above MOST_TOKENS become MOST_TOKENS.
     """
 
     kind: str
@@ -34,7 +35,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises ValueError that names the value."""
+        """Return the lengths that a text describes. Raises ValueError that names the value."""
         kind, *rest = text.split(":")
         try:
             if kind == "lognormal":
@@ -48,7 +49,7 @@ class Lengths:
         except ValueError:
             pass
         raise ValueError(
-            f"{text[:40]!r} is no length: give N, LOW:HIGH with 1 <= LOW <= HIGH <= {MOST_TOKENS:,}, or "
+            f"{text[:40]!r}: not a length; give N, LOW:HIGH with 1 <= LOW <= HIGH <= {MOST_TOKENS:,}, or "
             "lognormal:MEAN:SIGMA with SIGMA from 0 to 4"
         )
 
@@ -62,19 +63,19 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Everything that makes a workload. max_tokens 0: exactly the true length. rate_rps 0: the trace's own times."""
+    """The inputs of a workload. max_tokens 0 asks for the true length; rate_rps 0 uses the times of the trace."""
 
     trace: Path | None = CHAT
-    requests: int = 0  # 0: the whole trace, or 1000
-    prompt: Lengths | None = None  # instead of the trace's
+    requests: int = 0  # 0 means all of the trace, or 1000 without one
+    prompt: Lengths | None = None  # None uses the trace's lengths
     output: Lengths | None = None
     rate_rps: float = 0.0
     rate_scale: float = 1.0
-    cv: float = 1.0  # of the intervals; 1: Poisson
+    cv: float = 1.0  # coefficient of variation of the intervals; 1 is Poisson
     at_once: bool = False
     max_tokens: int = 1024
-    classes: dict[str, float] = field(default_factory=dict)  # share of each; empty: all normal
-    ttft_slo_ms: dict[str, float] = field(default_factory=dict)  # by class; "" for all others
+    classes: dict[str, float] = field(default_factory=dict)  # share of each class; empty means all normal
+    ttft_slo_ms: dict[str, float] = field(default_factory=dict)  # by class; "" is the default
     tbt_slo_ms: dict[str, float] = field(default_factory=dict)
     prefix_groups: int = 0
     prefix_tokens: int = 0
@@ -82,17 +83,17 @@ class Spec:
 
 
 def build(spec: Spec) -> Workload:
-    """Raises ValueError that says what is wrong and what to do."""
+    """Return the workload. Raises ValueError that names the problem and the remedy."""
     trace = _read(spec.trace) if spec.trace is not None else None
     if trace is None and (spec.prompt is None or spec.output is None):
-        raise ValueError("without a trace both lengths are needed: --prompt-tokens and --output-tokens")
+        raise ValueError("lengths: without a trace both are needed; give --prompt-tokens and --output-tokens")
     if not SLOWEST <= spec.rate_scale <= MOST_RATE or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
         raise ValueError(
-            f"rate {spec.rate_rps:g} x {spec.rate_scale:g} is out of range: stay within {SLOWEST:g} and {MOST_RATE:g}"
+            f"rate {spec.rate_rps:g} x {spec.rate_scale:g}: out of range; stay within {SLOWEST:g} and {MOST_RATE:g}"
         )
     count = spec.requests or (len(trace.prompt_tokens) if trace is not None else 1000)
     if count > MOST_REQUESTS:
-        raise ValueError(f"{spec.trace} has {count:,} requests: give --requests N, at most {MOST_REQUESTS:,}")
+        raise ValueError(f"{spec.trace}: {count:,} requests are too many; give --requests N, at most {MOST_REQUESTS:,}")
     prompt = spec.prompt.draw(count, spec.seed, 0) if spec.prompt else _cycle(trace, "prompt_tokens", count)
     output = spec.output.draw(count, spec.seed, 1) if spec.output else _cycle(trace, "output_tokens", count)
     priority = _classes(spec, count)
@@ -103,8 +104,8 @@ def build(spec: Spec) -> Workload:
     times = _times(spec, trace, count)
     if not times[-1] <= LATEST_S:
         raise ValueError(
-            f"the last of {count:,} requests arrives after {times[-1]:.3g} s, over {LATEST_S:g}: raise --rate or "
-            "--rate-scale, or take fewer --requests"
+            f"the last of {count:,} requests arrives after {times[-1]:.3g} s, at most {LATEST_S:g} is possible; raise "
+            "--rate or --rate-scale, or take fewer --requests"
         )
     return Workload(
         arrived_ns=np.rint(times * 1e9).astype(np.int64),
@@ -125,24 +126,24 @@ def _read(path: Path) -> Trace:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give --trace FILE, a CSV with num_prefill_tokens") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text ({error.reason}); give --trace FILE, a CSV") from error
+        raise ValueError(f"{path}: not text ({error.reason}); give --trace FILE, a CSV") from error
 
 
 def _cycle(trace: Trace | None, column: str, count: int) -> Int64:
-    """The first `count` entries; from the beginning again when the trace is shorter."""
+    """Return the first `count` entries of a column, repeating a shorter trace."""
     values: Int64 = getattr(trace, column)
     return np.resize(values, count)
 
 
 def _times(spec: Spec, trace: Trace | None, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """[count] seconds from the start."""
+    """Return the arrival times: [count] seconds from the start."""
     if spec.at_once:
         return np.zeros(count)
     if spec.rate_rps > 0:
         return np.asarray(gamma_times(count, spec.rate_rps * spec.rate_scale, 1 / spec.cv**2, spec.seed))
     if trace is None or trace.arrived_at is None:
-        what = f"{spec.trace} has no column arrived_at" if trace is not None else "drawn lengths have no times"
-        raise ValueError(f"{what}: give --rate R (requests a second) or --at-once")
+        problem = f"{spec.trace}: no column arrived_at" if trace is not None else "drawn lengths: no arrival times"
+        raise ValueError(f"{problem}; give --rate R (requests a second) or --at-once")
     at = trace.arrived_at - trace.arrived_at[0]
     lap = float(at[-1]) * (1 + 1 / max(at.size - 1, 1))  # with one mean interval between the laps
     index = np.arange(count)
@@ -160,6 +161,6 @@ def _classes(spec: Spec, count: int) -> Int64:
 
 
 def _limits(by_class: dict[str, float], priority: Int64) -> Int64:
-    """[requests] ns; 0 where there is none."""
+    """Return [requests] limits in ns; 0 means none."""
     values = [by_class.get(name, by_class.get("", 0.0)) for name in CLASS_NAMES]
     return np.rint(np.array(values)[priority] * 1e6).astype(np.int64)

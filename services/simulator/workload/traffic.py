@@ -1,4 +1,4 @@
-"""When requests arrive and how long they are: Poisson and gamma processes, traces, closed loops.
+"""Arrival times and lengths of requests: Poisson and gamma processes, traces, closed loops.
 
 Pure given a seed: the same arguments give the same schedule. The simulator, `orcinus fleet` and the load generator
 (`bench/serve/main.py`) draw their requests here.
@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-MOST_TOKENS = 1_000_000  # of a prompt, of an output
-LATEST_S = 1e9  # beyond it, times in ns come near the end of int64
+MOST_TOKENS = 1_000_000  # bound of a prompt and of an output
+LATEST_S = 1e9  # later times in ns come near the end of int64
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of the schedule. `at_s` counts from the start of the run; in a closed loop it is not used."""
+    """One request of the schedule. `at_s` counts from the start of the run; a closed loop ignores it."""
 
     at_s: float
     prompt_tokens: int
@@ -29,7 +29,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Columns of a trace file. `arrived_at` is None when the file has no such column."""
+    """Columns of a trace file. `arrived_at` is None if the file has no such column."""
 
     arrived_at: npt.NDArray[np.float64] | None
     prompt_tokens: npt.NDArray[np.int64]
@@ -37,12 +37,13 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads `arrived_at` (seconds, optional), `num_prefill_tokens` and `num_decode_tokens`, sorted by arrival.
+    """Return the columns `arrived_at` (seconds, optional), `num_prefill_tokens` and `num_decode_tokens` of a CSV file,
+    sorted by arrival.
 
-    Raises ValueError that names the file and the line or column that is wrong.
+    Raises ValueError that names the file and the wrong line or column.
     """
     rows: list[tuple[float, int, int]] = []
-    with path.open(newline="", encoding="utf-8-sig") as file:  # a byte order mark is no part of the first name
+    with path.open(newline="", encoding="utf-8-sig") as file:  # drop a byte order mark
         reader = csv.DictReader(file)
         try:
             names = list(reader.fieldnames or [])
@@ -55,7 +56,7 @@ def read_trace(path: Path) -> Trace:
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from error
     if not rows:
-        raise ValueError(f"{path} holds no request")
+        raise ValueError(f"{path}: holds no request; give a CSV with one line for each")
     if timed:
         rows.sort(key=lambda row: row[0])
     columns = np.asarray(rows)
@@ -66,16 +67,16 @@ def _check_names(path: Path, names: list[str]) -> None:
     shown = ", ".join(names)[:200] or "none"
     for name in ("num_prefill_tokens", "num_decode_tokens"):
         if name not in names:
-            raise ValueError(f"{path} has no column {name!r}; its columns are {shown}")
+            raise ValueError(f"{path}: no column {name!r}; add it to the columns {shown}")
     for name in ("arrived_at", "num_prefill_tokens", "num_decode_tokens"):
         if names.count(name) > 1:
-            raise ValueError(f"{path} has two columns {name!r}: drop one; its columns are {shown}")
+            raise ValueError(f"{path}: two columns {name!r}; drop one of {shown}")
 
 
 def _value(row: dict[str, str], name: str, where: str) -> str:
-    """A cell; a short line lacks its last ones."""
+    """Return a cell; a short line lacks its last cells. Raises ValueError if it is empty."""
     if row[name] is None or not row[name].strip():
-        raise ValueError(f"{where} has no {name}")
+        raise ValueError(f"{where}: no {name}; give a value in every line")
     return row[name].strip()
 
 
@@ -86,7 +87,7 @@ def _second(row: dict[str, str], where: str) -> float:
     except ValueError:
         at = math.nan
     if not 0 <= at <= LATEST_S:
-        raise ValueError(f"{where}: arrived_at is {text[:40]!r}; it must be a number of seconds from 0 to {LATEST_S:g}")
+        raise ValueError(f"{where}: arrived_at is {text[:40]!r}; give a number of seconds from 0 to {LATEST_S:g}")
     return at
 
 
@@ -97,16 +98,14 @@ def _tokens(row: dict[str, str], name: str, where: str) -> int:
     except ValueError:
         count = 0
     if not 1 <= count <= MOST_TOKENS:
-        raise ValueError(
-            f"{where}: {name} is {text[:40]!r}; it must be a whole number, at least 1, at most {MOST_TOKENS:,}"
-        )
+        raise ValueError(f"{where}: {name} is {text[:40]!r}; give an integer from 1 to {MOST_TOKENS:,}")
     return count
 
 
 def gamma_times(count: int, rate_rps: float, burstiness: float, seed: int) -> npt.NDArray[np.float64]:
-    """`count` arrival times in seconds, the first at 0. Intervals are gamma with mean 1/rate.
+    """Return [count] arrival times in seconds, the first at 0. Intervals are gamma with mean 1/rate.
 
-    `burstiness` is the shape: 1 is a Poisson process, below 1 comes in bursts, above 1 is more even. The
+    `burstiness` is the shape: 1 is a Poisson process, less comes in bursts, more is more even. The
     coefficient of variation of the intervals is 1/sqrt(burstiness).
     """
     intervals = np.random.default_rng([seed, 1]).gamma(burstiness, 1.0 / (rate_rps * burstiness), size=count)
@@ -115,17 +114,19 @@ def gamma_times(count: int, rate_rps: float, burstiness: float, seed: int) -> np
 
 
 def lengths(count: int, bounds: tuple[int, int], seed: int, stream: int) -> npt.NDArray[np.int64]:
-    """`count` lengths in tokens, uniform in `bounds`, both included; `stream` keeps prompts and outputs independent."""
+    """Return [count] lengths in tokens, uniform in `bounds`, both included.
+
+    `stream` keeps prompts and outputs independent.
+    """
     return np.random.default_rng([seed, 2 + stream]).integers(bounds[0], bounds[1] + 1, size=count)
 
 
 def from_trace(
     trace: Trace, count: int, rate_rps: float, rate_scale: float, burstiness: float, seed: int
 ) -> list[Arrival]:
-    """The first `count` requests of a trace (0: all). A rate above 0 replaces the trace's own times.
+    """Return the first `count` requests of a trace; 0 means all. A rate above 0 replaces the times of the trace.
 
-    `rate_scale` divides the trace's times: 2 is twice as fast. Raises ValueError when the trace has no times
-    and no rate is given.
+    `rate_scale` divides the trace's times: 2 is twice as fast. Raises ValueError if there are neither times nor a rate.
     """
     total = min(count, len(trace.prompt_tokens)) if count else len(trace.prompt_tokens)
     if rate_rps > 0:
@@ -133,7 +134,7 @@ def from_trace(
     elif trace.arrived_at is not None:
         times = (trace.arrived_at[:total] - trace.arrived_at[0]) / rate_scale
     else:
-        raise ValueError("the trace has no column 'arrived_at': give --rate")
+        raise ValueError("trace: no column 'arrived_at'; give --rate")
     return [
         Arrival(float(at), int(prompt), int(output))
         for at, prompt, output in zip(times, trace.prompt_tokens, trace.output_tokens, strict=False)
@@ -141,9 +142,9 @@ def from_trace(
 
 
 def clip(arrivals: list[Arrival], most_tokens: int) -> tuple[list[Arrival], int]:
-    """Cuts requests to `most_tokens` of prompt and output together; returns them and how many were cut.
+    """Cut requests to `most_tokens` of prompt and output together; return them and the number of cut requests.
 
-    The output keeps at most half, the prompt what remains, so that a small context can run a trace of a large one.
+    The output keeps at most half and the prompt the rest, so that a small context can run a trace of a large one.
     """
     kept, cut = [], 0
     for arrival in arrivals:

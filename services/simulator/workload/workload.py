@@ -1,7 +1,7 @@
-"""What arrives: times, lengths, classes and limits of every request of a run, as columns.
+"""The requests of a run as columns: times, lengths, classes and limits.
 
-Pure given a seed. Built by options.py and the tests; engine.py makes each request when it arrives, so that memory
-holds no prompt that is not in the system.
+Pure given a seed. Built by arrivals.py, the studies of `bench` and the tests. engine.py makes each request when it
+arrives, so memory holds only the prompts of requests in the system.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.scheduler.core.types import Int32, NewRequest
 
 Int64 = npt.NDArray[np.int64]
 STOP_ID = 1
-PLAIN_ID = 0  # what the device samples as long as a request goes on
+PLAIN_ID = 0  # sampled by the device until the end of a request
 _FIRST_PROMPT_ID = 2
 _SPREAD, _PROMPT_IDS = 2_654_435_761, 1 << 30  # odd, so request -> first token is one to one below 2^30 requests
 _STOPS: Int32 = np.array([STOP_ID], np.int32)
@@ -27,10 +27,10 @@ def _none() -> Int64:
 
 @dataclass(slots=True)
 class Workload:
-    """Columns of one entry a request, by arrival. Empty optional columns mean their default.
+    """Columns [requests], in order of arrival. An empty optional column stands for its default.
 
-    arrived_ns counts from the start of the run; `output` is the true length, which only the device knows;
-    `max_tokens` is what the client asks for. ttft_slo_ns, tbt_slo_ns: 0 for none.
+    arrived_ns counts from the start of the run. `output` is the true length, which only the device knows; `max_tokens`
+    is the client's bound. ttft_slo_ns, tbt_slo_ns: 0 means no limit.
     """
 
     arrived_ns: Int64
@@ -41,7 +41,7 @@ class Workload:
     ttft_slo_ns: Int64 = field(default_factory=_none)
     tbt_slo_ns: Int64 = field(default_factory=_none)
     group: Int64 = field(default_factory=_none)  # number of the shared prefix; -1 means none
-    tenant: Int64 = field(default_factory=_none)  # default: all of one
+    tenant: Int64 = field(default_factory=_none)  # default: one tenant
     prefix_tokens: int = 0  # of a shared prefix; counted in `prompt`
 
     def __post_init__(self) -> None:
@@ -71,16 +71,16 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and output that any request may need."""
+        """Return the largest sum of prompt and max_tokens."""
         return int((self.prompt + self.max_tokens).max())
 
     def head_hash(self, i: int) -> int:
-        """What a router that knows prefixes routes by: the same for all of a group, else the request's own."""
+        """Return the hash for routing by prefix: equal within a group, unique to a request without a group."""
         group = int(self.group[i])
         return _mix(group if group >= 0 else len(self) + i)
 
     def request(self, i: int, start_ns: int) -> NewRequest:
-        """Request i as the service would hand it over; its payload is i. Prompts share tokens only by group."""
+        """Return request i as the service passes it to the core, with payload i. Prompts of a group share tokens."""
         first = _FIRST_PROMPT_ID + i * _SPREAD % _PROMPT_IDS
         prompt = np.arange(first, first + int(self.prompt[i]), dtype=np.int32)
         if (group := int(self.group[i])) >= 0:
@@ -101,14 +101,14 @@ class Workload:
 
 
 def _mix(value: int) -> int:
-    """A 32-bit hash that spreads neighbours (Knuth's multiplicative hash, twice)."""
+    """Return a 32-bit hash that spreads neighbours (Knuth's multiplicative hash, twice)."""
     value = (value + 1) * _SPREAD & 0xFFFFFFFF
     return ((value ^ value >> 15) * _SPREAD & 0xFFFFFFFF) ^ value >> 13
 
 
 def all_at_once(prompt: list[int], output: list[int], max_tokens: list[int] | None = None) -> Workload:
-    """Everything arrives at the start."""
-    asked = np.array(max_tokens, np.int64) if max_tokens else _none()
+    """Return a workload of requests that all arrive at the start."""
+    bounds = np.array(max_tokens, np.int64) if max_tokens else _none()
     return Workload(
-        np.zeros(len(prompt), np.int64), np.array(prompt, np.int64), np.array(output, np.int64), max_tokens=asked
+        np.zeros(len(prompt), np.int64), np.array(prompt, np.int64), np.array(output, np.int64), max_tokens=bounds
     )

@@ -92,7 +92,7 @@ def test_more_log_probabilities_than_there_may_be_make_a_request_unservable() ->
     prompts = queue_pb2.Prompts(tokens=[pack([5])])
     assert decode(wire, prompts, 0, "g", Clock()).payload is wire
     wire.sampling.logprobs = 22
-    with pytest.raises(ValueError, match="asks for 21 tokens beside the sampled one; at most 20"):
+    with pytest.raises(ValueError, match="logprobs: 21 tokens besides the sampled one; ask for at most 20"):
         decode(wire, prompts, 0, "g", Clock())
 
 

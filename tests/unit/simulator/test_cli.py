@@ -125,7 +125,7 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--ttft-slo-ms", "high:"], "high:NUMBER"),
         (["--plots", str(ROOT / "README.md")], "README.md"),
         (["--plots", "/proc"], "/proc"),
-        (["--fit", str(ROOT / "assets/demo-model/model.safetensors")], "model.safetensors is not text"),
+        (["--fit", str(ROOT / "assets/demo-model/model.safetensors")], "model.safetensors: not text"),
         (["--bogus"], "--bogus"),
     ],
 )
@@ -187,7 +187,7 @@ def test_every_number_has_bounds_that_the_message_names(
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (["--reproduce", "--find", "knee"], "--reproduce has runs of its own and ignores --find"),
+        (["--reproduce", "--find", "knee"], "--reproduce: runs fixed workloads and ignores --find"),
         (["--speed", "--find", "capacity", "--plots", "x"], "ignores --find, --plots"),
         (["--speed", "--seed=0"], "ignores --seed"),
         (["--reproduce", "--speed"], "--speed"),

@@ -91,7 +91,7 @@ def test_a_record_comes_back_as_it_was_and_says_where_a_vocabulary_ends() -> Non
     assert unpack_records(made * 2, 4) == [TokenLogprobs(-0.5, [(3, -2.0), (7, -2.0)])] * 2
     assert unpack_records(pack_record(-1.5, np.zeros(0), np.zeros(0)), 1) == [TokenLogprobs(-1.5, [])]
     assert len(pack_record(0, np.arange(MOST), np.zeros(MOST))) == record_bytes(MOST + 1)
-    with pytest.raises(ValueError, match="log-probabilities of 5 bytes in 2 rows; there are 3"):
+    with pytest.raises(ValueError, match="log-probabilities: 5 bytes in 2 rows do not fit 3"):
         split_records(b"12345", np.array([1, 4], np.int32), 3)
 
 
