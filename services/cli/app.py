@@ -1,7 +1,7 @@
 """The command `orcinus`. A command imports services, torch and the web framework only if it needs them.
 
-Exit codes: 0 success, 1 a check failed, 2 wrong use or wrong configuration. With --json a command prints
-one object on stdout and nothing else.
+Exit codes: 0 success, 1 a check failed, 2 wrong use or wrong configuration. With --json a command prints exactly one
+object on stdout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(
-    rich_markup_mode=None, help="Run a benchmark; each has its own options (--help).", no_args_is_help=True
+    rich_markup_mode=None, help="Run a benchmark; BENCH --help lists its options.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
@@ -62,7 +62,7 @@ EVERYTHING = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettin
 def run_tool(name: str, arguments: list[str]) -> int:
     """Run a command that lives outside the product and return its exit code.
 
-    Raises ConfigurationError where only the product is installed: benches and tests come with the sources.
+    Raises ConfigurationError if only the product is installed: benches and tests come with the sources.
     """
     command = name.replace("-", " ")
     try:
@@ -177,8 +177,8 @@ def policy(
 
     answer = switch(name, settings, build(LauncherSettings, values), timeout_s)
     if json:
-        found = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
-        print(json_module.dumps(found))
+        result = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
+        print(json_module.dumps(result))
     else:
         print(answer.text, file=sys.stdout if answer.changed else sys.stderr)
     raise typer.Exit(0 if answer.changed else 1)
@@ -288,7 +288,7 @@ def bench_serve(context: typer.Context) -> None:
 
 @app.command("simulate", context_settings=PASS_ON, add_help_option=False)
 def simulate(context: typer.Context) -> None:
-    """Run scheduling policies on a virtual clock, side by side, without a worker (simulate --help)."""
+    """Compare scheduling policies on a virtual clock, without a worker (simulate --help)."""
     from services.simulator.command.main import main as run
 
     raise typer.Exit(run(context.args))

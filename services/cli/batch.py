@@ -1,8 +1,8 @@
-"""`orcinus batch IN OUT`: the lines of a file to a server, each answer a line of another; in OpenAI's batch form.
+"""`orcinus batch IN OUT`: send the requests of a file to a server and write the answers to another file.
 
-OUT is the record of what was done: its lines are skipped, so a run that was stopped or killed goes on when the same
-command is given again. A line is written once, whole, when its answer is there. What is busy or gone for a while is
-waited for; only an answer that will not change is a line.
+Both files hold lines in OpenAI's batch format. Requests with an answer in OUT are skipped, so the same command
+continues a run that was stopped or killed. An answer is written once, as one complete line. A server that is busy or
+down for a while is retried; only a final answer is written.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shared.settings import BatchSettings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 FIELDS = {"custom_id", "method", "url", "body"}
-AGAIN = (408, 429, 502, 503, 504)
-"""Statuses of a server that is busy or not whole: the line waits."""
+RETRIED = (408, 429, 502, 503, 504)
+"""Statuses of a server that is busy or partly down: the line is sent again until the patience ends."""
 FAULT_TRIES = 3
-"""How often a line is sent whose answer is another status of 500 and above."""
-MOST_WAIT_S = 60.0
+"""Number of times that a line is sent if its answer is any other status of 500 and above."""
+MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
 
 
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(slots=True)
 class Summary:
-    """What became of the lines. succeeded and failed: of this run; skipped: those that OUT had."""
+    """The result of a run. skipped: lines that OUT had before; succeeded and failed: lines of this run."""
 
     lines: int = 0
     skipped: int = 0
@@ -64,22 +64,22 @@ class Summary:
         return not self.failed and not self.stopped
 
     def text(self) -> str:
-        """For people."""
-        done = f"{self.succeeded} answered, {self.failed} failed, {self.skipped} were there, in {self.seconds:.1f} s"
-        return f"stopped: {self.stopped}; {done}; the same command goes on" if self.stopped else done
+        """Return the summary as one line of text."""
+        done = f"{self.succeeded} answered, {self.failed} failed, {self.skipped} skipped, in {self.seconds:.1f} s"
+        return f"stopped: {self.stopped}; {done}; run the same command to continue" if self.stopped else done
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Stopped(Exception):  # noqa: N818 - an event, not an error
-    """The run cannot go on now."""
+    """The server has not answered for the patience of the run."""
 
 
 def run(source: Path, target: Path, settings: BatchSettings, show: bool) -> Summary:
-    """Sends what OUT does not have yet. show: a progress bar on stderr.
+    """Send the requests without an answer in OUT. show: draw a progress bar on stderr.
 
-    Raises ConfigurationError for a file or a line that will not do, before anything is sent.
+    Raises ConfigurationError for a bad file or line before the first request is sent.
     """
     places = _places(source)
     with _locked(target) as out:
@@ -103,7 +103,7 @@ def run(source: Path, target: Path, settings: BatchSettings, show: bool) -> Summ
 
 
 class _Batch:
-    """One run: `concurrency` senders that share the lines still to do."""
+    """One run: `concurrency` senders that share the remaining lines."""
 
     def __init__(
         self, source: Path, target: Path, out: BinaryIO, settings: BatchSettings, summary: Summary, advance: Any
@@ -114,11 +114,11 @@ class _Batch:
         self._settings = settings
         self._summary = summary
         self._advance = advance
-        self._moved = time.monotonic()  # the last answer of any line
+        self._answered_at = time.monotonic()  # time of the last answer of any line
         self._random = random.SystemRandom()
 
     async def run(self, todo: list[int]) -> None:
-        """Raises Stopped when nothing has moved for `patience_s`."""
+        """Send the lines that begin at the offsets `todo`. Raises Stopped if none is answered for `patience_s`."""
         key = self._settings.api_key
         headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -142,7 +142,10 @@ class _Batch:
             self._advance()
 
     async def _answer(self, client: httpx.AsyncClient, line: Line) -> dict[str, Any]:
-        """The output line of one request, however often it has to be sent. Raises Stopped."""
+        """Return the output line of one request; repeat the request as long as its answer is not final.
+
+        Raises Stopped.
+        """
         body = dict(line.body)
         if self._settings.priority != "none":
             body.setdefault("priority", self._settings.priority)
@@ -150,31 +153,35 @@ class _Batch:
         tries, faults, trouble = 0, 0, ""
         while True:
             headers = {"Content-Type": "application/json", "Idempotency-Key": self._name(line, content, faults)}
-            wait_s = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** min(tries, 10))
+            wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(tries, 10))
             try:
                 answer = await client.post(line.url, content=content, headers=headers)
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
             else:
-                faults += answer.status_code >= 500 and answer.status_code not in AGAIN
-                if answer.status_code not in AGAIN and (answer.status_code < 500 or faults == FAULT_TRIES):
-                    return self._told(line, answer)
+                faults += answer.status_code >= 500 and answer.status_code not in RETRIED
+                if answer.status_code not in RETRIED and (answer.status_code < 500 or faults == FAULT_TRIES):
+                    return self._output(line, answer)
                 trouble = f"status {answer.status_code}: {_message(answer)}"
-                wait_s = _asked_wait_s(answer) or wait_s
-            if time.monotonic() - self._moved > self._settings.patience_s:
-                raise Stopped(f"no line has been answered for {self._settings.patience_s:g} s; the last was {trouble}")
+                wait_s = _retry_after_s(answer) or wait_s
+            if time.monotonic() - self._answered_at > self._settings.patience_s:
+                raise Stopped(f"no line was answered for {self._settings.patience_s:g} s; the last problem: {trouble}")
             tries += 1
             self._summary.retries += 1
             await asyncio.sleep(wait_s * self._random.uniform(0.75, 1.25))
 
     def _name(self, line: Line, content: bytes, faults: int) -> str:
-        """The same for the same line of this run and of the one that goes on with it: it is computed once. Behind an
-        answer that was a fault it is another one, as the fault was an answer."""
+        """Return the idempotency key of a line.
+
+        It is the same in a run that continues this one, so the line is computed once. After a fault it changes, because
+        the server would repeat the fault as its answer.
+        """
         parts = (self._salt.encode(), line.custom_id.encode(), line.url.encode(), content, str(faults).encode())
         return "batch-" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:40]
 
-    def _told(self, line: Line, answer: httpx.Response) -> dict[str, Any]:
-        self._moved = time.monotonic()
+    def _output(self, line: Line, answer: httpx.Response) -> dict[str, Any]:
+        """Count a final answer and return its output line."""
+        self._answered_at = time.monotonic()
         body = _json(answer)
         if answer.is_success:
             self._summary.succeeded += 1
@@ -197,7 +204,7 @@ class _Batch:
 
 
 def _places(source: Path) -> dict[str, int]:
-    """custom_id -> where its line begins. Raises ConfigurationError naming the first line that will not do."""
+    """Return the offset of each line by custom_id. Raises ConfigurationError that names the first bad line."""
     places: dict[str, int] = {}
     try:
         with source.open("rb") as lines:
@@ -206,11 +213,13 @@ def _places(source: Path) -> dict[str, int]:
                 if text.strip():
                     line = _parsed(text, f"{source}:{number}")
                     if line.custom_id in places:
-                        raise ConfigurationError(f"{source}:{number}: custom_id {line.custom_id!r} is there twice")
+                        raise ConfigurationError(
+                            f"{source}:{number}: custom_id {line.custom_id!r} occurs twice; make it unique"
+                        )
                     places[line.custom_id] = place
                 place += len(text)
     except OSError as error:
-        raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
+        raise ConfigurationError(f"{source}: cannot be read: {error.strerror}; give a readable file") from error
     return places
 
 
@@ -223,37 +232,39 @@ def _parsed(text: bytes, where: str) -> Line:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: not JSON: {error}") from None
+        raise ConfigurationError(f"{where}: not JSON: {error}; write one JSON object per line") from None
     if not isinstance(value, dict) or set(value) != FIELDS:
-        raise ConfigurationError(f"{where}: a line is an object of {', '.join(sorted(FIELDS))}")
+        raise ConfigurationError(f"{where}: wrong fields; write an object of exactly {', '.join(sorted(FIELDS))}")
     custom_id, url, body = value["custom_id"], value["url"], value["body"]
     if not isinstance(custom_id, str) or not custom_id:
-        raise ConfigurationError(f"{where}: custom_id must be text; got {custom_id!r}")
+        raise ConfigurationError(f"{where}: custom_id is {custom_id!r}; write a text that is not empty")
     if value["method"] != "POST" or url not in URLS:
-        raise ConfigurationError(f"{where}: only POST to {', '.join(URLS)}; got {value['method']!r} {url!r}")
+        raise ConfigurationError(f"{where}: {value['method']!r} {url!r}; use POST to one of {', '.join(URLS)}")
     if not isinstance(body, dict) or body.get("stream"):
-        raise ConfigurationError(f"{where}: body must be an object, without stream")
+        raise ConfigurationError(f"{where}: body is not an object or streams; write an object without stream")
     return Line(custom_id, url, body)
 
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[BinaryIO]:
-    """OUT, open for reading and appending, ours alone. Raises ConfigurationError."""
+    """Yield OUT, open for reading and appending, under an exclusive lock. Raises ConfigurationError."""
     try:
         out = target.open("a+b")
     except OSError as error:
-        raise ConfigurationError(f"cannot write {target}: {error.strerror}") from error
+        raise ConfigurationError(f"{target}: cannot be written: {error.strerror}; give a writable file") from error
     with out:
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigurationError(f"another run writes {target}") from None
+            raise ConfigurationError(
+                f"{target}: another run writes it; wait for its end or name another file"
+            ) from None
         yield out
 
 
 def _done(out: BinaryIO, target: Path) -> set[str]:
-    """The custom_ids that OUT has; a last line that was cut by a kill is taken away."""
-    done, whole = set(), 0
+    """Return the custom_ids in OUT, and cut off an incomplete last line, which a kill left."""
+    done, complete_bytes = set(), 0
     out.seek(0)
     for number, text in enumerate(out, 1):
         if not text.endswith(b"\n"):
@@ -261,16 +272,16 @@ def _done(out: BinaryIO, target: Path) -> set[str]:
         try:
             done.add(orjson.loads(text)["custom_id"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise ConfigurationError(f"{target}:{number} is no line of a batch; name another file") from None
-        whole += len(text)
-    out.truncate(whole)
+            raise ConfigurationError(f"{target}:{number}: not a line of a batch; name another file") from None
+        complete_bytes += len(text)
+    out.truncate(complete_bytes)
     return done
 
 
-def _asked_wait_s(answer: httpx.Response) -> float:
-    """What Retry-After asks for; 0 where it says nothing of use."""
+def _retry_after_s(answer: httpx.Response) -> float:
+    """Return the seconds in Retry-After, at most MAX_WAIT_S; 0 if there are none."""
     text = answer.headers.get("retry-after", "")
-    return min(MOST_WAIT_S, float(text)) if text.replace(".", "", 1).isdecimal() else 0.0
+    return min(MAX_WAIT_S, float(text)) if text.replace(".", "", 1).isdecimal() else 0.0
 
 
 def _json(answer: httpx.Response) -> Any:

@@ -1,7 +1,7 @@
-"""`orcinus drain NAME`: asks services to finish or hand over what they have and leave, and waits until they have.
+"""`orcinus drain NAME`: order services to finish or hand over their requests and stop, and wait until they have.
 
-Talks to Redis alone. A scheduler is told by its `control:{shard}`; workers and gateways look at `drain:{role}:{id}`
-with each heartbeat. A scheduler is named by its shard.
+Uses Redis only. A scheduler, named by its shard, reads the order from `control:{shard}`. Workers and gateways check
+`drain:{role}:{id}` with each heartbeat.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shared.settings import CommonSettings, LauncherSettings
 ROLES = ("gateway", "scheduler", "worker")
 POLL_S = 0.1
 ORDER_MS = 60_000
-"""How long an order lies for a service that does not look, because it hangs or is stopped."""
+"""Lifetime of an order for a service that does not read it, because it hangs or is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service that is there. `start` tells this start of it from the next one."""
+    """A running service. `start` distinguishes this start of it from the next one."""
 
     role: str
     id: str
@@ -38,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What became of it."""
+    """The result for one service."""
 
     role: str
     id: str
@@ -49,34 +49,35 @@ class Drained:
 def drain(
     name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float, say: Callable[[str], None]
 ) -> list[Drained]:
-    """`name`: a role, for all services of it, or a worker's id, a shard, a gateway's id. `say` gets lines of progress.
+    """Drain the services that `name` selects and return a result for each.
 
-    Raises ConfigurationError before anything is asked for: no such service, a silent Redis, a wait that is no time.
+    name: a role for all of its services, or the id of a worker or gateway, or a shard. say: called with each line of
+    progress. Raises ConfigurationError, before the first order, for an unknown service, a silent Redis or a bad time.
     """
     import redis
 
     if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ConfigurationError(f"--timeout-s {timeout_s:g} must be a finite number of seconds above 0")
+        raise ConfigurationError(f"--timeout-s {timeout_s:g}: out of range; give a finite number of seconds above 0")
     url, access = redis_address(settings, launcher)
     redis_server.check_server(url, **access)
-    asked: list[Target] = []
+    selected: list[Target] = []
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
-            asked = targets(client, settings.keys, name)
-            return _drain(client, settings.keys, asked, timeout_s, say)
+            selected = targets(client, settings.keys, name)
+            return _drain(client, settings.keys, selected, timeout_s, say)
     except (redis.RedisError, OSError) as error:
-        text = f"Redis at {without_password(url)} does not answer any more: {error}"
-        return [Drained(target.role, target.id, False, text) for target in asked] or [Drained("", name, False, text)]
+        text = f"Redis at {without_password(url)} stopped answering: {error}"
+        return [Drained(target.role, target.id, False, text) for target in selected] or [Drained("", name, False, text)]
 
 
 def targets(client: Any, keys: Keys, name: str) -> list[Target]:
-    """The services that `name` means. Raises ConfigurationError when there is none."""
-    found = list(_services(client, keys))
-    named = [target for target in found if name in (target.role, target.id)]
-    if not named:
-        there = ", ".join(target.id for target in found) or "no service"
-        raise ConfigurationError(f"nothing of model {keys.model} is called {name}; there is {there}")
-    return named
+    """Return the services that `name` selects. Raises ConfigurationError if there is none."""
+    services = list(_services(client, keys))
+    selected = [target for target in services if name in (target.role, target.id)]
+    if not selected:
+        running = ", ".join(target.id for target in services) or "none"
+        raise ConfigurationError(f"{name}: no such service for model {keys.model}; running: {running}")
+    return selected
 
 
 def _services(client: Any, keys: Keys) -> Iterator[Target]:
@@ -95,26 +96,28 @@ def _named(client: Any, prefix: str) -> list[str]:
     return sorted(key.decode().removeprefix(prefix) for key in client.scan_iter(match=pattern, count=1000))
 
 
-def _drain(client: Any, keys: Keys, asked: list[Target], timeout_s: float, say: Callable[[str], None]) -> list[Drained]:
+def _drain(
+    client: Any, keys: Keys, selected: list[Target], timeout_s: float, say: Callable[[str], None]
+) -> list[Drained]:
     begin = time.monotonic()
-    for target in asked:
+    for target in selected:
         _order(client, keys, target)
-    left = {target: "" for target in asked}
+    left = {target: "" for target in selected}
     done: list[Drained] = []
     while left:
-        for target, said in list(left.items()):
+        for target, reported in list(left.items()):
             if _gone(client, keys, target):
                 done.append(Drained(target.role, target.id, True, f"has left after {time.monotonic() - begin:.1f} s"))
                 say(f"{target.role} {target.id} {done[-1].text}")
                 del left[target]
-            elif (now := _progress(client, keys, target)) != said:
+            elif (now := _progress(client, keys, target)) != reported:
                 say(f"{target.role} {target.id} drains: {now}")
                 left[target] = now
         if time.monotonic() - begin > timeout_s:
             break
         time.sleep(POLL_S)
-    late = f"is still there after {timeout_s:g} s"
-    return done + [Drained(target.role, target.id, False, f"{late}: {said}") for target, said in left.items()]
+    late = f"has not left after {timeout_s:g} s"
+    return done + [Drained(target.role, target.id, False, f"{late}: {progress}") for target, progress in left.items()]
 
 
 def _order(client: Any, keys: Keys, target: Target) -> None:
@@ -127,7 +130,7 @@ def _order(client: Any, keys: Keys, target: Target) -> None:
 
 
 def _gone(client: Any, keys: Keys, target: Target) -> bool:
-    """Has this start of it ended, or (a scheduler) given its shard to another?"""
+    """Return whether this start of the service has ended, or (for a scheduler) another one leads its shard."""
     if target.role == "gateway":
         return not client.exists(keys.alive("gateway", target.id))
     if target.role == "scheduler":
@@ -136,10 +139,10 @@ def _gone(client: Any, keys: Keys, target: Target) -> bool:
 
 
 def _progress(client: Any, keys: Keys, target: Target) -> str:
-    """What it still has to do, in a few words."""
+    """Return the work that the service still has, as a short text."""
     if target.role == "scheduler":
         running, waiting = (int(value or 0) for value in client.hmget(keys.stats(target.id), ["running", "waiting"]))
         return f"{running} sequences run, {waiting} wait"
     if target.role == "gateway":
         return f"{int(client.get(keys.alive('gateway', target.id)) or 0)} requests"
-    return "it answers the steps that it has" if client.hget(keys.worker(target.id), "draining") else "not seen yet"
+    return "it finishes its steps in flight" if client.hget(keys.worker(target.id), "draining") else "not seen yet"

@@ -38,7 +38,7 @@ def add(
     values: Values,
     name: Annotated[str, typer.Argument(help="purpose of the key, for people")],
     tenant: Annotated[
-        str, typer.Option(help="keys of one tenant see each other's requests; empty: the key alone")
+        str, typer.Option(help="keys of one tenant see each other's requests; empty means a tenant of this key only")
     ] = "",
     max_priority: Annotated[str, typer.Option(help=f"most urgent class allowed: {', '.join(CLASSES)}")] = (CLASSES[0]),
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0 uses the gateway's setting")] = 0,
@@ -51,14 +51,16 @@ def add(
 ) -> None:
     """Make a key and print it; it is not shown again."""
     if max_priority not in CLASSES:
-        raise ConfigurationError(f"--max-priority={max_priority} must be one of {', '.join(CLASSES)}")
+        raise ConfigurationError(f"--max-priority={max_priority}: unknown class; give one of {', '.join(CLASSES)}")
     if tenant and not _TENANT.fullmatch(tenant):
-        raise ConfigurationError(f"--tenant={tenant!r} may hold 1 to 64 of [a-z0-9._-]")
+        raise ConfigurationError(f"--tenant={tenant!r}: not allowed; give 1 to 64 characters of [a-z0-9._-]")
     if not name.isprintable() or not 1 <= len(name) <= 200:
-        raise ConfigurationError("the name must be 1 to 200 printable characters")
+        raise ConfigurationError(f"name: {len(name)} characters; give 1 to 200 printable characters")
     with _redis(values) as (client, keys):
         if client.hlen(keys.api_keys) >= MOST_KEYS:
-            raise ConfigurationError(f"there are {MOST_KEYS} keys, which is the most; `orcinus keys revoke --forget`")
+            raise ConfigurationError(
+                f"keys: the model has {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
+            )
         now_s = int(client.time()[0])
         key_id, text = api_keys.new_key()
         record = KeyRecord(
@@ -110,12 +112,12 @@ def revoke(
     """Refuse a key, within two seconds everywhere; its running requests end normally."""
     with _redis(values) as (client, keys):
         key_id = api_keys.id_of(key) or key
-        found = next((record for record in _records(client, keys) if record.id == key_id), None)
-        if found is None:
-            print(f"there is no key {key_id[:40]!r}; `orcinus keys list` shows them", file=sys.stderr)
+        stored = next((record for record in _records(client, keys) if record.id == key_id), None)
+        if stored is None:
+            print(f"key {key_id[:40]!r}: unknown; `orcinus keys list` shows all keys", file=sys.stderr)
             raise typer.Exit(1)
         now_s = int(client.time()[0])
-        record = replace(found, revoked_s=found.revoked_s or now_s)
+        record = replace(stored, revoked_s=stored.revoked_s or now_s)
         if forget:
             _forget(client, keys, key_id)
         else:
@@ -139,7 +141,7 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
             yield client, settings.keys
     except redis.RedisError as error:
-        raise ConfigurationError(f"Redis refuses: {error}") from error
+        raise ConfigurationError(f"Redis: refused the command: {error}; check the rights of its user") from error
 
 
 def _records(client: Any, keys: Keys) -> list[KeyRecord]:
@@ -165,16 +167,18 @@ def _moment(text: str, now_s: int) -> int:
     """Return seconds of Redis's clock; 0 means never. Raises ConfigurationError."""
     if not text:
         return 0
-    if found := _SPAN.fullmatch(text):
-        at = now_s + int(found[1]) * _SECONDS[found[2]]
+    if span := _SPAN.fullmatch(text):
+        at = now_s + int(span[1]) * _SECONDS[span[2]]
     else:
         try:
             day = datetime.fromisoformat(text)
         except ValueError:
-            raise ConfigurationError(f"--expires={text}: write 30m, 12h, 90d or a day such as 2027-01-31") from None
+            raise ConfigurationError(
+                f"--expires={text}: not a time; give 30m, 12h, 90d or a day such as 2027-01-31"
+            ) from None
         at = int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp())
     if at <= now_s:
-        raise ConfigurationError(f"--expires={text} is not in the future")
+        raise ConfigurationError(f"--expires={text}: in the past; give a later time")
     return at
 
 

@@ -32,17 +32,17 @@ def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) 
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         fields = fields_of(*classes)
-        own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+        declared = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
 
         def command(**given: Any) -> None:
-            extra = {parameter.name: given.pop(parameter.name) for parameter in own}
+            extra = {parameter.name: given.pop(parameter.name) for parameter in declared}
             run({key: value for key, value in given.items() if value is not None}, **extra)
 
         parameters = [_parameter(key, field) for key, field in fields.items()]
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            own_first := [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + parameters
+            all_parameters := [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in declared] + parameters
         )
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in own_first}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in all_parameters}
         app.command(name, help=inspect.getdoc(run))(command)
         return run
 
@@ -54,10 +54,10 @@ def build(settings: type[S], values: Values) -> S:
 
     The command line knows all services; shared code does not know the scheduler's policies.
     """
-    found = options.build(settings, values)
-    if isinstance(found, SchedulerSettings):
-        _check_policy(found.policy, values)
-    return found
+    built = options.build(settings, values)
+    if isinstance(built, SchedulerSettings):
+        _check_policy(built.policy, values)
+    return built
 
 
 def _check_policy(policy: str, values: Values) -> None:

@@ -42,7 +42,7 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
     import redis
 
     if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ConfigurationError(f"--timeout-s {timeout_s:g} must be a finite number of seconds above 0")
+        raise ConfigurationError(f"--timeout-s {timeout_s:g}: out of range; give a finite number of seconds above 0")
     try:
         parse(name)
     except ValueError as error:
@@ -53,15 +53,15 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
         with redis_server.client(url, timeout_s=5.0, **access) as client:
             return _switch(client, settings.keys, settings.shard, name, timeout_s)
     except (redis.RedisError, OSError) as error:
-        return Answer(False, f"Redis at {without_password(url)} does not answer any more: {error}")
+        return Answer(False, f"Redis at {without_password(url)} stopped answering: {error}")
 
 
 def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
-    """Return URL and options of the Redis that was named, else of the local stack, else of the default one."""
+    """Return URL and options of the configured Redis, else of the local stack's, else of the default one."""
     if "redis_url" not in settings.model_fields_set and RunDir(launcher.run_dir).owner():
-        found = redis_server.local(launcher.run_dir)
-        if found is not None:
-            return found[0], {"password": found[1]}
+        local = redis_server.local(launcher.run_dir)
+        if local is not None:
+            return local[0], {"password": local[1]}
     return settings.redis_url, settings.redis_options()
 
 
@@ -76,8 +76,8 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) ->
     client.pexpire(key, LIVE_TTL_MS)
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
-        found: Any = client.xread({keys.events: last}, block=max(1, min(BLOCK_MS, int(1000 * left))))
-        for _, rows in found or []:
+        reply: Any = client.xread({keys.events: last}, block=max(1, min(BLOCK_MS, int(1000 * left))))
+        for _, rows in reply or []:
             for entry, fields in rows:
                 last, kind = entry, fields.get(b"kind", b"").decode()
                 ours = (fields.get(b"shard"), fields.get(b"policy")) == (shard.encode(), name.encode())

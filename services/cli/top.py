@@ -44,7 +44,7 @@ Stats = dict[str, Any]
 
 
 class Source(Protocol):
-    """Where views come from."""
+    """A source of views."""
 
     model: str
 
@@ -78,7 +78,7 @@ class RedisSource:
             return {"error": f"Redis at {self._address} does not answer: {str(error) or type(error).__name__}"}
 
     async def past(self, shard: str, now_ms: int) -> dict[str, list[float]]:
-        """Return the last minutes of a shard; empty where Redis does not answer."""
+        """Return the last minutes of a shard; empty if Redis does not answer."""
         try:
             return await self._reader.history(shard, now_ms - 1000 * HISTORY_S)
         except (RedisError, OSError):
@@ -294,18 +294,18 @@ def used_blocks(stats: list[Stats], tier: str = "") -> float:
 
 def condition(view: View, shard: str) -> tuple[str, str]:
     """Return the state of the stack, one word or the thing that is missing, and its colour."""
-    found = view.get("shards", {}).get(shard)
+    row = view.get("shards", {}).get(shard)
     if "error" in view:
         return plain(view["error"]), "red"
-    if found is None:
-        return "no scheduler has told anything in the last five minutes", "yellow"
-    if not found["led"]:
+    if row is None:
+        return "no scheduler has reported in the last five minutes", "yellow"
+    if not row["led"]:
         return f"no scheduler leads {plain(shard)}", "red"
-    if view["time_ms"] - found["stats"].get("time_ms", 0) > SILENT_MS:
+    if view["time_ms"] - row["stats"].get("time_ms", 0) > SILENT_MS:
         return f"the scheduler of {plain(shard)} is silent", "red"
     if not any(worker["alive"] for worker in view["workers"]):
         return "no worker is registered", "yellow"
-    return ("live", "green") if found["stats"].get("running") or found["stats"].get("waiting") else ("idle", "cyan")
+    return ("live", "green") if row["stats"].get("running") or row["stats"].get("waiting") else ("idle", "cyan")
 
 
 def head(view: View, shard: str, model: str) -> Text:

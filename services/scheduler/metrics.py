@@ -40,7 +40,7 @@ class Reported:
         return self._family([], [([], stats)])
 
     def family_of(self, replicas: Mapping[str, Mapping[str, Any]]) -> Metric:
-        """Return the family with a label `replica` before its own; replicas: their fields by worker id."""
+        """Return the family with a label `replica` before `label`. replicas: their fields by worker id."""
         return self._family(["replica"], [([name], figures) for name, figures in replicas.items()])
 
     def _family(self, labels: list[str], rows: list[tuple[list[str], Mapping[str, Any]]]) -> Metric:
@@ -179,7 +179,7 @@ ALIASES = (
     Alias("vllm:request_decode_time_seconds", P + "decode_seconds", {}),
     Alias("vllm:request_inference_time_seconds", P + "inference_seconds", {}),
 )
-"""Aliases of metrics that only the scheduler has; the gateway has the others, so no figure is counted twice."""
+"""Aliases of metrics that only the scheduler has; the gateway has the rest, so no figure is counted twice."""
 
 
 class _Reports(Collector):
@@ -240,7 +240,7 @@ class Metrics:
             self.registry.register(Aliases((self._reports, self._histograms), ALIASES, model))
 
     def report(self, stats: Mapping[str, Any]) -> None:
-        """Take the fields of `stats:{shard}`, once a second, and count what was observed meanwhile."""
+        """Take the fields of `stats:{shard}`, once a second, and count the values observed since."""
         held = _used(stats)
         usage = held["blocks_used"] / max(1, int(stats.get("blocks_total", 0)))
         self._reports.stats = {**stats, **held, "kv_usage": usage}
@@ -266,7 +266,7 @@ class Metrics:
         self._plan.observe(spent_ns / 1e9)
 
     def waits(self, first_ns: npt.NDArray[np.int64], between_ns: npt.NDArray[np.int64]) -> None:
-        """Observe waits: first_ns [n] since arrival, between_ns [m] since the token before."""
+        """Observe waits: first_ns [n] since arrival, between_ns [m] since the previous token."""
         if first_ns.size:
             self._ttft.observe(first_ns / 1e9)
         if between_ns.size:
@@ -283,7 +283,7 @@ class Metrics:
 
 
 def _used(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Return the blocks of both tiers that sequences hold: those in none of the other states."""
+    """Return the blocks of both tiers that sequences hold: blocks that are not free, cached or draining."""
     return {
         f"{tier}blocks_used": int(stats.get(f"{tier}blocks_total", 0))
         - sum(int(stats.get(f"{tier}blocks_{state}", 0)) for state in ("free", "cached", "draining"))

@@ -1,7 +1,7 @@
-"""The policy of the core: from the settings at the start, later by the `policy` command.
+"""The policy of the core: from the settings at the start, later from the `policy` command.
 
-The core changes its policy when nothing runs any more, which may be long after the command; the service calls `look`
-after every plan. Each command gets one event in the end: policy_changed or policy_refused. A command that names the
+The core changes its policy when no sequence runs, which may be long after the command. The service calls `look` after
+every plan. Each command is answered by one event: policy_changed or policy_refused. A command with the name of the
 policy in force changes nothing and cancels a pending change.
 """
 
@@ -43,7 +43,7 @@ class PolicySwitch:
         return self._in_force.name
 
     def request(self, name: str) -> None:
-        """Let `name` take over when nothing runs any more. The last command counts."""
+        """Let `name` take over when no sequence runs. The last command counts."""
         try:
             self._core.switch(name)
         except ValueError as error:

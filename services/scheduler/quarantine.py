@@ -3,8 +3,8 @@
 Bisection finds the request that kills workers: after a step in which a worker died, the requests of the step run in
 halves until one is alone. Quarantine parks and resumes requests in the core: suspects, and those of a gateway that is
 gone until another gateway adopts them or ABANDONED_S has passed (docs/protocol.md#faults). A request stays parked while
-one of the two reasons holds; one on trial always runs, because all others wait for it. No clock and no Redis here: the
-service reports deaths, arrivals, tokens and ends.
+one of the two reasons holds. A request on trial always runs, because all the rest wait for it. There is no clock and no
+Redis here: the service reports deaths, arrivals, tokens and ends.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class Bisection:
 
     @property
     def trial(self) -> Set[str]:
-        """Return the requests on trial; all others wait for them."""
+        """Return the requests on trial; all other requests wait for them."""
         return self._trial
 
     @property
     def bystanders(self) -> set[str]:
-        """Return the requests that are not suspected and only must not run beside the trial."""
+        """Return the requests that are not suspected but must not run beside the trial."""
         return self._bystanders
 
     def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Actions:
         """Take the death of a worker: return what to park, and what is dead.
 
-        in_step: the requests of the step in which it died; empty if no request is to blame. at_worker: those of all
-        unanswered steps. Both may name requests that have ended. unfinished: all requests that have not ended.
+        in_step: the requests of the step in which it died; empty if no request is at fault. at_worker: the requests of
+        all unanswered steps. Both may contain ended requests. unfinished: all requests that have not ended.
         """
         here = in_step & unfinished
         suspects = sorted(here & self._trial or here)
@@ -136,7 +136,7 @@ ABANDONED_S = 300.0
 GATEWAY_GONE_S = 2.0
 """Time for which a heartbeat must be missing: a Redis that was away has no heartbeats at first."""
 NEVER_SEEN_S = 10.0
-"""The same for a gateway that this scheduler has never seen."""
+"""Time for which the heartbeat of a gateway must be missing that this scheduler has never seen."""
 REPLICA_WAIT_S = 3.0
 """Time for which the trial waits for the worker that died; then another replica is emptied for it."""
 
@@ -154,12 +154,12 @@ class Quarantine:
         self._bisection = Bisection()
         self._suspected: set[str] = set()
         self._broken: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> arguments of link_lost
-        self._died_ns = 0  # when a worker was last known to have died
+        self._died_ns = 0  # time of the last known death of a worker
         self._gateways: dict[str, str] = {}  # request -> its gateway
-        self._orphans: dict[str, float] = {}  # request -> since when it has no gateway, s
+        self._orphans: dict[str, float] = {}  # request -> start of the time without a gateway, s
         self._background: set[str] = set()
         self._seen_gateways: set[str] = set()
-        self._missing: dict[str, float] = {}  # gateway -> when it was first seen to be missing
+        self._missing: dict[str, float] = {}  # gateway -> time at which its heartbeat was first missing
 
     @property
     def has_suspects(self) -> bool:
@@ -168,9 +168,9 @@ class Quarantine:
     # Suspicion
 
     def link_lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
-        """Park the requests of the oldest step of a worker with a broken link, until its fate is known.
+        """Park the requests of the oldest step of a worker with a broken link: they might kill another worker.
 
-        `linked` or `find_dead` tells; until then the requests might kill another worker. in_step, at_worker: as in
+        They stay parked until `linked` or `find_dead` decides whether the worker died. in_step, at_worker: as in
         Bisection.died.
         """
         self._broken[worker] = (identity, in_step, at_worker)
@@ -178,14 +178,16 @@ class Quarantine:
             self._core.park(name)
 
     def linked(self, worker: str, identity: str, now_ns: int) -> None:
-        """Take a worker that is linked, with its replica joined. The identity is new after a death, so a worker with
-        its old identity was not killed by a step."""
+        """Take a linked worker with a joined replica.
+
+        A worker has a new identity after a death, so a worker with its old identity was not killed by a step.
+        """
         if worker in self._broken:
             self._resolve(worker, identity != self._broken[worker][0], now_ns)
             self._core.assign_dock(now_ns)  # the replica that joined is empty
 
     def find_dead(self, silent: Callable[[str], bool], now_ns: int) -> None:
-        """Count the silent ones of the workers with broken links as dead.
+        """Count silent workers with broken links as dead.
 
         Without a replica for a trial no request becomes a suspect: another shard may take it.
         """
@@ -233,7 +235,7 @@ class Quarantine:
             self._apply(self._bisection.ended(name), now_ns)
 
     def _apply(self, actions: Actions, now_ns: int) -> None:
-        no_replica = not self._core.alive  # otherwise bystanders run on at the other replicas
+        no_replica = not self._core.alive  # otherwise bystanders continue at the other replicas
         for name in actions.park:
             if no_replica or name not in self._bisection.bystanders:
                 self._suspected.add(name)

@@ -42,13 +42,13 @@ log = logging.getLogger("orcinus.scheduler")
 
 SHUTDOWN_S = 3.5
 MIN_S = 0.3
-"""Time for each part of the shutdown, also when the parts before took it all."""
+"""Time for each part of the shutdown, also if the previous parts took all of SHUTDOWN_S."""
 
 
 class Shutdown:
-    """The last seconds of the process: SHUTDOWN_S for everything, from the first call on.
+    """The end of the process: SHUTDOWN_S for all parts, from the first call on.
 
-    Redis may be gone or silent. Nothing here is needed by the next scheduler: leases and heartbeats expire.
+    Redis may be down or silent. The next scheduler needs none of this: leases and heartbeats expire.
     """
 
     def __init__(self, lease: Lease, reports: Reports, *clients: Redis) -> None:
@@ -165,7 +165,7 @@ class Service:
             await first_of(asyncio.shield(keep), self._prepare(), self._stop.wait())
             if not self._stop.is_set() and not keep.done():
                 await first_of(
-                    asyncio.shield(publisher),  # a write under way is finished, also at the end
+                    asyncio.shield(publisher),  # finish a write in progress, also at the end
                     keep,
                     self._run_claims(),
                     self._shards.run(self._claims.changed.set),

@@ -76,7 +76,7 @@ class Reports:
         self.answered = 0  # steps answered since the start
 
     async def heartbeat(self) -> None:
-        """Until cancelled, write that this process lives, with the last step that it applied."""
+        """Write the heartbeat of this process with its last applied step, until cancelled."""
         while True:
             try:
                 await self._redis.set(self._alive, self.last_step, px=HEARTBEAT_MS)
@@ -85,7 +85,7 @@ class Reports:
             await asyncio.sleep(HEARTBEAT_MS / 5000)
 
     async def close(self) -> None:
-        """Write what is still to be recorded, then delete the heartbeat: a clean stop."""
+        """Write the pending records, then delete the heartbeat: a clean stop."""
         try:
             if self._tasks:
                 await asyncio.wait(self._tasks)
@@ -124,8 +124,8 @@ class Reports:
     async def gateways_alive(self, names: Iterable[str]) -> set[str]:
         """Return those of `names` that have a heartbeat."""
         wanted = list(names)
-        found = await self._redis.mget([self._keys.alive("gateway", name) for name in wanted]) if wanted else []
-        return {name for name, beat in zip(wanted, found, strict=True) if beat is not None}
+        beats = await self._redis.mget([self._keys.alive("gateway", name) for name in wanted]) if wanted else []
+        return {name for name, beat in zip(wanted, beats, strict=True) if beat is not None}
 
     def event(self, kind: str, text: str, **ids: str) -> None:
         """Append to `events` in the background."""
@@ -217,7 +217,7 @@ class StartRate:
         self._looked_ns = now_ns
 
     def rate(self, running: int, now_ns: int) -> float:
-        """Return starts per second where `running` sequences run; 0 until enough starts were seen.
+        """Return starts per second with `running` running sequences; 0 until enough starts were seen.
 
         Without starts for long the rate falls, as if the running sequences were the next burst.
         """
@@ -275,7 +275,7 @@ class Stats:
     def result(
         self, step_ns: int, idle_ns: int, prefill: int, decode: int = 0, replica: int = 0, spent_ns: int = 0
     ) -> None:
-        """Take an answered step: `prefill` tokens of prompts, `decode` others; applying it took `spent_ns`."""
+        """Take an answered step of `prefill` prompt tokens and `decode` output tokens; applying it took `spent_ns`."""
         self.scheduled(spent_ns)
         self.iterations.add(idle_ns, step_ns, decode, prefill, replica)
         self._metrics.step(step_ns, decode, prefill)
@@ -382,7 +382,7 @@ class Stats:
 
 
 def _ages(core: dict[str, Any], unclaimed_ms: Sequence[int], now_ns: int) -> dict[str, int]:
-    """Return the age of the oldest request that never ran, by class, in ms; 0 where none waits.
+    """Return the age of the oldest request that never ran, by class, in ms; 0 if none waits.
 
     unclaimed_ms: the ages of requests that no shard has claimed.
     """

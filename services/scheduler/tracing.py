@@ -1,4 +1,4 @@
-"""Times of each request: first slot, first token, end. Histograms and the spans of the scheduler come from them.
+"""Record the times of each request, first slot, first token and end, for the histograms and spans of the scheduler.
 
 A request has spans (queue, prefill, decode) when its traceparent names the gateway's span. A scheduler that takes a
 request up from another one did not see its start, and records no times of it.
@@ -57,7 +57,7 @@ class Spans:
     """Sends the spans of each request that ended to a collector."""
 
     def __init__(self, settings: SchedulerSettings, scheduler_id: str) -> None:
-        """Raises ConfigurationError when the SDK is missing."""
+        """Start the tracer. Raises ConfigurationError if the SDK is missing."""
         self._tracer = Tracer(settings.otlp_endpoint, "scheduler", scheduler_id)
         self._model = settings.served_model_name
         self._shard = settings.shard
@@ -85,5 +85,5 @@ class Spans:
         self._tracer.record("decode", parent, first, ended, {**attributes, "gen_ai.usage.output_tokens": output})
 
     def close(self) -> None:
-        """Send what is queued, for a few seconds at most."""
+        """Send the queued spans, for a few seconds at most."""
         self._tracer.close()

@@ -1,8 +1,9 @@
-"""The requests that this shard holds: claimed, taken up, handed back, given away. One task does all of it in turn.
+"""Decide which requests this shard holds: claim, take up, hand back, give away. One task does all of it in turn.
 
-So a read that is under way never claims again what is handed back at that moment, and a command for a request that was
-just claimed is kept until the request is held. A shard that is alone claims more than can run, so that the policy can
-choose; beside other shards with workers it claims what runs soon, and leaves the rest to the shard that is free.
+So a read in progress never claims a request that is handed back at that moment, and a command for a newly claimed
+request is kept until the request is held. A shard that is alone claims more requests than can run, so that the policy
+can choose. Beside other shards with workers it claims the requests that run soon, and leaves the rest to a shard with
+free slots.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_HELD = 16_384
 """Requests held by a shard that is alone: enough that a flood of one tenant hides no other from the policy."""
 HAND_BACK_S = 3.0
 GIVE_S = 6.0
-"""Times for which a shard without a worker keeps what never started and what has begun, while another shard has one."""
+"""Times for which a shard without a worker keeps unstarted and started requests while another shard has a worker."""
 
 
 class Holdings:
@@ -72,11 +73,11 @@ class Claims:
         self._handover = handover
         self._commands = commands
         self._take = take
-        self._suspecting = has_suspects
+        self._has_suspects = has_suspects
         self._orphans_lease = orphans_lease
         self._window = window
-        self._slots = 0  # of the workers, or of the last workers there were
-        self._workerless: float | None = time.monotonic()  # since when there is no worker
+        self._slots = 0  # of the workers, or of the last ones
+        self._workerless: float | None = time.monotonic()  # start of the time without a worker
         self._looks = 0
         self.changed = asyncio.Event()  # a request left, a worker came, or the other shards were read
         self.draining = False
@@ -87,13 +88,13 @@ class Claims:
         self.changed.set()
 
     def lost(self) -> None:
-        """Note that there is no worker any more."""
+        """Note that the last worker is lost."""
         if self._workerless is None:
             self._workerless = time.monotonic()
         self.changed.set()
 
     def drain(self) -> None:
-        """Claim nothing more, hand back and give away, and end when nothing is left."""
+        """Stop claiming, hand back and give away all requests, and end when none is left."""
         self.draining = True
         self.changed.set()
 
@@ -169,17 +170,17 @@ class Claims:
             surplus = len(self._held.entries)
         if surplus > 0 and (count := await self._handover.hand_back(surplus)):
             log.info("%d requests handed back, for %s", count, ", ".join(self._shards.others))
-        if without_s > GIVE_S and not self._suspecting():
+        if without_s > GIVE_S and not self._has_suspects():
             await self._handover.give(self._shards.others)
 
     async def _empty(self) -> None:
-        """Drain: hand back what never started; give the rest to another shard, or finish it here if there is none."""
+        """Drain: hand back unstarted requests; give the rest to another shard, or finish it here if there is none."""
         count = await self._handover.hand_back()
-        self._commands.claim_answered()  # one that failed; the next scheduler takes up what it claimed
+        self._commands.claim_answered()  # ends a failed claim; the next scheduler takes up its requests
         log.info("draining: %d requests handed back, %d have begun", count, len(self._held.entries))
         while await self._has_requests():
             self.changed.clear()
-            if self._shards.others and not self._suspecting():
+            if self._shards.others and not self._has_suspects():
                 await self._handover.give(self._shards.others)
             if self._held.entries:
                 await self.changed.wait()

@@ -30,7 +30,7 @@ READ_COMMANDS = 1000
 
 
 class Commands:
-    """Reads the stream on its own connection; `execute` carries out one command."""
+    """Reads the stream on a separate connection; `execute` carries out one command."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Commands:
         kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
         while True:
             try:
-                found: Any = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
-                if found:
-                    last = found[0][1][-1][0].decode()
-                    once = [id_ for id_, fields in found[0][1] if self._take(fields.get(b"c", b"")) in ONCE]
+                reply: Any = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
+                if reply:
+                    last = reply[0][1][-1][0].decode()
+                    once = [id_ for id_, fields in reply[0][1] if self._take(fields.get(b"c", b"")) in ONCE]
                     kept.append((self._publisher.put_count, last))
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])

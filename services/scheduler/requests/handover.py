@@ -1,4 +1,4 @@
-"""Requests on their way to other shards: those that never started go back to the queue, the others with their tokens.
+"""Move requests to other shards: unstarted requests return to the queue, started ones move with their tokens.
 
 One script moves a request under the lease of the shard that holds it, so two shards never hold the same request. A
 request that has begun goes into the pending list of its new shard, which finds it there as after a restart.
@@ -48,7 +48,7 @@ class Handover:
         self._forget = forget
 
     async def hand_back(self, limit: int = 1 << 30) -> int:
-        """Put at most `limit` requests that never started back into the queue, the latest first; return how many."""
+        """Return at most `limit` unstarted requests to the queue, the latest first; return their number."""
         back: list[Entry] = []
         for request_id, entry in reversed(list(self._entries.items())):
             if len(back) == limit:

@@ -1,7 +1,7 @@
 """From the request streams into the core: claim, decode, and rebuild after a restart.
 
 A claimed request stays pending in its stream until it ends. The consumer is named after the shard, so the next
-scheduler of the shard finds the same pending list and goes on from the records.
+scheduler of the shard reads the same pending list and continues from the records.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Claimed:
     error: str = ""
     delivered: bool = True  # its gateway has a heartbeat
     stops: dict[int, int] = field(default_factory=dict)
-    """By choice, the tokens that stay: the gateway found a stop string behind them."""
+    """By choice, the number of tokens to keep: the gateway matched a stop string after them."""
 
     @property
     def choices(self) -> int:
@@ -137,7 +137,7 @@ def room_by_class(window: int, held: list[int]) -> list[int]:
 
 
 class Intake:
-    """Claims requests for one shard. `read` blocks, on its own connection; the other calls return quickly."""
+    """Claims requests for one shard. `read` blocks, on a separate connection; the other calls return quickly."""
 
     def __init__(
         self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, clock: Clock
@@ -167,7 +167,7 @@ class Intake:
         """
         open_ = [(self._keys.requests(name), left) for name, left in zip(CLASSES, room, strict=True) if left > 0]
         try:
-            found = await self._reader.xreadgroup(
+            reply = await self._reader.xreadgroup(
                 GROUP,
                 self._shard,
                 {stream: ">" for stream, _ in open_},
@@ -179,7 +179,7 @@ class Intake:
                 raise
             await self.prepare()  # Redis restarted empty
             return []
-        return await self._claim(await self._parse(found, self._lease), fresh=True)
+        return await self._claim(await self._parse(reply, self._lease), fresh=True)
 
     async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
         """Add everything that this shard has claimed and does not hold, oldest first, with the tokens of the records.
@@ -187,8 +187,8 @@ class Intake:
         Called after a restart, and after a claim with a lost answer. Returns the number of requests.
         """
         total = 0
-        async for found in self._pages(self._shard):
-            claimed = await self._claim(await self._parse(found, self._lease, held))
+        async for page in self._pages(self._shard):
+            claimed = await self._claim(await self._parse(page, self._lease, held))
             gateways = await self._restore(claimed)
             await self._read_tails([item.request for item in claimed], gateways)
             add(claimed)
@@ -197,28 +197,28 @@ class Intake:
 
     async def left_by(self, shard: str, lease: Lease) -> list[Entry]:
         """Return the pending list of another shard. lease: that shard's, which the caller holds."""
-        return [entry async for found in self._pages(shard) for entry in await self._parse(found, lease)]
+        return [entry async for page in self._pages(shard) for entry in await self._parse(page, lease)]
 
     async def _pages(self, consumer: str) -> AsyncIterator[Any]:
         """Yield the pending list of a shard, oldest first, as XREADGROUP answers."""
         for stream in self._streams:
             last = "0"
             while True:
-                found: Any = await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)
-                if not found or not found[0][1]:
+                reply: Any = await self._redis.xreadgroup(GROUP, consumer, {stream: last}, count=64)
+                if not reply or not reply[0][1]:
                     break
-                last = found[0][1][-1][0].decode()
-                yield found
+                last = reply[0][1][-1][0].decode()
+                yield reply
 
     async def stranded(self, held: int) -> bool:
         """Return whether more than `held` requests are pending: a claim with a lost answer leaves such requests."""
         counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
         return sum(len(rows) for rows in counts) > held
 
-    async def _parse(self, found: Any, lease: Lease, held: Container[str] = ()) -> list[Entry]:
+    async def _parse(self, reply: Any, lease: Lease, held: Container[str] = ()) -> list[Entry]:
         """Return the requests of an XREADGROUP answer that are not held; drop invalid entries under `lease`."""
         entries: list[Entry] = []
-        for stream, rows in found:
+        for stream, rows in reply:
             for entry_id, fields in rows:
                 if not fields:  # deleted while pending
                     await lease.write(["XACK", stream.decode(), GROUP, entry_id])
@@ -286,16 +286,16 @@ class Intake:
         for item in claimed:
             choices = range(item.choices)
             pipe.mget([self._keys.out(item.request.id, choice) for choice in choices])
-            names = [f"{what}:{choice}" for what in ("finish", "stop") for choice in choices]
+            names = [f"{field}:{choice}" for field in ("finish", "stop") for choice in choices]
             pipe.hmget(self._keys.req(item.request.id), ["started_ms", "former", *names])
         replies = await pipe.execute()
         gateways: set[str] = set()
-        for item, stored, (started, former, *found) in zip(claimed, replies[::2], replies[1::2], strict=True):
+        for item, stored, (started, former, *fields) in zip(claimed, replies[::2], replies[1::2], strict=True):
             request = item.request
             request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
             request.recorded = [output.size for output in request.outputs]
-            request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in found[: item.choices]]
-            item.stops.update({choice: int(at) for choice, at in enumerate(found[item.choices :]) if at})
+            request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in fields[: item.choices]]
+            item.stops.update({choice: int(at) for choice, at in enumerate(fields[item.choices :]) if at})
             if started:  # written with its first tokens at the latest
                 gateways |= {request.gateway, *(former or b"").decode().split()}
         return gateways

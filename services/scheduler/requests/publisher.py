@@ -38,17 +38,17 @@ def columns(records: Records, counts: Int32) -> dict[str, bytes]:
 
 def records(outcome: Outcome) -> list[Value]:
     """Return id, choice, byte offset and record of each token with a record, for publish.lua."""
-    found: list[Value] = []
+    rows: list[Value] = []
     if outcome.logprobs is None:
-        return found
+        return rows
     sizes = _sizes(outcome.logprobs)
     row_of = np.repeat(np.arange(outcome.counts.size), outcome.counts)
     place = (outcome.first - np.cumsum(outcome.counts) + outcome.counts)[row_of] + np.arange(sizes.size)
     for token in np.flatnonzero(sizes).tolist():
         row = row_of[token]
         choice, offset = int(outcome.choices[row]), int(place[token] * sizes[token])
-        found += [outcome.requests[row].id, choice, offset, outcome.logprobs[token]]
-    return found
+        rows += [outcome.requests[row].id, choice, offset, outcome.logprobs[token]]
+    return rows
 
 
 def _sizes(records: Records) -> Int32:
@@ -190,7 +190,7 @@ class Publisher:
             self._more.set()
 
     async def run(self, room: Callable[[], None]) -> None:
-        """Write until cancelled. room: called after each script call, so that paused loops go on."""
+        """Write until cancelled. room: called after each script call, so that paused loops continue."""
         while True:
             await self._more.wait()
             self._more.clear()

@@ -1,4 +1,4 @@
-"""The other shards of the model: those that can take requests, and those left by a scheduler that is gone.
+"""The other shards of the model: shards that can take requests, and shards without a scheduler.
 
 Read once a second; the claiming task acts on the last result (docs/protocol.md).
 """
@@ -32,7 +32,7 @@ class Shards:
         self._keys = keys
         self._shard = shard
         self._patience_s = LEASES * lease_ms / 1000
-        self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> since when
+        self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> time of the first look
         self.others: list[str] = []  # with a lease and a worker, not draining
         self.live: list[str] = []  # with a lease, with or without a worker, not draining
         self.workerless: list[str] = []  # of the live ones, those without a worker
@@ -49,14 +49,14 @@ class Shards:
                 await self._look(time.monotonic())
                 looked()
             except Unavailable as error:
-                log.warning("the other shards were not looked at: %s", error)
+                log.warning("other shards not read: %s; retrying", error)
             await asyncio.sleep(LOOK_S)
 
     async def _look(self, now_s: float) -> None:
         pending, last = await self._pending()
         self.unclaimed_ms = await self._unclaimed(last)
-        known = await self._introduced()
-        names = sorted({*pending, *known, *await self._of_workers()} - {self._shard})
+        registered = await self._registered()
+        names = sorted({*pending, *registered, *await self._of_workers()} - {self._shard})
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.exists(self._keys.lease(name))
@@ -67,7 +67,7 @@ class Shards:
         self.led = {*led}
         self.live = [name for name, (_, drains) in led.items() if not int(drains or 0)]
         self.workerless = [name for name in self.live if name not in self.others]
-        if forgotten := known - {*led, *pending, self._shard}:
+        if forgotten := registered - {*led, *pending, self._shard}:
             await self._redis.hdel(self._keys.shards, *forgotten)
         self._gone = {
             name: self._gone.get(name, now_s) for name, count in pending.items() if count and name in {*names} - {*led}
@@ -76,8 +76,8 @@ class Shards:
         self.pending = pending.get(self._shard, 0)
         self.looks += 1
 
-    async def _introduced(self) -> set[str]:
-        """Shards that may have neither requests nor workers: each writes its name with every look."""
+    async def _registered(self) -> set[str]:
+        """Write the name of this shard and return all names: a shard may have neither requests nor workers."""
         pipe = self._redis.pipeline(transaction=False)
         pipe.hset(self._keys.shards, self._shard, "1")
         pipe.pexpire(self._keys.shards, KEPT_TTL_MS)
@@ -112,9 +112,9 @@ class Shards:
         for stream, claimed in zip(self._keys.request_streams(), last, strict=True):
             pipe.xrange(stream, f"({claimed}", "+", count=1)
         pipe.time()
-        *found, (seconds, micros) = await pipe.execute()
+        *first_entries, (seconds, micros) = await pipe.execute()
         now_ms = 1000 * seconds + micros // 1000
-        return [max(0, now_ms - int(rows[0][0].split(b"-")[0])) if rows else 0 for rows in found]
+        return [max(0, now_ms - int(rows[0][0].split(b"-")[0])) if rows else 0 for rows in first_entries]
 
     async def _of_workers(self) -> set[str]:
         """Return the shards that have taken a worker."""

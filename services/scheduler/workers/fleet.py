@@ -1,7 +1,7 @@
-"""All workers of this shard: each ready worker that the shard takes gets a task, from dialling it until it is lost.
+"""The workers of this shard. Each has a task from its connection to its loss.
 
-A new worker is used within a second; the others go on meanwhile. The sequences of a lost worker wait again in the core
-and go on at other workers.
+A new worker is used within a second, and the running workers are not interrupted. The sequences of a lost worker return
+to the waiting queue of the core and continue at other workers.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ log = logging.getLogger("orcinus.scheduler")
 
 
 class UnreadableWarnings:
-    """Warns of pairs of workers between which nothing can be handed over, once while both are linked.
+    """Warns of pairs of workers that cannot hand over KV, once while both are linked.
 
-    Without a hand-over the decode worker takes over no prompt of that prefill worker.
+    Such a decode worker takes no sequences from that prefill worker.
     """
 
     def __init__(self) -> None:
-        self._said: list[tuple[Replica, Replica, str]] = []
+        self._reported: list[tuple[Replica, Replica, str]] = []
 
     def look(self, core: Core, names: dict[int, str]) -> None:
         """Log new pairs. names: the linked workers by replica number."""
-        found = unread(core.alive)
-        for pair in found:
+        pairs = unread(core.alive)
+        for pair in pairs:
             reader, owner, why = pair
-            if pair not in self._said:
+            if pair not in self._reported:
                 log.warning(
                     "decode worker %s cannot read what prefill worker %s hands over: %s",
                     names.get(reader.number, "?"),
                     names.get(owner.number, "?"),
                     why,
                 )
-        self._said = found
+        self._reported = pairs
 
 
 LOOK_S = 0.5
@@ -81,9 +81,9 @@ class Fleet:
         self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._attempts: dict[str, int] = {}  # identity -> links in a row without an answer
         self._patience: dict[str, int] = {}  # worker id -> factor of its step timeout, doubled by each timeout
-        self._said = False
+        self._waiting_logged = False
         self._unread = UnreadableWarnings()
-        self._told = time.monotonic()  # time of the last call of `replicas`
+        self._rated_at = time.monotonic()  # time of the last call of `replicas`
 
     def wake(self) -> None:
         """Wake all loops: there may be something to plan."""
@@ -108,7 +108,7 @@ class Fleet:
         return sum(len(loop.in_flight) for loop in self.loops.values())
 
     def facts(self) -> dict[str, int | str]:
-        """Return the sizes of the workers for the statistics; of lengths the largest."""
+        """Return the sizes of the workers for the statistics; for lengths the largest one."""
         infos = [loop.link.info for loop in self.loops.values()]
         if not infos:
             return {}
@@ -123,7 +123,7 @@ class Fleet:
     def replicas(self) -> dict[str, dict[str, float | int | str]]:
         """Return the figures of each replica by worker id; rates are those since the last call."""
         now = time.monotonic()
-        seconds, self._told = now - self._told, now
+        seconds, self._rated_at = now - self._rated_at, now
         return {
             name: {
                 "role": loop.link.info.role,
@@ -165,10 +165,10 @@ class Fleet:
         try:
             await self._workers.look()
             self._context.quarantine.find_dead(self._workers.silent, time.monotonic_ns())
-            while found := await self._workers.take(self._tasks, self._not_before(), self._failed, self._taken):
+            while worker := await self._workers.take(self._tasks, self._not_before(), self._failed, self._taken):
                 self._taken = ""
-                self._said = False
-                self._tasks[found.id] = asyncio.create_task(self.serve(found))
+                self._waiting_logged = False
+                self._tasks[worker.id] = asyncio.create_task(self.serve(worker))
             await self._let_go()
             await self._give()
         except Unavailable as error:
@@ -176,12 +176,12 @@ class Fleet:
                 raise
             if not self.loops:
                 log.warning("no worker: Redis does not answer: %s; retrying", error)
-        if not self._tasks and not self._said:
+        if not self._tasks and not self._waiting_logged:
             log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
-            self._said = True
+            self._waiting_logged = True
 
     def _not_before(self) -> dict[str, float]:
-        """Return when workers without an answer are dialled again, by identity."""
+        """Return the time of the next connection to each worker without an answer, by identity."""
         return {
             name: self._failed[name] + backoff_s(count - 1)
             for name, count in self._attempts.items()
@@ -268,12 +268,12 @@ class Fleet:
     def _ended(self, worker: Registration, answered: int) -> None:
         self._failed[worker.identity] = time.monotonic()
         self._attempts[worker.identity] = 0 if answered else self._attempts.get(worker.identity, 0) + 1
-        known = {each.identity for each in self._workers.ready}
-        self._attempts = {name: count for name, count in self._attempts.items() if name in known}
+        ready = {each.identity for each in self._workers.ready}
+        self._attempts = {name: count for name, count in self._attempts.items() if name in ready}
         self._taken = worker.id
 
     def lose(self, worker: Registration, replica: int, in_flight: InFlight, reason: Exception | None) -> None:
-        """Let all sequences of a replica wait again; suspect those of its oldest step if it may be the cause."""
+        """Requeue all sequences of a replica; suspect those of its oldest step if that step may be the cause."""
         quarantine, now_ns = self._context.quarantine, time.monotonic_ns()
         in_step = in_flight.oldest() if reason is not None and may_be_caused_by_step(reason) else set()
         self._context.core.lose(replica, now_ns)

@@ -60,11 +60,11 @@ class InFlight:
         return set().union(*(self._requests(plan) for plan in self._plans.values()))
 
     def _requests(self, plan: StepPlan) -> set[str]:
-        found = set()
+        requests: set[str] = set()
         for slot in plan.chunk_slots.tolist():
             names = [name for since, name in self._occupants.get(slot, ()) if since <= plan.id]
-            found |= set(names[-1:])
-        return found
+            requests |= set(names[-1:])
+        return requests
 
 
 class WorkerRates:
@@ -85,18 +85,18 @@ class WorkerRates:
     def take(self, seconds: float) -> dict[str, float]:
         """Return tokens per second, mean step time and idle share, and start anew. seconds: since the last call."""
         busy_ns = self._idle_ns + self._step_ns
-        found = {
+        rates = {
             "tok_s": round(self._tokens / max(seconds, 1e-9), 1),
             "step_ms": round(self._step_ns / max(self._steps, 1) / 1e6, 3),
             "idle_pct": round(100 * self._idle_ns / max(busy_ns, 1), 2),
         }
         self._steps = self._step_ns = self._idle_ns = self._tokens = 0
-        return found
+        return rates
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What all loops share.
+    """The objects that all loops share.
 
     put: takes an outcome and the step that it came from; full: returns whether the publisher has no room; planned:
     called after every plan; wake_idle: called when sequences still wait after a plan.

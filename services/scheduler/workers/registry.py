@@ -2,7 +2,7 @@
 
 Each shard has its share of the ready slots: it takes workers until it has that share, leaves one for each shard without
 a worker, and gives one back when no worker is free. A worker of a shard without a lease is free at once for a shard
-without workers, and after a while for the others, so that a restarted scheduler finds its workers.
+without workers, and after a while for the other shards, so that a restarted scheduler keeps its workers.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class WorkerRegistry:
     def to_give(self, running: Mapping[str, int]) -> str:
         """Return the worker that this shard gives to a live shard without one; empty if it gives none.
 
-        The shard with most slots among those with several workers gives, when no worker is free. It gives the worker
-        that makes both shares most equal. running: sequences by worker id, of the workers that this shard has.
+        If no worker is free, the shard with the largest number of slots gives, among the shards with several workers.
+        It gives the worker that makes the two shares as equal as possible. running: sequences by worker id, of the
+        workers of this shard.
         """
         if self._free or not self._shards.workerless:
             return ""

@@ -231,7 +231,7 @@ def test_a_server_that_stays_away_stops_the_run_and_writes_nothing(tmp_path: Pat
     written(tmp_path / "in", lines_of(3))
     server.answer = lambda body, seen: (0, {}, None)
     summary = go(tmp_path, server, patience_s=0.05)
-    assert "no line has been answered for 0.05 s" in summary.stopped
+    assert "no line was answered for 0.05 s" in summary.stopped
     assert not summary.well
     assert (tmp_path / "out").read_text() == ""
 
@@ -242,7 +242,7 @@ def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path, server: Scri
     working = threading.Thread(target=go, args=(tmp_path, server), daemon=True)
     working.start()
     until("it runs", lambda: server.seen)
-    with pytest.raises(ConfigurationError, match="another run writes"):
+    with pytest.raises(ConfigurationError, match="another run writes it"):
         go(tmp_path, server)
     server.gate.set()
     working.join(30)

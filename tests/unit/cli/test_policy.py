@@ -28,7 +28,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("wait", ["inf", "nan", "-3", "0"])
 def test_a_wait_that_is_no_time_is_refused(wait: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"--timeout-s {wait} must be a finite number of seconds above 0"):
+    with pytest.raises(
+        ConfigurationError, match=rf"--timeout-s {wait}: out of range; give a finite number of seconds above 0"
+    ):
         cli_policy.switch("orca", CommonSettings(redis_url=NOBODY), LauncherSettings(), float(wait))
 
 
