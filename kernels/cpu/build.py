@@ -217,7 +217,7 @@ def _sources() -> list[Path]:
 def _digest(sources: Sequence[Path], *more: str | Sequence[str]) -> str:
     digest = hashlib.sha256(repr((FLAGS, more)).encode())
     for path in sources:
-        digest.update(f"{path.relative_to(SOURCES)}\n".encode() + path.read_bytes())
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
