@@ -70,8 +70,10 @@ class Planner:
     def _decodes(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
         """Schedule one token for each decoding row, as far as sequences, tokens and blocks allow."""
         table = step.replica.table
-        decodes = self._decoding(step)
+        wants = self._wants(step)
+        decodes: Bool = wants & (table.phase[: table.high] == DECODING)
         rows = table.select(decodes, step.microbatch)
+        step.has_prompts = rows.size < table.high and bool(np.count_nonzero(wants) > rows.size)
         limit = min(step.seqs_left, step.tokens_left)
         if rows.size > limit:
             rows = np.sort(self._state.policy.order.sort(table, rows, now_ns)[:limit])
@@ -125,14 +127,6 @@ class Planner:
             return [0] if inflight.get(0, 0) <= lookahead else []
         free = [m for m in range(replica.microbatches) if inflight.get(m, 0) <= lookahead]
         return sorted(free, key=lambda m: (inflight.get(m, 0), last.get(m, 0)))
-
-    def _decoding(self, step: StepBuilder) -> Bool:
-        """Return [high] bool: the row lacks one token; notes whether other rows have prompts to go on with."""
-        table, high = step.replica.table, step.replica.table.high
-        wants = self._wants(step)
-        decoding: Bool = wants & (table.phase[:high] == DECODING)
-        step.has_prompts = bool(np.count_nonzero(wants) > np.count_nonzero(decoding))
-        return decoding
 
     @staticmethod
     def _wants(step: StepBuilder) -> Bool:

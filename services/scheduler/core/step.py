@@ -19,6 +19,7 @@ from services.scheduler.core.table import Bool, Int64
 from services.scheduler.core.types import EMPTY, NO_ROWS, Enter, Int32, Rows, StepPlan
 
 Integer = TypeVar("Integer", np.int32, np.intp)
+NO_MASK: Bool = np.zeros(0, np.bool_)
 ONES: Int32 = np.ones(4096, np.int32)
 TRUE: Bool = np.ones(4096, np.bool_)
 ONES.setflags(write=False)
@@ -55,6 +56,7 @@ class StepBuilder:
         self.able: list[Sequence] = []  # of `skipped`, those that might enter here, too
         self.skipped: list[Sequence] = []  # the waiting before the first that this replica should take
         self._starts: Int32 = EMPTY
+        self._decoding: Bool = NO_MASK  # [high] the same as `decodes`
         self._context = 0
         self._prefill_context = 0.0
         self._chunks: list[Chunk] = []
@@ -92,7 +94,7 @@ class StepBuilder:
             self._append(edge, table.append_one(edge, self.replica.pool.take(edge.size)), reserved)
         self.decodes, self._starts = rows, table.planned[table.rows(rows)].copy()
         self._context = int(np.add.reduce(self._starts))
-        self.n[:high] = decodes
+        self.n[:high] = self._decoding = decodes
         table.advance_decodes(self.n[:high])
         if self.replica.microbatches > 1:
             table.microbatch[rows] = self.microbatch
@@ -143,7 +145,7 @@ class StepBuilder:
         replica, table = self.replica, self.replica.table
         rows, starts, ends = self.decodes, self._starts, EMPTY
         lengths, samples = ones(rows.size), trues(rows.size)
-        computed = samples_of = self.n[: table.high] > 0
+        computed = samples_of = self._decoding
         sampled = rows
         if self._chunks:
             chunks = np.array(self._chunks, np.int32).T
@@ -153,8 +155,7 @@ class StepBuilder:
             lengths = np.concatenate([lengths, chunks[2]])
             samples = np.concatenate([samples, chunks[3] > 0])
             sampled = rows[samples]
-            samples_of = np.zeros(table.high, np.bool_)
-            samples_of[sampled] = True
+            computed, samples_of = self.n[: table.high] > 0, table.mask(sampled)
         wire = table.wire(rows, self.microbatch)
         replica.save_cold_prefixes()
         copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES

@@ -108,7 +108,7 @@ class BlockPool:
         A block whose key is registered already is not registered itself. Raises ValueError if a block has no reference
         or is registered.
         """
-        if (self.refs.take(blocks) <= 0).any():
+        if blocks.size and self.refs.take(blocks).min() <= 0:
             raise ValueError("a block without a reference cannot be registered")
         self._index.register(blocks, keys)
 
@@ -185,7 +185,7 @@ class BlockPool:
             if cold.size:
                 self._cold.add(cold[::-1])
                 self.cached += cold.size
-                blocks = blocks[~registered]
+                blocks = blocks[~registered] if cold.size < blocks.size else EMPTY
         self._append(blocks)
 
     def _pop(self, count: int) -> Int32:
@@ -221,6 +221,7 @@ class _Cold:
     def __init__(self, blocks: int) -> None:
         self._log: Int32 = np.zeros(2 * blocks, np.int32)
         self._place: Int32 = np.full(blocks, -1, np.int32)
+        self._numbers: Int32 = np.arange(2 * blocks, dtype=np.int32)
         self._head = 0
         self._tail = 0
 
@@ -236,7 +237,7 @@ class _Cold:
             self._place[alive] = np.arange(alive.size)
         end = self._tail + blocks.size
         self._log[self._tail : end] = blocks
-        self._place[blocks] = np.arange(self._tail, end)
+        self._place[blocks] = self._numbers[self._tail : end]
         self._tail = end
 
     def remove(self, blocks: Int32) -> int:

@@ -79,13 +79,14 @@ class Index:
 
         Raises ValueError if a block is indexed already.
         """
-        numbers = blocks.tolist()
-        if self.indexed.take(blocks).any():
-            raise ValueError("a block is registered already")
-        for block, key in zip(numbers, keys, strict=True):
+        fresh = []
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            if self._keys[block]:
+                raise ValueError("a block is registered already")
             if key and self._block_of.setdefault(key, block) == block:
                 self._keys[block] = key
-                self.indexed[block] = True
+                fresh.append(block)
+        self.indexed[fresh] = True
 
     def keys_of(self, blocks: Int32) -> list[int]:
         """Return the keys of [n] blocks, 0 for each that is not indexed."""

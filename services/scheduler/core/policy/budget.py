@@ -86,10 +86,11 @@ class ModelBudget(Budget):
             # Where all steps have been of one size the model cannot tell what a token takes; the mean can.
             prompts = min(prompts, replica.token_time.budget(int(target_ns * self._safety), most, 0, ALIGN))
             return min(max(prompts, ALIGN), most)
-        rows = table.rows(decodes)
-        limits = table.tbt_slo_ns[rows]
+        rows, target_ns = table.rows(decodes), self._tbt_ns
         context = int(table.planned[rows].sum())
-        target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min())
+        if table.limited:
+            limits = table.tbt_slo_ns[rows]
+            target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min())
         depth = max(depth, deepest(replica))
         prompts = self._fits(replica, target_ns, count, context, depth)
         if prompts < ALIGN:
@@ -133,6 +134,8 @@ def at_most(replica: ReplicaView, tokens: int) -> int:
 def tightest(replica: ReplicaView, decodes: Rows) -> int:
     """ns, the least TBT limit of these slots; 0 if none has one."""
     table = replica.table
+    if not table.limited:
+        return 0
     limits = table.tbt_slo_ns[table.rows(decodes)]
     given = limits[limits > 0]
     return int(given.min()) if given.size else 0

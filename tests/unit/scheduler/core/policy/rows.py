@@ -48,7 +48,14 @@ class Rows:
         table.count += 1
         table.high = table.count
         table.roster += 1
+        table.limited += int(table.tbt_slo_ns[slot]) > 0
         return slot
+
+    def limit_tbt(self, slot: int, limit_ns: int) -> None:
+        """Give a row another TBT limit."""
+        table = self.table
+        table.tbt_slo_ns[slot] = limit_ns
+        table.limited = int(np.count_nonzero(table.tbt_slo_ns))
 
     @property
     def slots(self) -> Int32:

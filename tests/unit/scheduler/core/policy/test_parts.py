@@ -72,9 +72,9 @@ def test_the_ema_budget_is_that_of_the_facts_sheet() -> None:
     assert part.budget(replica, replica.slots, 0, 0) == 10 + 256
     replica.token_time.observe(100, 25 * MS)
     assert part.budget(replica, replica.slots, 0, 0) == 10 + 384
-    replica.table.tbt_slo_ns[3] = 50 * MS
+    replica.limit_tbt(3, 50 * MS)
     assert part.budget(replica, replica.slots, 0, 0) == 10 + 128
-    replica.table.tbt_slo_ns[3] = 5 * MS
+    replica.limit_tbt(3, 5 * MS)
     assert [part.budget(replica, replica.slots, 0, 0) for _ in range(18)] == [10] * 16 + [74, 10]
 
 
@@ -93,7 +93,8 @@ def test_the_model_budget_is_the_most_whose_predicted_time_keeps_the_limit(
     c0: float, c1: float, c2: float, c3: float, known: int, limits: list[int], depth: int
 ) -> None:
     replica = decoding(len(limits), known)
-    replica.table.tbt_slo_ns[: len(limits)] = limits
+    for slot, limit_ns in enumerate(limits):
+        replica.limit_tbt(slot, limit_ns)
     slots = replica.slots
     if depth:
         replica.add(known=3990, planned=depth, limit=4000)
@@ -343,7 +344,7 @@ def test_a_step_of_prompts_that_are_handed_over_takes_half_of_the_limit() -> Non
     replica.token_time.observe(100, 1 * MS)
     replica.add(known=100, limit=4000, planned=10, tbt_slo_ns=20 * MS)
     assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(650, rel=0.06)
-    replica.table.tbt_slo_ns[0] = 2 * MS
+    replica.limit_tbt(0, 2 * MS)
     assert ModelBudget().budget(replica, none, 0, 0) == 64, "prompts are not kept out"
     alike = Rows(slots=64, blocks=4000)
     alike.limits.role = PREFILL
