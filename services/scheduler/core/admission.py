@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.core.kv.prefix_cache import MOST_ASIDE, Hit, Sharing
+from services.scheduler.core.kv.prefix_cache import MOST_ASIDE, PrefixCache, PrefixMatch
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.eligibility import reads
 from services.scheduler.core.placement.router import MOST_PASSED, Router
@@ -29,7 +29,7 @@ Head = tuple[Sequence, Takers | None]  # of a queue, and which
 LAST = (1 << 62, True, 0, 0)  # behind every rank
 LOOK_PAST = 16  # waiting sequences of a queue at most that are for other replicas
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
-NO_HIT = Hit(EMPTY, EMPTY)
+NO_HIT = PrefixMatch(EMPTY, EMPTY)
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Candidate:
     """One of the waiting, with what is cached for it."""
 
     sequence: Sequence
-    hit: Hit
+    hit: PrefixMatch
 
     @property
     def loads(self) -> bool:
@@ -74,7 +74,7 @@ class Admission:
     def make_room(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
         """Before anything is planned: running sequences yield to an urgent head that was refused."""
         replica, state = step.replica, self._state
-        refusal, sharing = replica.refusal, replica.sharing
+        refusal, prefix_cache = replica.refusal, replica.prefix_cache
         if refusal is None or not state.waiting.urgent or state.closed or not state.policy.relief.takes:
             return
         head = self._picker.first(replica, now_ns)
@@ -82,7 +82,7 @@ class Admission:
             return
         if not self._router.may_enter(replica, head):
             return
-        if sharing is not None and sharing.owner_of(head, sharing.find([head])[0].size) >= 0:
+        if prefix_cache is not None and prefix_cache.owner_of(head, prefix_cache.match([head])[0].size) >= 0:
             return  # it would be set aside with the slot
         if step.tokens_left > replica.table.count:  # else it could not have a chunk
             self._preempter.for_urgent(step, head, refusal.cost, now_ns, out)
@@ -123,12 +123,12 @@ class Admission:
             step.able.clear()
 
     def _admit(self, replica: Replica, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
-        state, waiting, sharing = self._state, self._state.waiting, replica.sharing
-        if sharing is not None:
-            sharing.expire(now_ns)
-            for sequence in sharing.ready:
+        state, waiting, prefix_cache = self._state, self._state.waiting, replica.prefix_cache
+        if prefix_cache is not None:
+            prefix_cache.expire(now_ns)
+            for sequence in prefix_cache.ready:
                 waiting.back(sequence, now_ns)
-            sharing.ready.clear()
+            prefix_cache.ready.clear()
         beneficiary = replica.beneficiary
         if beneficiary is not None and (
             beneficiary.state is not State.WAITING or not self._router.may_enter(replica, beneficiary)
@@ -141,8 +141,8 @@ class Admission:
         most = state.max_running(replica)
         if replica.table.count >= most and not (waiting.urgent and state.policy.relief.takes):
             return
-        if sharing is not None and state.policy.order.prefixes and len(waiting) <= LOOKED_AT:
-            sharing.find([sequence for sequence in waiting if not sequence.swapped])
+        if prefix_cache is not None and state.policy.order.prefixes and len(waiting) <= LOOKED_AT:
+            prefix_cache.match([sequence for sequence in waiting if not sequence.swapped])
         head = beneficiary or self._picker.next(replica, step, now_ns)
         if head is None:
             return
@@ -222,15 +222,15 @@ class Admission:
                 break
         if not taken:
             return None
-        if replica.sharing is None:
+        if replica.prefix_cache is None:
             return [Candidate(sequence, NO_HIT) for sequence in taken]
-        return self._look_up(replica, replica.sharing, step, taken, now_ns)
+        return self._look_up(replica, replica.prefix_cache, step, taken, now_ns)
 
     def _look_up(
-        self, replica: Replica, sharing: Sharing, step: StepBuilder, taken: list[Sequence], now_ns: int
+        self, replica: Replica, prefix_cache: PrefixCache, step: StepBuilder, taken: list[Sequence], now_ns: int
     ) -> list[Candidate]:
         """What is cached for each; those whose next blocks somebody computes now are set aside until they are there."""
-        hits = sharing.find(taken)
+        hits = prefix_cache.match(taken)
         candidates: list[Candidate] = []
         starting: set[int] = set()  # keys of the first blocks to compute of those who start in this step
         for sequence, hit in zip(taken, hits, strict=True):
@@ -238,17 +238,17 @@ class Admission:
                 candidates.append(Candidate(sequence, NO_HIT))
                 continue
             blocks = hit.gpu.size + hit.host.size
-            owner = sharing.owner_of(sequence, blocks)
+            owner = prefix_cache.owner_of(sequence, blocks)
             if owner >= 0:
                 step.aside += 1
                 until = now_ns + self._prefill_ns(replica, step, owner)
-                sharing.wait(sequence, owner, until)
+                prefix_cache.wait(sequence, owner, until)
                 self._state.waiting.aside(sequence)
                 continue
-            key = sharing.next_key(sequence, blocks)
+            key = prefix_cache.next_key(sequence, blocks)
             if key in starting:  # looks again when the first has its slot
                 step.aside += 1
-                sharing.ready.append(sequence)
+                prefix_cache.ready.append(sequence)
                 self._state.waiting.aside(sequence)
                 continue
             if key:
@@ -274,13 +274,13 @@ class Admission:
         if depth := int(entrants.cached.max()):  # attention reads what is cached too
             self.budget(step, now_ns, depth)
         if candidates[0].sequence.pinned:
-            promised: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
+            reserved: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
             most = replica.tokens.max_tokens(replica, state.step_tokens)
-            promised = replica.memory.admit(replica, entrants, Pace(state.lookahead, most))
-        if not promised.size and self._preempter.could_preempt_for(replica, candidates[0].sequence):
-            promised = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
-        costs = promised - entrants.shared[: promised.size]
+            reserved = replica.memory.admit(replica, entrants, Pace(state.lookahead, most))
+        if not reserved.size and self._preempter.could_preempt_for(replica, candidates[0].sequence):
+            reserved = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
+        costs = reserved - entrants.shared[: reserved.size]
         count = int(np.searchsorted(np.cumsum(costs), replica.available, side="right"))
         if not count:
             cost = int(costs[0]) if costs.size else replica.blocks_for(candidates[0].sequence.known)
@@ -290,7 +290,7 @@ class Admission:
             state.waiting.push(candidate.sequence, now_ns)
         if entering:
             state.policy.batch.joined(replica, len(entering))
-            self._enter_all(replica, step, entering, found, promised, lengths, now_ns, out)
+            self._enter_all(replica, step, entering, found, reserved, lengths, now_ns, out)
         return len(entering)
 
     @staticmethod
@@ -330,7 +330,7 @@ class Admission:
         return candidates, lengths
 
     def _enter_all(
-        self, replica: Replica, step: StepBuilder, entering: list[Candidate], found: Found, promised: Int64,
+        self, replica: Replica, step: StepBuilder, entering: list[Candidate], found: Found, reserved: Int64,
         lengths: Int64, now_ns: int, out: OutcomeBuilder,
     ) -> None:  # fmt: skip
         state, table, limits, sizes = self._state, replica.table, replica.limits, found.sizes[: len(entering)]
@@ -355,11 +355,11 @@ class Admission:
             if not sequence.record.started:
                 sequence.record.started = True
                 out.started.append(sequence.record.request.id)
-        replica.promise(slots, promised[: slots.size])
+        replica.reserve(slots, reserved[: slots.size])
         if self._router.chooses:
             self._router.entered([c.sequence for c in entering])
-        if replica.sharing is not None:
-            replica.sharing.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
+        if replica.prefix_cache is not None:
+            replica.prefix_cache.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
             step.schedule(slots if len(run) == slots.size else np.array(run), lengths)
 

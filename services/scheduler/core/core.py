@@ -84,18 +84,18 @@ class Core:
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
 
     def join(self, limits: Limits) -> int:
-        """A replica (again), with empty slots and blocks; returns its number, that of a lost one if there is one.
+        """Add a replica with empty slots and blocks; return its number, that of a lost one if there is one.
 
-        What waits and can run on no replica ends with an error in the next Outcome.
+        A sequence that waits and can run on no replica ends with an error in the next Outcome.
         """
         number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
-        others = any(r.sharing is not None for r in self.alive)
+        others = any(r.prefix_cache is not None for r in self.alive)
         if self._prefix_cache and not others and (self._hasher is None or self._hasher.block_size != limits.block_size):
             self._hasher = Hasher(limits.block_size)
             for record in self._records.values():
                 for sequence in record.sequences:
                     sequence.prefix.keys = NO_KEYS
-        # One size of blocks has keys: who joins with another shares no prefixes.
+        # One size of blocks has keys: a replica with another size shares no prefixes.
         hasher = self._hasher if self._hasher is not None and self._hasher.block_size == limits.block_size else None
         replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self.microbatches or limits.stages)
         replica.table.stagger = max(self._checkpoint_tokens, 1)
@@ -108,13 +108,13 @@ class Core:
         return number
 
     def lose(self, replica: int, now_ns: int) -> None:
-        """The worker is gone: its sequences wait again with the tokens applied so far; its steps are forgotten.
+        """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
 
         Step ids begin anew when it joins again, so the caller passes on no answer of the Run that was lost.
         """
         lost = self.replicas[replica]
         self._moved += lost.transfers.swapped_blocks
-        self._hit += lost.sharing.hit_tokens if lost.sharing is not None else 0
+        self._hit += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
         lost.alive = False
         lose(lost, self.alive, self._records.values(), self._waiting, self._pending, now_ns)
         self._router.lost(self.alive)
@@ -130,9 +130,9 @@ class Core:
             clear(chosen, self._router.confined.values(), self._waiting, self._pending, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
-        """Takes a request in, with the outputs it has already after a restart. One that can never run ends at once.
+        """Add a request, with the outputs it has already after a restart. One that can never run ends at once.
 
-        Raises ValueError for an id that is held already, no prompt, a class outside 0..3 or too many stop ids.
+        Raises ValueError for an id that is there already, no prompt, a class outside 0..3 or too many stop ids.
         """
         if request.id in self._records:
             raise ValueError(f"request {request.id} is held already")
@@ -166,14 +166,14 @@ class Core:
         return out.build()
 
     def cancel(self, request_id: str, now_ns: int, finish: Finish = Finish.CANCELLED, error: str = "") -> Outcome:
-        """Ends what still runs or waits of a request; slots and blocks are free for the next step. Any moment."""
+        """End what still runs or waits of a request; slots and blocks are free for the next step. Any moment."""
         out = self.collector()
         if record := self._records.get(request_id):
             self._end_all(record, finish, error, out)
         return out.build()
 
     def stop(self, request_id: str, choice: int, at_token: int, now_ns: int) -> Outcome:
-        """The gateway found a stop string: that sequence ends as STOP with its first `at_token` outputs."""
+        """End a sequence as STOP with its first `at_token` outputs: the gateway found a stop string."""
         out = self.collector()
         record = self._records.get(request_id)
         if record is None or not 0 <= choice < len(record.sequences):
@@ -188,7 +188,7 @@ class Core:
         return out.build()
 
     def release(self, request_id: str, begun: bool = False) -> bool:
-        """Forgets a request, without its end. False if it has begun; with `begun` it is then checkpointed instead."""
+        """Forget a request, without its end. Return False if it has begun; with `begun` it is checkpointed instead."""
         record = self._records.get(request_id)
         if record is None or (not begun and (record.started or any(s.outputs.size for s in record.sequences))):
             return False
@@ -201,7 +201,7 @@ class Core:
         return True
 
     def checkpoint(self) -> Outcome:
-        """Everything that the running have and no checkpoint has carried: before a clean stop."""
+        """Checkpoint all that the running sequences have and no checkpoint has carried: before a clean stop."""
         out = self.collector()
         for replica in self.replicas:
             for slot in np.flatnonzero(replica.table.active).tolist():
@@ -209,8 +209,10 @@ class Core:
         return out.build()
 
     def park(self, request_id: str) -> None:
-        """No further step until resume(). What runs gives up slot and blocks, of both tiers, what is in flight for it
-        still counts; one whose KV is just coming back runs on, so the caller asks again."""
+        """Let a request have no further step until resume(). What runs gives up slot and blocks, of both tiers.
+
+        What is in flight for it still counts. A sequence that is loading its KV runs on, so the caller asks again.
+        """
         if record := self._records.get(request_id):
             self._parked[request_id] = record
             for sequence in record.sequences:
@@ -226,14 +228,14 @@ class Core:
                     self._evict(sequence)
 
     def resume(self, request_id: str, now_ns: int) -> None:
-        """What was parked of a request waits again, in its old place."""
+        """Let what was parked of a request wait again, in its old place."""
         if record := self._parked.pop(request_id, None):
             for sequence in list(record.sequences):
                 if sequence.state is State.PARKED:
                     self._take_in(sequence, now_ns, self._pending)
 
     def adopt(self, request_id: str, gateway: str) -> None:
-        """Rows of the request carry `gateway` from now on; what went to the former one is in the next checkpoint."""
+        """Send the rows of a request to `gateway` from now on; what the former one got is in the next checkpoint."""
         if record := self._records.get(request_id):
             old, record.gateway = record.gateway, self._names.take(gateway)
             self._names.give(old)
@@ -244,8 +246,8 @@ class Core:
                 self._results.checkpoint(replica, sequence.slot, self._pending)
 
     def plan(self, now_ns: int, replica: int = 0) -> tuple[StepPlan | None, Outcome | None]:
-        """The next step of `replica`, None when nothing can run or as much is in flight as may be; and what became
-        known meanwhile: passed deadlines, requests that started, checkpoints of the preempted."""
+        """Return the next step of `replica`, or None when nothing can run or enough is in flight; and what became known
+        meanwhile: passed deadlines, requests that started, checkpoints of the preempted."""
         out = self.collector()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
@@ -255,8 +257,8 @@ class Core:
         return step, out.build() if out else None
 
     def apply(self, result: StepResult, now_ns: int) -> Outcome:
-        """Takes a worker's answer. One that is not in flight is dropped; one of a step that failed as a whole
-        changes nothing: the caller loses the replica."""
+        """Apply a worker's result. One that is not in flight is dropped; one of a step that failed as a whole changes
+        nothing: the caller loses the replica."""
         replica = self.replicas[result.replica]
         step = replica.inflight.get(result.id)
         if step is None or result.error:
@@ -264,23 +266,24 @@ class Core:
         return self._results.apply(replica, step, result, now_ns)
 
     def switch(self, policy: str) -> None:
-        """Another policy, from when nothing runs any more: what runs goes to its end, what waits goes on waiting.
+        """Change the policy as soon as nothing runs: what runs goes to its end, what waits goes on waiting.
 
-        The name of that in force undoes what was asked for before. Prefix caching stays. Raises ValueError: no policy.
+        The name of the policy in force undoes an earlier call. Prefix caching stays. Raises ValueError for an unknown
+        policy.
         """
-        self._next_policy = None if (asked := parse(policy)).name == self.policy.name else asked
+        self._next_policy = None if (chosen := parse(policy)).name == self.policy.name else chosen
         self._router.close(self._next_policy is not None)
 
-    # -- what the core knows
+    # -- statistics
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, is in flight, or is still to be told by plan()."""
+        """Whether nothing runs, waits or is in flight, and plan() has nothing left to report."""
         return not self._records and not self._pending and not any(r.inflight for r in self.replicas)
 
     @property
     def alive(self) -> list[Replica]:
-        """The replicas that are there."""
+        """Replicas that are there."""
         return [replica for replica in self.replicas if replica.alive]
 
     @property
@@ -292,12 +295,12 @@ class Core:
         return len(self._waiting)
 
     def look_again_ns(self, replica: int) -> int:
-        """The moment from which `replica` may take one of the waiting that is held for another now; 0: none is."""
+        """Return from when `replica` may take a waiting sequence that is held for another now; 0 if there is none."""
         changes, until_ns = self.replicas[replica].nobody
         return until_ns if changes == self._waiting.changes else 0
 
     def predicted_ttft_ns(self, priority: int = CLASSES - 1) -> int:
-        """Predicted time to first token of a request of that class that comes now; 0 while nothing is known."""
+        """Return the predicted time to first token of a request of that class that comes now; 0 before any step."""
         return ttft_ns(self._state, self._router.for_prompts, priority)
 
     def stats(self) -> dict[str, float | int]:
@@ -324,16 +327,16 @@ class Core:
     # -- ends; also called by Results
 
     def collector(self) -> OutcomeBuilder:
-        """For the next Outcome, beginning with what had to wait for one."""
+        """Return the builder of the next Outcome, with what had to wait for one."""
         out, self._pending = self._pending, OutcomeBuilder()
         return out
 
     def completed(self, sequence: Sequence) -> None:
-        """A sequence ended by itself; policies learn how long outputs are."""
+        """Let the policy learn how long an output was that ended by itself."""
         self.policy.memory.finished(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
-        """A sequence that holds nothing any more is over; with its last sequence the request is."""
+        """End a sequence that holds nothing any more; with its last sequence the request ends."""
         sequence.state, sequence.finish = State.ENDED, finish
         out.checkpoint(sequence)
         record = sequence.record
@@ -358,7 +361,7 @@ class Core:
             heapq.heapify(self._deadlines)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its slot or of the waiting, to end it. Its unanswered results will be dropped."""
+        """Take a sequence out of its slot or the waiting queue, to end it. Its unanswered results will be dropped."""
         before, sequence.state = sequence.state, State.ENDED
         if before is State.RUNNING:
             self.replicas[sequence.replica].release(sequence.slot)
@@ -382,7 +385,7 @@ class Core:
                 self._drop(sequence, finish, error, out)
 
     def _change_policy(self, now_ns: int) -> None:
-        """The policy asked for takes over if nothing runs and nothing is in flight."""
+        """Let the next policy take over if nothing runs and nothing is in flight."""
         policy = self._next_policy
         if policy is None or any(r.table.count or r.inflight for r in self.replicas if r.alive):
             return
@@ -395,7 +398,7 @@ class Core:
             replica.memory, replica.tokens = policy.parts_of(replica.number)
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
-        """A new sequence waits, unless it has ended before (restart), is complete, or can never run."""
+        """Let a new sequence wait, unless it has ended before (restart), is complete, or can never run."""
         request = sequence.record.request
         before = request.finished[sequence.choice] if request.finished else Finish.RUNNING
         if before is not Finish.RUNNING:

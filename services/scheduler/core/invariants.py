@@ -34,9 +34,9 @@ def check_replica(replica: Replica, lookahead: int, host: Int32) -> None:
     pool.check(np.concatenate([*tables, replica.transfers.kept]))
     replica.host.check(host)
     replica.transfers.check()
-    owed = int(np.maximum(table.promised - table.held, 0)[table.active].sum())
-    if owed != replica.outstanding or owed > pool.free + pool.cached:
-        raise RuntimeError(f"{owed} blocks are reserved, {replica.outstanding} are counted, {pool.free} are free")
+    owed = int(np.maximum(table.reserved - table.held, 0)[table.active].sum())
+    if owed != replica.reserved or owed > pool.free + pool.cached:
+        raise RuntimeError(f"{owed} blocks are reserved, {replica.reserved} are counted, {pool.free} are free")
     if len(replica.inflight) > replica.microbatches * (lookahead + 1):
         raise RuntimeError(f"{len(replica.inflight)} steps in flight")
     if any(gone.sequence.slot >= 0 for each in replica.departed.values() for gone in each):
@@ -44,7 +44,7 @@ def check_replica(replica: Replica, lookahead: int, host: Int32) -> None:
     unanswered = np.zeros(table.slots, np.int64)
     microbatches: dict[int, set[int]] = {}
     for step in replica.inflight.values():
-        present = np.flatnonzero(step.computed & (table.since[: step.computed.size] <= step.id))
+        present = np.flatnonzero(step.computed & (table.generation[: step.computed.size] <= step.id))
         unanswered[present] += 1
         for slot in present.tolist():
             microbatches.setdefault(slot, set()).add(step.microbatch)

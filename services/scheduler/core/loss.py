@@ -52,7 +52,7 @@ def lose(
                 waiting.unswapped(sequence, now_ns)
             else:
                 sequence.saved = None
-    aside = lost.handed + (lost.sharing.ready if lost.sharing is not None else [])
+    aside = lost.handed + (lost.prefix_cache.ready if lost.prefix_cache is not None else [])
     for sequence in aside:
         waiting.back(sequence, now_ns)
     lost.handed.clear()

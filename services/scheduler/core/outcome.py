@@ -1,4 +1,4 @@
-"""Builds an Outcome: whole columns for the rows of a step, single rows for those that end otherwise.
+"""Build an Outcome: whole columns for the rows of a step, single rows for sequences that end otherwise.
 
 Used by Core. In steady decode only the columns are there and nothing loops over sequences.
 """
@@ -16,7 +16,7 @@ from services.scheduler.core.types import Finish, FinishedRequest, Int32, Outcom
 
 
 class Names:
-    """Gateways and tenants as small integers; a number is used again when nobody refers to it any more."""
+    """Gateways and tenants as small integers; a number is used again when nothing refers to it any more."""
 
     def __init__(self) -> None:
         self.array: npt.NDArray[np.object_] = np.full(16, None, object)
@@ -58,13 +58,13 @@ class Columns:
 
 @dataclass(slots=True)
 class Row:
-    """One row apart: a sequence that ended without a token, or got one without a slot."""
+    """A single row: a sequence that ended without a token, or got one without a slot."""
 
     record: Record
     choice: int
     first: int
     token: int | None
-    logprobs: bytes  # the token's record; empty where nobody asked
+    logprobs: bytes  # the token's record; empty where none was asked for
     finish: Finish
     error: str
     wait_ns: int = -1
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(slots=True)
 class OutcomeBuilder:
-    """What one call makes known, until build()."""
+    """What one call makes known, collected until build()."""
 
     rows: list[Row] = field(default_factory=list)
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
@@ -83,23 +83,23 @@ class OutcomeBuilder:
         return bool(self.rows or self.checkpoints or self.started or self.ended)
 
     def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
-        """`sequence` ended without a further token; its index is that of the token it would have got."""
+        """Add the end of `sequence` without a further token; its index is that of the token it would have got."""
         self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, b"", finish, error))
 
     def late(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
-        """`sequence` has no slot and got `token` (in its outputs already) of a step sent before."""
+        """Add `token`, in the outputs already, of a step sent before `sequence` lost its slot."""
         first = sequence.outputs.size - 1
         self.rows.append(Row(sequence.record, sequence.choice, first, token, logprobs, sequence.finish, "", wait_ns))
 
     def checkpoint(self, sequence: Sequence) -> None:
-        """Everything of a sequence without a slot that no checkpoint has carried yet."""
+        """Checkpoint all of a sequence without a slot that no checkpoint has carried yet."""
         if sequence.outputs.size > sequence.checkpointed:
             tokens = sequence.outputs[sequence.checkpointed :]
             self.checkpoints.append((sequence.record.request.id, sequence.choice, sequence.checkpointed, tokens))
             sequence.checkpointed = sequence.outputs.size
 
     def build(self, columns: Columns | None = None) -> Outcome:
-        """The Outcome, rows sorted by gateway. Lists of a steady step are shared between Outcomes: read only."""
+        """Return the Outcome, rows sorted by gateway. Lists of a steady step are shared by Outcomes: read only."""
         outcome = Outcome(checkpoints=self.checkpoints, started=self.started, ended=self.ended)
         if columns is not None:
             delivery = columns.delivery
@@ -112,7 +112,7 @@ class OutcomeBuilder:
         return outcome
 
     def _merge(self, outcome: Outcome) -> None:
-        """Adds the single rows and sorts anew."""
+        """Add the single rows and sort again."""
         rows = self.rows
         base = len(outcome.requests)
         requests = outcome.requests + [row.record.request for row in rows]
@@ -141,7 +141,7 @@ _ONES: Int32 = np.ones(4096, np.int32)
 
 
 def _ones(count: int) -> Int32:
-    """[count] int32 ones, shared: read only."""
+    """Return [count] int32 ones, shared: read only."""
     return _ONES[:count] if count <= _ONES.size else np.ones(count, np.int32)
 
 

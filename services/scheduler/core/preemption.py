@@ -106,7 +106,7 @@ class Preempter:
         """
         replica, relief = step.replica, self._state.policy.relief
         table = replica.table
-        needs = (table.planned[rows] == table.capacity[rows]) & (table.promised[rows] <= table.held[rows])
+        needs = (table.planned[rows] == table.capacity[rows]) & (table.reserved[rows] <= table.held[rows])
         answered = table.unanswered[rows] == 0
         needy, rows = rows[needs & answered], rows[~needs | answered]
         if relief.stalls and (rows.size > needy.size or replica.inflight):
@@ -152,7 +152,7 @@ class Preempter:
     def _frees(replica: Replica, victims: Rows) -> Int64:
         """Return [n] blocks, at least, that each victim makes available: those that it alone holds or has reserved."""
         table, refs = replica.table, replica.pool.refs
-        reserved = np.maximum(table.promised[victims] - table.held[victims], 0).astype(np.int64)
+        reserved = np.maximum(table.reserved[victims] - table.held[victims], 0).astype(np.int64)
         alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held[s]]] == 1)) for s in victims.tolist()]
         frees: Int64 = reserved + np.array(alone, np.int64)
         return frees

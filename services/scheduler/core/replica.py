@@ -1,7 +1,7 @@
 """One model copy as the core sees it: its slots, the blocks of both tiers, its steps in flight, its speed.
 
-The passes plan on it, apply() answers its steps; a lost replica is replaced by an empty one. What moves between the
-tiers is in transfers.py, what is known of prefixes in sharing.py.
+The planner plans on it, apply() answers its steps; a lost replica is replaced by an empty one. Copies between the tiers
+are in kv/transfers.py, prefixes in kv/prefix_cache.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.core.kv.blocks import BlockPool
-from services.scheduler.core.kv.prefix_cache import Prefix, Sharing
+from services.scheduler.core.kv.prefix_cache import Prefix, PrefixCache
 from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.core.kv.transfers import Transfers
 from services.scheduler.core.placement.peers import Peers
@@ -37,14 +37,14 @@ class InFlight:
     computed: Bool  # [n] of the first n rows: the row has a chunk
     sampled: Rows  # those of `slots` whose chunk samples
     samples: Bool  # [n] the same
-    sampled_wire: Int32  # the same as the worker tells of them
+    sampled_wire: Int32  # the same, as the worker answers
     decodes: int
-    ends: Int32  # of the other chunks: tokens whose KV is there when the step is answered
+    ends: Int32  # of the other chunks: tokens with KV when the step is answered
     tokens: int
     decode_context: int
     prefill_context: float
     moved: int  # blocks that it moves between the tiers
-    peers: dict[int, Replica | None]  # whose host tiers it tells of; None: gone
+    peers: dict[int, Replica | None]  # replicas with a host tier that the step announces; None: gone
 
 
 class KV(enum.Enum):
@@ -60,8 +60,8 @@ class Departed:
     """A sequence that left its slot by preemption with steps unanswered: their results still count."""
 
     sequence: Sequence
-    since: int
-    until: int  # first step that is not its own
+    generation: int
+    until: int  # first step that it has no part in
     prefix: Prefix | None = None  # of one that was handed over before its KV was confirmed
 
 
@@ -86,7 +86,7 @@ class Refusal:
 
 
 class Replica:
-    """Owns slots and blocks; `outstanding` blocks are promised to rows and not taken yet."""
+    """Owns slots and blocks; `reserved` blocks are kept for rows and not taken yet."""
 
     def __init__(
         self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Budget, microbatches: int = 1
@@ -102,7 +102,7 @@ class Replica:
         self.transfers = Transfers(self.pool, self.host, self.table)
         self.peers: Peers[Replica] = Peers()
         self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
-        self.sharing = Sharing(self.pool, self.host, self.table, hasher) if hasher else None
+        self.prefix_cache = PrefixCache(self.pool, self.host, self.table, hasher) if hasher else None
         self.model = StepTime()
         self.token_time = TokenTime()
         self.swap_time = SwapTime(limits.block_bytes, LINK_BYTES_S)
@@ -112,17 +112,17 @@ class Replica:
         self.next_step = 1  # ids are those of one Run of the worker, so they begin anew when it joins again
         self.freed: list[int] = []  # slots to free in the next step
         self.departed: dict[int, list[Departed]] = {}
-        self.outstanding = 0
+        self.reserved = 0
         self.refusal: Refusal | None = None  # why the head of the waiting did not enter
-        self.beneficiary: Sequence | None = None  # for whom others yielded; nobody enters before it is asked
-        self.nobody = (-1, 0)  # none of the waiting is for this replica: at this Placer.changes, until this moment (ns)
+        self.beneficiary: Sequence | None = None  # others yielded for it; none enters before it is judged
+        self.nobody = (-1, 0)  # none of the waiting is for it: at this WaitingQueue.changes, until (ns)
         self.alive = True
         self.last = LastStep()
 
     @property
     def available(self) -> int:
-        """Free blocks that are promised to nobody."""
-        return self.pool.free + self.pool.cached - self.outstanding
+        """Blocks that are free or cached, and reserved for no row."""
+        return self.pool.free + self.pool.cached - self.reserved
 
     @property
     def swap_ns_per_block(self) -> float:
@@ -134,7 +134,7 @@ class Replica:
     def save_cold_prefixes(self) -> None:
         """When few blocks are free, copy the coldest cached ones that were found again to the host tier."""
         pool, total = self.pool, self.pool.total
-        if self.sharing is None or not self.host.total:
+        if self.prefix_cache is None or not self.host.total:
             return
         share = max(total // COLD_SHARE, min(COLD_BLOCKS, total // 4), 1)
         if pool.free >= share or not pool.cached or self.transfers.pending:
@@ -155,16 +155,18 @@ class Replica:
             needed, held = -(-int(table.planned[row]) // size), int(table.held[row])
             if needed < held:
                 self.pool.give(table.blocks[row, needed:held].copy())
-                promised = int(table.promised[row])
-                self.outstanding += max(promised - needed, 0) - max(promised - held, 0)
+                reserved = int(table.reserved[row])
+                self.reserved += max(reserved - needed, 0) - max(reserved - held, 0)
                 table.held[row], table.capacity[row] = needed, needed * size
 
-    def promise(self, slots: Rows, blocks: Int64) -> None:
-        """Keeps so many blocks in all for each of these rows, which take them as they grow; [n] both. Those that they
-        hold already count."""
+    def reserve(self, slots: Rows, blocks: Int64) -> None:
+        """Reserve so many blocks in all for each of these rows, [n] both, which take them as they grow.
+
+        Blocks that a row holds already count.
+        """
         for slot, count in zip(slots.tolist(), blocks.tolist(), strict=True):
-            self.table.promised[slot] = count
-            self.outstanding += max(count - self.table.held.item(slot), 0)
+            self.table.reserved[slot] = count
+            self.reserved += max(count - self.table.held.item(slot), 0)
 
     def release(self, slot: int, kv: KV = KV.DROP) -> Sequence:
         """Take the sequence out of its row, with the outputs applied so far; row and blocks are free for the next step.
@@ -177,17 +179,17 @@ class Replica:
         sequence: Sequence = table.sequence[slot]
         if kv is KV.SWAP and not self.can_swap(slot):
             kv = KV.DROP
-        since, computed = int(table.since[slot]), int(table.planned[slot])
+        generation, computed = int(table.generation[slot]), int(table.planned[slot])
         if self.transfers.from_peer(slot) is not None:
             table.filled[slot] = 0  # its peer may be lost before all is here
-        self.outstanding -= max(int(table.promised[slot] - table.held[slot]), 0)
+        self.reserved -= max(int(table.reserved[slot] - table.held[slot]), 0)
         prefix = None
-        if self.sharing is not None:
-            self.sharing.leaves(slot, sequence)
+        if self.prefix_cache is not None:
+            self.prefix_cache.leaves(slot, sequence)
             if kv is KV.HAND_OVER:
                 held = table.blocks[slot, : table.held[slot]].copy()
                 prefix = Prefix(held, int(table.registered[slot]))
-        if not self.transfers.loads(slot):  # else the worker was not told of the row yet
+        if not self.transfers.loads(slot):  # else no step has entered the row yet
             self.freed.append(slot)
         copied = self.transfers.leaves(slot)
         blocks = table.leave(slot)
@@ -201,7 +203,7 @@ class Replica:
             if landing is not None:
                 self.pool.drain(blocks[landing])
         if sequence.unanswered and sequence.state is not State.ENDED:
-            self.departed.setdefault(slot, []).append(Departed(sequence, since, self.next_step, prefix))
+            self.departed.setdefault(slot, []).append(Departed(sequence, generation, self.next_step, prefix))
         return sequence
 
     def confirmed(self, slot: int, step: int, end: int) -> None:
@@ -209,8 +211,8 @@ class Replica:
         for gone in self.departed.get(slot, ()):
             if gone.sequence.state is State.ENDED:
                 continue  # a stop may have cut its tokens
-            if gone.since <= step < gone.until and gone.prefix is not None and self.sharing is not None:
-                self.sharing.confirmed(gone.sequence, gone.prefix, end)
+            if gone.generation <= step < gone.until and gone.prefix is not None and self.prefix_cache is not None:
+                self.prefix_cache.confirmed(gone.sequence, gone.prefix, end)
 
     def evict(self, sequence: Sequence) -> None:
         """Give up the KV of a sequence without a slot that lies in this host tier."""
@@ -225,25 +227,25 @@ class Replica:
         return 0 < held <= self.host.free + self.host.cached and not self.transfers.loads(slot)
 
     def acknowledged(self, out_gpu: Int32, in_host: Int32) -> None:
-        """Copies between the tiers are complete. Raises ValueError for one that was not under way."""
+        """Take copies between the tiers as complete. Raises ValueError for one that was not under way."""
         for load in self.transfers.acknowledged(out_gpu, in_host):
             if load.shared:  # the same prefix is in both tiers now
                 self.pool.register(load.gpu, self.host.keys_of(load.host))
-            elif load.peer >= 0 and self.sharing is not None:
-                self.sharing.filled(load.slot, self.table.filled.item(load.slot))
+            elif load.peer >= 0 and self.prefix_cache is not None:
+                self.prefix_cache.filled(load.slot, self.table.filled.item(load.slot))
 
     def owner(self, slot: int, step: int) -> Sequence | None:
-        """The preempted sequence whose slot this was in `step`, if it still is owed the answer."""
+        """Return the preempted sequence that had this slot in `step`, if the step is unanswered for it."""
         for gone in self.departed.get(slot, ()):
-            if gone.since <= step < gone.until:
+            if gone.generation <= step < gone.until:
                 return gone.sequence
         return None
 
     def settle(self, slot: int, step: int) -> None:
-        """A step of a departed sequence was answered; forget the departed when none is left."""
+        """Note that a step of a departed sequence was answered; forget the sequence with its last such step."""
         kept = []
         for gone in self.departed[slot]:
-            if gone.since <= step < gone.until:
+            if gone.generation <= step < gone.until:
                 gone.sequence.unanswered -= 1
             if gone.sequence.unanswered and gone.sequence.slot < 0:
                 kept.append(gone)

@@ -1,7 +1,7 @@
-"""Takes a step's answer: tokens into the slot table, who is finished, what is to be published and checkpointed.
+"""Apply a step's result: tokens into the slot table, ends, and what is published and checkpointed.
 
-Called by Core.apply. Vector operations over the rows that sampled; Python only for those that finish, failed, or have
-lost their slot since the step was sent.
+Called by Core.apply. Columns over the first rows, masked by those that sampled; Python only for sequences that finish,
+failed, or have lost their slot since the step was sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NONE.setflags(write=False)
 
 
 def none_finish(count: int) -> npt.NDArray[np.uint8]:
-    """[count] uint8: nobody ended. Shared: read only."""
+    """Return [count] uint8 zeros: no sequence ended. Shared: read only."""
     return _NONE[:count] if count <= _NONE.size else np.zeros(count, np.uint8)
 
 
@@ -37,7 +37,7 @@ def spread_records(rows: Rows, records: Records, size: int) -> Records:
 
 
 class Endings(Protocol):
-    """How results end sequences; the scheduler does."""
+    """How results end sequences: the part of the scheduler that they call."""
 
     def collector(self) -> OutcomeBuilder:
         """Return the builder of the next Outcome, with what had to wait for one."""
@@ -53,7 +53,7 @@ class Endings(Protocol):
 
 
 class Results:
-    """Applies answers. A result counts for a slot only if its sequence had it when the step was sent."""
+    """Applies results. A result counts for a slot only if its sequence had the slot when the step was sent."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Results:
         self._checkpoint_ns = checkpoint_ns
 
     def apply(self, replica: Replica, step: InFlight, result: StepResult, now_ns: int) -> Outcome:
-        """The Outcome of one answered step. Raises ValueError when the answer is not to this step."""
+        """Return the Outcome of one answered step. Raises ValueError when the result is not of this step."""
         rows, samples, table = step.sampled, step.samples, replica.table
         sent = step.sampled_wire  # comparing bytes takes a third of what array_equal takes
         if result.slots is not sent and result.slots.tobytes() != sent.tobytes():
@@ -87,9 +87,9 @@ class Results:
         self._learn(replica, step, result)
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
             self._router.regroup()
-        if step.ends.size and replica.sharing is not None:
+        if step.ends.size and replica.prefix_cache is not None:
             self._filled(replica, step, result.errors)
-        present = table.since[: samples.size] <= step.id  # rows that still have the sequence of the step
+        present = table.generation[: samples.size] <= step.id  # rows that still have the sequence of the step
         table.unanswered[: samples.size] -= step.computed & present
         tokens = table.spread(rows, result.tokens, samples.size)
         logprobs = spread_records(rows, result.logprobs, samples.size) if result.logprobs is not None else None
@@ -105,7 +105,7 @@ class Results:
         if replica.departed:
             for slot in step.slots[~present[step.slots]].tolist():
                 if slot in replica.departed:
-                    replica.settle(slot, step.id)  # after the failures, which are its last answer's to tell
+                    replica.settle(slot, step.id)  # after the failures, which belong to its last result
         if replica.handed:
             release(replica, self._waiting, now_ns)
         if result.swap_out_acks.size:
@@ -114,7 +114,7 @@ class Results:
 
     @staticmethod
     def _learn(replica: Replica, step: InFlight, result: StepResult) -> None:
-        """How long the step took, and which copies are complete."""
+        """Learn how long the step took, and take the copies that are complete."""
         if step.tokens and not (step.moved and not replica.limits.role):  # with a role nearly every step moves some
             replica.model.observe(step.tokens, step.decode_context, step.prefill_context, result.step_ns)
             replica.token_time.observe(step.tokens, result.step_ns)
@@ -133,22 +133,25 @@ class Results:
         ]
         if replica.departed:
             for slot, end in chunks:
-                if table.since.item(slot) > step.id:
+                if table.generation.item(slot) > step.id:
                     replica.confirmed(slot, step.id, end)
         for slot, end in chunks:
-            if table.since.item(slot) <= step.id:
+            if table.generation.item(slot) <= step.id:
                 table.filled[slot] = end
-                if replica.sharing is not None:
-                    replica.sharing.filled(slot, end)
+                if replica.prefix_cache is not None:
+                    replica.prefix_cache.filled(slot, end)
 
     @staticmethod
     def _answered(replica: Replica, step: InFlight, result: StepResult) -> Rows:
-        """The slots that a result tells of, where it leaves some out: those that failed now, or in a step before."""
-        told = np.isin(step.sampled, result.slots)
+        """Return the slots of a result that leaves some out: those that failed in this step or before.
+
+        Raises ValueError where another slot is missing or the slots are not those of the step.
+        """
+        answered = np.isin(step.sampled, result.slots)
         failed = [slot for slot, _, _ in result.errors]
-        silent = step.sampled[~told]
-        owed = silent[~np.isin(silent, failed) & (replica.table.since[silent] <= step.id)]
-        if owed.size or not np.array_equal(result.slots, step.sampled[told]):
+        missing = step.sampled[~answered]
+        missing = missing[~np.isin(missing, failed) & (replica.table.generation[missing] <= step.id)]
+        if missing.size or not np.array_equal(result.slots, step.sampled[answered]):
             raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
         return result.slots.astype(np.intp)
 
@@ -213,7 +216,7 @@ class Results:
 
     @staticmethod
     def checkpoint(replica: Replica, slot: int, out: OutcomeBuilder) -> None:
-        """What one running sequence has beyond its last checkpoint."""
+        """Checkpoint what one running sequence has beyond its last checkpoint."""
         table = replica.table
         begin, end = int(table.checkpointed[slot]), int(table.applied[slot])
         if end > begin:
@@ -232,7 +235,7 @@ class Results:
         now_ns: int,
         out: OutcomeBuilder,
     ) -> None:
-        """A token for a sequence that has lost its slot: applied and published if it was preempted, else dropped."""
+        """Append a token to a sequence that has lost its slot if it was preempted or parked; else drop the token."""
         sequence = replica.owner(slot, step.id)
         if sequence is None or sequence.state not in (State.WAITING, State.PARKED):
             return
@@ -254,9 +257,9 @@ class Results:
             out.checkpoint(sequence)
 
     def _failed(self, replica: Replica, step: InFlight, slot: int, message: str, out: OutcomeBuilder) -> None:
-        """One sequence's part of the step failed: it ends alone."""
+        """End a sequence whose part of the step failed; the others go on."""
         sequence: Sequence | None
-        if replica.table.since[slot] <= step.id:
+        if replica.table.generation[slot] <= step.id:
             sequence = replica.table.sequence[slot]
         else:
             sequence = replica.owner(slot, step.id)

@@ -1,4 +1,4 @@
-"""What the core remembers of a request and of each of its sequences outside the slot table.
+"""Requests and their sequences as the core keeps them outside the slot table.
 
 While a sequence runs, its numbers live in its row of the SlotTable; when it has no slot, they live here.
 """
@@ -17,7 +17,7 @@ PINNED_AFTER = 3  # preemptions after which a sequence enters only with its whol
 
 
 class State(enum.IntEnum):
-    """Where a sequence is: with the Placer, in a slot, nowhere any more, or set aside until it is resumed."""
+    """Where a sequence is: in the waiting queue, in a slot, ended, or parked until it is resumed."""
 
     WAITING = 0
     RUNNING = 1
@@ -86,7 +86,7 @@ class Sequence:
     checkpointed: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
-    lost: int = 0  # tokens whose KV it gave up when it left its slot
+    lost: int = 0  # tokens with KV that it gave up when it left its slot
     saved: SavedKV | None = None  # its KV, while it is swapped out
     prefix: PrefixState = field(default_factory=PrefixState)  # of the prefix cache
     route: RouteState = field(default_factory=RouteState)  # of the router
@@ -101,7 +101,7 @@ class Sequence:
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV lies in a host tier."""
+        """Tokens with KV in a host tier."""
         return self.saved.tokens if self.saved is not None else 0
 
     def saved_at(self, replica: int) -> bool:
@@ -120,25 +120,25 @@ class Sequence:
 
     @property
     def pinned(self) -> bool:
-        """Is it past its last preemption? It enters with its whole remainder reserved and is never a victim."""
+        """Whether it is past its last preemption: it enters with its whole remainder reserved and is never a victim."""
         return self.preemptions >= PINNED_AFTER
 
     def tokens(self) -> Int32:
-        """[known] int32: prompt, then outputs."""
+        """Return [known] int32: prompt, then outputs."""
         return np.concatenate([self.prompt, self.outputs]) if self.outputs.size else self.prompt
 
     def longest(self, limits: Limits) -> int:
-        """Tokens of prompt and output at most on a replica of this size."""
+        """Return the tokens of prompt and output at most on a replica of this size."""
         return min(self.wanted, limits.max_model_len)
 
     def misfit(self, limits: Limits) -> str:
-        """Why this sequence can never run on a replica of this size; empty if it can.
+        """Return why this sequence can never run on a replica of this size; empty if it can.
 
         The last token's KV is never computed, so `longest - 1` tokens must fit the pool.
         """
-        prompt, most = self.prompt.size, limits.max_model_len
-        if prompt >= most:
-            return f"the prompt of {prompt} tokens leaves no room for output: the context is {most} tokens"
+        prompt, context = self.prompt.size, limits.max_model_len
+        if prompt >= context:
+            return f"the prompt of {prompt} tokens leaves no room for output: the context is {context} tokens"
         tokens = self.longest(limits) - 1
         blocks = -(-tokens // limits.block_size)
         if blocks > limits.blocks:
@@ -149,7 +149,7 @@ class Sequence:
         return ""
 
     def verdict(self, longest: int) -> Finish:
-        """How it ends at its last known output; RUNNING if it goes on. For the few without a slot."""
+        """Return how it ends at its last output; RUNNING if it goes on. For the few without a slot."""
         request = self.record.request
         count = self.outputs.size
         if count and count >= request.min_tokens and bool((request.stop_ids == self.outputs[-1]).any()):

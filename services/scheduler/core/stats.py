@@ -1,4 +1,4 @@
-"""What a core tells of itself: counts for the dashboards, and the time to first token that the gateway's 429 goes by.
+"""Statistics of a core: counts for the dashboards, and the predicted time to first token behind the gateway's 429.
 
 Called by Core about once a second. The fields: docs/operations.md#stats.
 """
@@ -17,8 +17,10 @@ from services.scheduler.core.types import CLASS_NAMES, CLASSES, Priority
 def figures(
     state: SchedulerState, router: Router, alive: list[Replica], records: Iterable[Record], parked: Collection[Record]
 ) -> dict[str, float | int]:
-    """The fields that follow from the waiting and the replicas. `records`: all there are, as they came; `parked`: those
-    of them that are set aside."""
+    """Return the fields that follow from the waiting queue and the replicas.
+
+    records: all there are, as they came; parked: those of them that are parked.
+    """
     oldest = first_arrivals(state, records)
     counters, waiting = state.counters, state.waiting
     return {
@@ -38,7 +40,7 @@ def figures(
         "blocks_draining": sum(r.pool.draining for r in alive),
         "host_blocks_total": sum(r.host.total for r in alive),
         "host_blocks_free": sum(r.host.available for r in alive),
-        "prefix_hit_tokens": sum(r.sharing.hit_tokens for r in alive if r.sharing is not None),
+        "prefix_hit_tokens": sum(r.prefix_cache.hit_tokens for r in alive if r.prefix_cache is not None),
         "preemptions": counters.preemptions,
         "recomputed_tokens": counters.recomputed_tokens,
         "swapped_blocks": sum(r.transfers.swapped_blocks for r in alive),
@@ -56,7 +58,7 @@ def figures(
 
 
 def of_replica(state: SchedulerState, router: Router, replica: Replica) -> dict[str, int]:
-    """What one replica has and does now, and what it has found in its prefix cache since it joined."""
+    """Return what one replica has and does now, and its prefix cache hits since it joined."""
     return {
         "number": replica.number,
         "dock": int(replica.number == router.dock),
@@ -73,14 +75,14 @@ def of_replica(state: SchedulerState, router: Router, replica: Replica) -> dict[
         "host_blocks_free": replica.host.free,
         "host_blocks_cached": replica.host.cached,
         "swapped_blocks": replica.transfers.swapped_blocks,
-        "prefix_hit_tokens": replica.sharing.hit_tokens if replica.sharing is not None else 0,
+        "prefix_hit_tokens": replica.prefix_cache.hit_tokens if replica.prefix_cache is not None else 0,
     }
 
 
 def first_arrivals(state: SchedulerState, records: Iterable[Record]) -> list[int]:
-    """Of each class [4] the arrival of the first request that waits and never ran, in ns of the core's time; 0: none.
+    """Return for each class [4] the arrival of the first request that waits and never ran, in ns; 0 means none.
 
-    Requests come to the core in the order of their class's stream, so most often the first records tell.
+    Requests come to the core in the order of their class's stream, so that few records are looked at.
     """
     oldest, counts = [0] * CLASSES, state.waiting.counts
     missing = {priority for priority, count in enumerate(counts) if count}
@@ -96,14 +98,18 @@ def first_arrivals(state: SchedulerState, records: Iterable[Record]) -> list[int
 
 
 def before(state: SchedulerState, by_class: list[int], priority: int) -> int:
-    """Of figures of the waiting [4], the sum of those that go before a request of that class that comes now; classes
-    that waiting has lifted are not looked at."""
+    """Return the sum of figures of the waiting [4] over the classes before a request of that class that comes now.
+
+    Classes that waiting has lifted are not looked at.
+    """
     return sum(by_class[: priority + 1] if state.policy.order.by_class else by_class)
 
 
 def under_way(state: SchedulerState, replica: Replica, priority: int) -> int:
-    """Tokens of running prompts, all but the last of each, that go before those of such a request: where the urgent may
-    take slots (Relief.takes) their prompts go before running ones of lower classes."""
+    """Return the tokens of running prompts, all but the last of each, that go before those of such a request.
+
+    Where the urgent may take slots (Preemption.takes) their prompts go before running ones of lower classes.
+    """
     table = replica.table
     first = priority if urgent(state, priority) else Priority.LOW
     owed = (table.known - table.planned - 1).clip(min=0)
@@ -111,7 +117,7 @@ def under_way(state: SchedulerState, replica: Replica, priority: int) -> int:
 
 
 def urgent(state: SchedulerState, priority: int) -> bool:
-    """May a request of that class take slots from running ones of lower classes?"""
+    """Return whether a request of that class may take slots from running ones of lower classes."""
     return state.policy.relief.takes and priority <= Priority.HIGH
 
 
@@ -132,8 +138,8 @@ def behind(state: SchedulerState, router: Router, replicas: list[Replica], prior
 
 
 def ttft_ns(state: SchedulerState, replicas: list[Replica], priority: int) -> int:
-    """ns until all prompt tokens that wait before a request of that class, or are under way, have run beside the
-    present decodes, and one step more; 0 while no replica has answered a step.
+    """Return the ns until all prompt tokens that wait before a request of that class, or are under way, have run beside
+    the present decodes, and one step more; 0 while no replica has answered a step.
 
     Full steps are asked of the model only where there is work for them: it has seen none where prompts are short.
     """
@@ -148,8 +154,8 @@ def ttft_ns(state: SchedulerState, replicas: list[Replica], priority: int) -> in
         first = priority if urgent(state, priority) else Priority.LOW
         rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())
-        most = max(replica.tokens.max_tokens(replica, state.step_tokens), running + 1)
-        steps.append((replica.model, most - running, running, int(table.planned[:high][decodes].sum())))
+        max_tokens = max(replica.tokens.max_tokens(replica, state.step_tokens), running + 1)
+        steps.append((replica.model, max_tokens - running, running, int(table.planned[:high][decodes].sum())))
     room = sum(chunk for _, chunk, _, _ in steps)
     if not room:
         return 0

@@ -81,7 +81,7 @@ class StepBuilder:
         """Return the rows of `decodes`, [high], that need a block, and for how many of them one is reserved."""
         table, high = self.replica.table, decodes.size
         edge = (decodes & (table.planned[:high] == table.capacity[:high])).nonzero()[0]
-        reserved = int(np.count_nonzero(table.promised[edge] > table.held[edge])) if edge.size else 0
+        reserved = int(np.count_nonzero(table.reserved[edge] > table.held[edge])) if edge.size else 0
         return edge, reserved
 
     def decode(self, decodes: Bool, rows: Rows, edge: Rows, reserved: int) -> None:
@@ -123,7 +123,7 @@ class StepBuilder:
             if more:
                 first, blocks = blocks[:more], blocks[more:]
                 table.append(row, first)
-                self._append(np.full(more, row), first, min(max(table.promised.item(row) - held, 0), more))
+                self._append(np.full(more, row), first, min(max(table.reserved.item(row) - held, 0), more))
             self._chunks.append(Chunk(row, start, length, table.advance(row, start + length)))
             self.prefill_tokens += length
             self._prefill_context += length * (start + (length + 1) / 2)
@@ -210,7 +210,7 @@ class StepBuilder:
 
     def _append(self, rows: Rows, blocks: Int32, reserved: int) -> None:
         """Tell the worker of blocks at the end of these rows; so many of them were reserved."""
-        self.replica.outstanding -= reserved
+        self.replica.reserved -= reserved
         self._appends.append((rows, blocks))
 
 

@@ -1,7 +1,7 @@
 """The running sequences of one replica as a struct of arrays: one row ("slot") each.
 
-Written by the passes and by apply(); the policies' parts read it. A row without a sequence has known == limit == 0, so
-that it never wants to run, and since == NEVER, so that no result can be meant for it.
+Written while a step is planned and by apply(); the policies' parts read it. A row without a sequence has known == limit
+== 0, so that it never wants to run, and generation == NEVER, so that no result is for it.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class Selected:
 # Rows of the two matrices that the columns are views of: a sequence enters and leaves with one assignment to each.
 # planned, known and unanswered stand first and together, because a planned decode adds one to all three.
 _INT32 = (
-    "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "promised", "capacity", "microbatch",
+    "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "reserved", "capacity", "microbatch",
     "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "due", "entered", "filled", "registered",
     "phase",
 )  # fmt: skip
 _INT64 = (
-    "since", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns",
+    "generation", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns",
 )  # fmt: skip
 
 
 class SlotTable:
     """Columns by slot, [slots] each. All tokens are counted from the first of the prompt.
 
-    planned: tokens whose KV is planned; known: tokens known, placeholders of steps in flight included; applied: tokens
-    really known; limit: tokens at most; entered: tokens known when the sequence took the slot; filled: tokens whose
-    KV a result has confirmed, while it still prefills; held, promised: blocks in the row's block table, and kept for
-    it (held ones included); capacity: tokens that the held blocks take; floor: tokens from which a stop id counts;
-    checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
-    registered: blocks that the prefix index has been given; since: the step with which the sequence entered, its
-    generation; last_token_ns: before the first token the arrival.
+    planned: tokens with KV that is planned; known: tokens known, placeholders of steps in flight included; applied:
+    tokens really known; limit: tokens at most; entered: tokens known when the sequence took the slot; filled: tokens
+    with KV that a result has confirmed, while it still prefills; held, reserved: blocks in the row's block table, and
+    kept for it (held ones included); capacity: tokens that the held blocks take; floor: tokens from which a stop id
+    counts; checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
+    registered: blocks that the prefix index has been given; generation: the step with which the sequence entered;
+    last_token_ns: before the first token the arrival.
 
     phase: DECODING where one token is left to plan, PREFILLING where more are, LOADING while the KV is copied in.
 
@@ -79,7 +79,7 @@ class SlotTable:
     limit: Int32
     prompt: Int32
     held: Int32
-    promised: Int32
+    reserved: Int32
     capacity: Int32
     microbatch: Int32
     choice: Int32
@@ -93,7 +93,7 @@ class SlotTable:
     filled: Int32
     registered: Int32
     phase: Int32
-    since: Int64
+    generation: Int64
     arrived: Int64
     number: Int64
     ttft_slo_ns: Int64
@@ -115,7 +115,7 @@ class SlotTable:
             setattr(self, name, self.ints[i])
         for i, name in enumerate(_INT64):
             setattr(self, name, self.longs[i])
-        self.since[:] = NEVER
+        self.generation[:] = NEVER
         self._advancing: Int32 = self.ints[:3]  # planned, known, unanswered
         self.active: Bool = np.zeros(slots, np.bool_)
         self.pinned: Bool = np.zeros(slots, np.bool_)
@@ -237,12 +237,12 @@ class SlotTable:
         return np.array(taken)
 
     def redirect(self, s: int, gateway: int) -> None:
-        """The row's tokens go to another gateway, by its interned number."""
+        """Let the row's tokens go to another gateway, by its interned number."""
         self.gateway[s] = gateway
         self.roster += 1
 
     def leave(self, s: int) -> Int32:
-        """Takes the sequence of slot `s` out, with the outputs applied so far; returns its blocks."""
+        """Take the sequence of slot `s` out, with the outputs applied so far; return its blocks."""
         sequence: Sequence = self.sequence[s]
         sequence.outputs = self.outputs(s)
         sequence.unanswered = int(self.unanswered[s])
@@ -256,7 +256,7 @@ class SlotTable:
         if self.request[s].stop_ids.size:
             self.stop_ids[:, s] = UNSET
         self.ints[:, s] = 0
-        self.since[s] = NEVER
+        self.generation[s] = NEVER
         self.active[s] = self.pinned[s] = False
         self.sequence[s] = self.request[s] = None
         heapq.heappush(self._free, s)
@@ -277,11 +277,11 @@ class SlotTable:
         self.phase[s] = DECODING if self.known[s] - self.planned[s] == 1 else PREFILLING
 
     def computed(self, s: int) -> int:
-        """Tokens of the row whose KV is surely there: results have told so."""
+        """Return the tokens of the row whose KV results have confirmed."""
         return int(self.applied[s] - 1 if self.applied[s] > self.entered[s] else self.filled[s])
 
     def outputs(self, s: int) -> Int32:
-        """[applied - prompt] int32, a copy."""
+        """Return [applied - prompt] tokens, a copy."""
         return self.tokens[s, self.prompt[s] : self.applied[s]].copy()
 
     def fill(self, rows: Rows, sizes: Int32, blocks: Int32) -> None:
@@ -339,7 +339,7 @@ class SlotTable:
         return hit
 
     def delivery_rows(self, sampled: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> DeliveryRows:
-        """Return who gets the tokens of `sampled`. Kept per microbatch: in steady decode it stays the same."""
+        """Return where the tokens of `sampled` go. Kept per microbatch: in steady decode it stays the same."""
         kept = self._deliveries.get(microbatch)
         if (
             kept is not None
@@ -363,7 +363,7 @@ class SlotTable:
         return delivery
 
     def check(self, max_unanswered: int) -> None:
-        """Raises RuntimeError where a row contradicts itself."""
+        """Raise RuntimeError where a row contradicts itself."""
         on = np.flatnonzero(self.active)
         off = np.flatnonzero(~self.active)
         if on.size != self.count or (on.size and on[-1] + 1 != self.high) or self.count + len(self._free) != self.slots:
@@ -383,7 +383,7 @@ class SlotTable:
             or self.known[off].any()
             or self.phase[off].any()
             or self.unanswered[off].any()
-            or (self.since[off] != NEVER).any()
+            or (self.generation[off] != NEVER).any()
         ):
             raise RuntimeError("a row without a sequence holds something")
         for s in on:

@@ -1,4 +1,4 @@
-"""Owner of every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
+"""PendingPrefix of every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
 
 The policy's queue holds them in order; here they are counted. While replicas have roles, sequences whose KV lies in a
 host tier stand in queues of their own, one for each set of replicas that may take them (Apart), so that those that wait

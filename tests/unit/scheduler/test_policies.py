@@ -80,5 +80,5 @@ def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -
     for policy in ("orca", "sglang"):
         for choice in ("auto", "on", "off"):
             core = make_core(SchedulerSettings(policy=policy, prefix_cache=choice))
-            found[policy, choice] = core.replicas[core.join(limits)].sharing is not None
+            found[policy, choice] = core.replicas[core.join(limits)].prefix_cache is not None
     assert [key for key, kept in found.items() if kept] == [("orca", "on"), ("sglang", "auto"), ("sglang", "on")]

@@ -1,6 +1,6 @@
-"""One owner of the KV blocks of one tier: who is free, who is cached, who is referenced and how often, who drains.
+"""Own the KV blocks of one tier: free, cached, referenced or draining.
 
-Called by Replica and the passes with whole columns of blocks. Every block is in exactly one state:
+Called by Replica and the planner with whole columns of blocks. Every block is in exactly one state:
 free + cached + referenced + draining == total.
 """
 
@@ -49,7 +49,7 @@ class BlockPool:
         return self.free + self.cached
 
     def take(self, count: int) -> Int32:
-        """[count] int32 blocks, each with one reference: free ones, then the least recently used cached ones, which
+        """Return [count] blocks, each with one reference: free ones, then the least recently used cached ones, which
         are evicted. Raises ValueError when fewer are available.
         """
         if count > self.free + self.cached:
@@ -62,7 +62,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Int32) -> None:
-        """One more reference to each of `blocks` (a block may stand there twice), referenced or cached ones. Raises
+        """Add a reference to each of `blocks` (a block may stand there twice), referenced or cached ones. Raises
         ValueError if one is neither.
         """
         cold = blocks[self.refs.take(blocks) <= 0]
@@ -81,13 +81,16 @@ class BlockPool:
         self._put(self._release(blocks))
 
     def drain(self, blocks: Int32) -> None:
-        """As give(), but the copy engine still reads them: not free, cached or found before drained()."""
+        """Take references as give() does, but of blocks that are still read: not free or cached before drained()."""
         gone = self._release(blocks)
         self._drains[gone] = True
         self.draining += gone.size
 
     def drained(self, blocks: Int32) -> None:
-        """The copies of `blocks` are acknowledged: they are as after give(). Raises ValueError if one did not drain."""
+        """Let `blocks`, the copies of which are acknowledged, be as after give().
+
+        Raises ValueError if one did not drain.
+        """
         if not self._drains[blocks].all():
             raise ValueError("acknowledged a block that did not drain")
         self._drains[blocks] = False
@@ -121,21 +124,21 @@ class BlockPool:
         self._index.forget(blocks)
 
     def reused(self, blocks: Int32) -> Mask:
-        """[n] bool: has anybody shared it since it was taken?"""
+        """Return [n] bool: the block was shared since it was taken."""
         found: Mask = self._reused[blocks]
         return found
 
     def drains(self, blocks: Int32) -> Mask:
-        """[n] bool: whose copies are not acknowledged yet?"""
+        """Return [n] bool: the copy of the block is not acknowledged yet."""
         found: Mask = self._drains[blocks]
         return found
 
     def coldest(self, count: int) -> Int32:
-        """[<= count] int32: the least recently used cached blocks, coldest first; they stay what they are."""
+        """Return [<= count] the least recently used cached blocks, coldest first; they stay cached."""
         return self._cold.coldest(min(count, self.cached))
 
     def check(self, held: Int32 | None = None) -> None:
-        """Raises RuntimeError on a broken invariant. `held`: every block of every table, once per table."""
+        """Raise RuntimeError on a broken invariant. held: every block of every table, once per table."""
         free = self._ring[(self._head + np.arange(self.free)) % max(self.total, 1)]
         cold = self._cold.blocks()
         states = np.zeros(self.total, np.int32)
@@ -171,14 +174,14 @@ class BlockPool:
         return gone
 
     def _evict(self, count: int) -> None:
-        """At least `count` of the coldest blocks become free; in a large pool some more, so that it is seldom done."""
+        """Free at least `count` of the coldest blocks; in a large pool some more, so that it is seldom done."""
         cold = self._cold.pop(max(count, min(self.total // EVICTED_SHARE, self.cached)))
         self._index.forget(cold)
         self.cached -= cold.size
         self._append(cold)
 
     def _put(self, blocks: Int32) -> None:
-        """Distinct blocks without references, in table order, become cached or free."""
+        """Make distinct blocks without references, in table order, cached or free."""
         if len(self._index):
             registered = self._index.indexed.take(blocks)
             cold = blocks[registered]
@@ -229,7 +232,7 @@ class _Cold:
         return bool((self._place.take(blocks) >= 0).all())
 
     def add(self, blocks: Int32) -> None:
-        """Distinct blocks that are not in it, the first to go first."""
+        """Add distinct blocks that are not in it, the first to go first."""
         if self._tail + blocks.size > self._log.size:
             alive = self.blocks()
             self._head, self._tail = 0, alive.size
@@ -241,7 +244,7 @@ class _Cold:
         self._tail = end
 
     def remove(self, blocks: Int32) -> int:
-        """Blocks that are in it, perhaps twice in the column; returns how many different ones."""
+        """Remove blocks that are in it, perhaps twice in the column; return how many different ones."""
         order = np.arange(blocks.size, dtype=np.int32)
         self._place[blocks] = order
         different = int((self._place.take(blocks) == order).sum())
@@ -249,7 +252,7 @@ class _Cold:
         return different
 
     def coldest(self, count: int) -> Int32:
-        """[count] the first to go; there must be as many."""
+        """Return [count] the first to go; there must be as many."""
         if not count:
             return EMPTY
         width = count + 32
@@ -259,21 +262,21 @@ class _Cold:
             alive = self._alive(width)
         end = min(self._head + width, self._tail)
         start = end - alive.size
-        if start > self._head:  # squeeze out the dead ones, so that nobody meets them again
+        if start > self._head:  # squeeze out the dead ones
             self._log[start:end] = alive
             self._place[alive] = np.arange(start, end)
             self._head = start
         return alive[:count]
 
     def pop(self, count: int) -> Int32:
-        """coldest(), taken out."""
+        """Remove and return coldest()."""
         blocks = self.coldest(count)
         self._place[blocks] = -1
         self._head += blocks.size
         return blocks
 
     def blocks(self) -> Int32:
-        """All, the first to go first."""
+        """Return all, the first to go first."""
         return self._alive(self._tail - self._head)
 
     def _alive(self, width: int) -> Int32:

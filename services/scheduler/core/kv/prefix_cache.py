@@ -1,8 +1,8 @@
-"""Prefix sharing on one replica: who finds what in the cache, what is registered when, who waits for whose prefill.
+"""The prefix cache of one replica: match prefixes, register blocks, wait for a prefix that is being computed.
 
 Owned by Replica. Only KV that results have confirmed is registered: a prompt's blocks chunk by chunk, outputs when
-their sequence leaves its slot. A waiting sequence whose next block somebody computes right now is set aside until it is
-there (in-batch prefix sharing); it comes back through `ready`.
+their sequence leaves its slot. A waiting sequence is set aside while a running one computes its next block (in-batch
+prefix sharing); it comes back through `ready`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Rows
 
-LEAST_SHARED_BLOCKS = 2  # for fewer nobody waits
+LEAST_SHARED_BLOCKS = 2  # for fewer no sequence waits
 MOST_ASIDE = 256  # that wait for one owner; they all come back at once
 
 
 @dataclass(slots=True)
-class Hit:
-    """What the tiers hold of a sequence's tokens: full blocks from the first on, the host's behind the GPU's."""
+class PrefixMatch:
+    """Cached blocks of a sequence's tokens: full ones from the first on, the host's behind the GPU's."""
 
     gpu: Int32
     host: Int32
@@ -43,16 +43,16 @@ class Prefix:
 
 
 @dataclass(slots=True)
-class Owner:
-    """A running sequence that computes a prefix, and those who wait for it: each until a time."""
+class PendingPrefix:
+    """A prefix that a running sequence computes, and the sequences that wait for it, each until a time (ns)."""
 
     slot: int
     key: int  # of its next block that is not registered
     waiting: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
-class Sharing:
-    """Looks prefixes up and registers them."""
+class PrefixCache:
+    """Matches and registers prefixes."""
 
     def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable, hasher: Hasher) -> None:
         self.hit_tokens = 0  # that were not computed again, since the start
@@ -62,11 +62,11 @@ class Sharing:
         self._table = table
         self._hasher = hasher
         self._size = table.block_size
-        self._owners: dict[int, Owner] = {}  # slot -> what it computes
-        self._computing: dict[int, Owner] = {}  # key -> who computes that block
+        self._owners: dict[int, PendingPrefix] = {}  # slot -> what it computes
+        self._computing: dict[int, PendingPrefix] = {}  # by the key of that block
 
     def chain(self, sequence: Sequence, tokens: Int32) -> Keys:
-        """The keys of all full blocks of `tokens`, which are the sequence's; kept with it."""
+        """Return the keys of all full blocks of `tokens`, which are the sequence's; kept with it."""
         have, count = sequence.prefix.keys.size, tokens.size // self._size
         if have < count:
             salt = sequence.record.request.salt
@@ -75,7 +75,7 @@ class Sharing:
             sequence.prefix.keys = np.concatenate([sequence.prefix.keys, more]) if have else more
         return sequence.prefix.keys
 
-    def find(self, sequences: list[Sequence]) -> list[Hit]:
+    def match(self, sequences: list[Sequence]) -> list[PrefixMatch]:
         """Return what is cached for each; at least one token of a sequence is left to compute. Take no references."""
         hits = []
         for sequence in sequences:
@@ -85,26 +85,26 @@ class Sharing:
             if self._host.cached and gpu.size < keys.size:
                 host = self._host.match(keys[gpu.size :])
             sequence.prefix.hits = (gpu.size + host.size) * self._size
-            hits.append(Hit(gpu, host))
+            hits.append(PrefixMatch(gpu, host))
         return hits
 
-    def peek(self, keys: Keys) -> int:
+    def match_length(self, keys: Keys) -> int:
         """Return about how many leading blocks of a chain are cached, in either tier."""
         blocks = self._pool.match_length(keys)
         return blocks + (self._host.match_length(keys[blocks:]) if self._host.cached else 0)
 
     def computing(self, key: int) -> Keys | None:
-        """The keys of the sequence that computes that block now; None: nobody does."""
+        """Return the keys of the sequence that computes that block now; None if none does."""
         owner = self._computing.get(key)
         sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
         return sequence.prefix.keys if sequence is not None else None
 
     def next_key(self, sequence: Sequence, blocks: int) -> int:
-        """The key of its block after the first `blocks`, if there are enough for others to wait for; else 0."""
+        """Return the key of its block after the first `blocks`, if enough follow for others to wait for; else 0."""
         return int(sequence.prefix.keys[blocks]) if sequence.prefix.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
 
-    def entered(self, slots: Rows, sequences: list[Sequence], hits: list[Hit]) -> None:
-        """The sequences took these slots with these blocks; what they compute from there on others may wait for."""
+    def entered(self, slots: Rows, sequences: list[Sequence], hits: list[PrefixMatch]) -> None:
+        """Note that sequences took slots with these blocks; others may wait for what they compute from there on."""
         table, size = self._table, self._size
         for slot, sequence, hit in zip(slots.tolist(), sequences, hits, strict=True):
             found = hit.size
@@ -116,9 +116,11 @@ class Sharing:
                 self._own(slot, sequence, found)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
-        """The slot whose sequence computes the block after the first `blocks` of `sequence`, and enough of those that
-        follow; -1 if there is none, it is of a lower class and so may take long, or enough wait for it already, or
-        the sequence has waited for that block before."""
+        """Return the slot that computes the block after the first `blocks` of `sequence` and enough that follow.
+
+        -1 if there is none, it is of a lower class and so may take long, enough wait for it already, or the sequence
+        has waited for that block before.
+        """
         if sequence.prefix.keys.size - blocks < LEAST_SHARED_BLOCKS:
             return -1
         key = int(sequence.prefix.keys[blocks])
@@ -130,11 +132,11 @@ class Sharing:
         return owner.slot if np.array_equal(theirs[blocks:end], sequence.prefix.keys[blocks:end]) else -1
 
     def wait(self, sequence: Sequence, slot: int, until_ns: int) -> None:
-        """Sets `sequence` aside until `slot` has registered its next blocks, at most until then."""
+        """Let `sequence` wait until `slot` has registered its next blocks, at most until `until_ns`."""
         self._owners[slot].waiting.append((sequence, until_ns))
 
     def expire(self, now_ns: int) -> None:
-        """Those who have waited long enough are ready."""
+        """Make sequences ready that have waited long enough."""
         for owner in self._owners.values():
             if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
                 late = [s for s, until in owner.waiting if until <= now_ns]
@@ -151,14 +153,14 @@ class Sharing:
             self._advance(owner)
 
     def leaves(self, slot: int, sequence: Sequence) -> None:
-        """The sequence of `slot` is about to leave it: its full blocks stay known, nobody waits for it any more."""
+        """Register what the sequence of `slot`, about to leave it, has computed; let none wait for it any more."""
         self._register(slot, self._table.computed(slot))
         owner = self._owners.pop(slot, None)
         if owner is not None:
             self._disown(owner)
 
     def confirmed(self, sequence: Sequence, prefix: Prefix, end: int) -> None:
-        """As filled(), for a sequence that has left its slot with `prefix`."""
+        """Register as filled() does, for a sequence that has left its slot with `prefix`."""
         begin, stop = prefix.registered, end // self._size
         if stop <= begin:
             return
@@ -167,12 +169,12 @@ class Sharing:
         prefix.registered = stop
 
     def awaited(self, slot: int) -> bool:
-        """Do others wait for what the sequence of `slot` has computed, and is not confirmed yet?"""
+        """Return whether others wait for what the sequence of `slot` has computed and is not confirmed yet."""
         owner = self._owners.get(slot)
         return owner is not None and bool(owner.waiting)
 
     def _register(self, slot: int, end: int) -> None:
-        """Let the full blocks of a row be found whose KV is there up to `end` tokens."""
+        """Register the full blocks of a row up to `end` tokens, the KV of which is there."""
         table = self._table
         begin, stop = table.registered.item(slot), end // self._size
         if stop > begin:
@@ -183,10 +185,10 @@ class Sharing:
     def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
         key = int(sequence.prefix.keys[blocks])
         if key not in self._computing:
-            self._owners[slot] = self._computing[key] = Owner(slot, key)
+            self._owners[slot] = self._computing[key] = PendingPrefix(slot, key)
 
-    def _advance(self, owner: Owner) -> None:
-        """The owner has registered blocks: those who waited look again, and its next block is what it computes."""
+    def _advance(self, owner: PendingPrefix) -> None:
+        """Let the waiting look again after blocks were registered; the owner computes its next block now."""
         slot = owner.slot
         done = int(self._table.registered[slot])
         sequence: Sequence = self._table.sequence[slot]
@@ -197,7 +199,7 @@ class Sharing:
         if sequence.prefix.keys.size - done >= LEAST_SHARED_BLOCKS:
             self._own(slot, sequence, done)
 
-    def _disown(self, owner: Owner) -> None:
+    def _disown(self, owner: PendingPrefix) -> None:
         del self._computing[owner.key]
         self._release([sequence for sequence, _ in owner.waiting])
 

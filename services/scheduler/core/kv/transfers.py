@@ -1,6 +1,6 @@
-"""What moves between the tiers: swap-outs and swap-ins of one replica on their way, and who waits for them.
+"""Copies between the tiers: swap-outs and swap-ins of one replica on their way, and the rows that wait for them.
 
-Owned by Replica. A block that is copied from or to is in no one's use before the worker has acknowledged the copy
+Owned by Replica. A block that is copied from or to is not used before the worker has acknowledged the copy
 (docs/protocol.md#steps). Copies are acknowledged in the order in which they were sent: the worker has one copy stream.
 What comes from another replica's host tier (peers.py) keeps its references there until then.
 """
@@ -31,20 +31,20 @@ class Load:
     """KV on its way from the host tier into the blocks of one row."""
 
     slot: int
-    since: int
+    generation: int
     host: Int32
     gpu: Int32
-    shared: bool  # a cold prefix, which stays on the host; else a swapped sequence's own
+    shared: bool  # a cold prefix, which stays on the host; else the KV of a swapped sequence
     left: int  # blocks not acknowledged yet
-    orphan: bool = False  # the sequence has gone; nobody waits for it
+    orphan: bool = False  # the sequence has gone
     saved: SavedKV | None = None  # what is loaded, of a swapped sequence
     peer: int = -1  # the replica in whose host tier it lies; -1: this one
-    tier: BlockPool | None = None  # that tier; None: the own, or the peer is lost
+    tier: BlockPool | None = None  # that tier; None: of this replica, or the peer is lost
 
 
 @dataclass(slots=True, frozen=True)
 class Copies:
-    """Columns of the copies that one step orders; in_peers is empty where all come from the replica's own host tier."""
+    """Columns of the copies that one step orders; in_peers is empty where all come from this replica's host tier."""
 
     out_gpu: Int32
     out_host: Int32
@@ -57,7 +57,7 @@ NO_COPIES = Copies(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
 
 
 class Transfers:
-    """Columns for the next step, loads in flight, rows that the worker has to be told of when their KV is there."""
+    """Columns for the next step, loads in flight, rows that a step enters when their KV is there."""
 
     def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable) -> None:
         self.swapped_blocks = 0  # moved since the start, both ways
@@ -70,23 +70,23 @@ class Transfers:
         self._in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
         self._loads: deque[Load] = deque()
         self._loading: dict[int, Load] = {}  # slot -> its load
-        self._arrived: dict[int, None] = {}  # slots whose KV is there and which no step has entered yet, in order
+        self._arrived: dict[int, None] = {}  # slots with KV that no step has entered yet, in order
 
     @property
     def pending(self) -> bool:
-        """Is there something that the next step has to carry?"""
+        """Whether the next step has copies to carry."""
         return bool(self._out or self._in)
 
     @property
     def arrived(self) -> bool:
-        """Does the next step have rows to enter?"""
+        """Whether the next step has rows to enter."""
         return bool(self._arrived)
 
     def out(self, blocks: Int32, stay: bool = False) -> Int32:
-        """Moves the content of `blocks` to host blocks, which are returned; the caller's references are given up.
+        """Move the content of `blocks` to host blocks, which are returned; the caller's references are given up.
 
-        One that others refer to as well keeps this reference until the copy is acknowledged: whoever lets go of it last
-        must not free it under the copy. So does every one with `stay`: its prefix can be found meanwhile.
+        A block that other tables hold as well keeps this reference until the copy is acknowledged, so that it is not
+        freed under the copy. So does each one with `stay`: its prefix can be found meanwhile.
         """
         host = self._host.take(blocks.size)
         alone = (self._pool.refs[blocks] == 1) & (not stay)
@@ -96,11 +96,11 @@ class Transfers:
         return host
 
     def saved(self, sequence: Sequence) -> bool:
-        """Is all of its KV in the host tier, so that another process may read it? It was swapped out here."""
+        """Return whether all KV of a sequence swapped out here is in the host tier, for other processes to read."""
         return sequence.saved is not None and self.copied_out >= sequence.saved.copied
 
     def keep(self, blocks: Int32) -> None:
-        """Copies cold prefix blocks, which nobody refers to, to the host tier and frees them."""
+        """Copy cold prefix blocks, which have no reference, to the host tier and free them."""
         host = self._host.take(blocks.size)
         self._host.register(host, self._pool.keys_of(blocks))
         self._pool.share(blocks)
@@ -127,22 +127,22 @@ class Transfers:
             self._host.drain(host)
         peer = source.number if source is not None else -1
         self._in.append((host, gpu, peer))
-        since = int(self._table.since[slot])
-        load = Load(slot, since, host, gpu, saved is None, host.size, saved=saved, peer=peer, tier=tier)
+        generation = int(self._table.generation[slot])
+        load = Load(slot, generation, host, gpu, saved is None, host.size, saved=saved, peer=peer, tier=tier)
         self._loads.append(load)
         self._loading[slot] = load
         self.swapped_blocks += host.size
 
     def loads(self, slot: int) -> bool:
-        """Is the row of `slot` waiting for KV, or for the step that tells the worker of it?"""
+        """Return whether the row of `slot` waits for KV, or for the step that enters it."""
         return slot in self._loading or slot in self._arrived
 
     def slots(self) -> list[int]:
-        """Rows that wait for KV, or for the step that tells the worker of them."""
+        """Return the rows that wait for KV, or for the step that enters them."""
         return [*self._loading, *self._arrived] if self._loading or self._arrived else []
 
     def leaves(self, slot: int) -> Int32:
-        """The sequence of `slot` leaves; returns its blocks into which a copy is still under way."""
+        """Return the blocks of `slot`, the sequence of which leaves, into which a copy is still under way."""
         self._arrived.pop(slot, None)
         load = self._loading.pop(slot, None)
         if load is None:
@@ -151,32 +151,31 @@ class Transfers:
         return load.gpu
 
     def from_peer(self, slot: int) -> Load | None:
-        """What the row of `slot` waits for from the host tier of another replica."""
+        """Return the load from the host tier of another replica that the row of `slot` waits for."""
         load = self._loading.get(slot)
         return load if load is not None and load.peer >= 0 else None
 
     def abandon(self, peer: int) -> list[int]:
-        """That replica is lost: what is being copied from it may be anything. The slots that wait for such loads; they
-        have to be left."""
+        """Return the slots that wait for loads from a replica that is lost; their sequences have to leave."""
         gone = [load for load in self._loads if load.peer == peer and load.tier is not None]
         for load in gone:
             load.tier = None
         return [load.slot for load in gone if not load.orphan]
 
     def let_go(self) -> None:
-        """This replica is lost: other tiers have back what was being copied from them for nobody."""
+        """Give back blocks of other tiers that were copied for sequences that have gone: this replica is lost."""
         for load in self._loads:
             if load.orphan and load.tier is not None:
                 load.tier.give(load.host)
                 load.tier = None
 
     def held_of(self, tier: BlockPool) -> list[Int32]:
-        """Blocks of that tier, of this replica or another, which loads refer to."""
+        """Return the blocks of that tier, of this replica or another, that loads refer to."""
         shared = [load.host for load in self._loads if load.shared and tier is self._host]
         return shared + [load.host for load in self._loads if load.tier is tier]
 
     def take_arrived(self) -> list[int]:
-        """The slots that the next step has to enter."""
+        """Return and forget the slots that the next step has to enter."""
         slots = list(self._arrived)
         self._arrived.clear()
         return slots
@@ -197,7 +196,7 @@ class Transfers:
         )
 
     def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[Load]:
-        """Copies are complete: drained blocks are free, and the loads returned have all their KV.
+        """Take copies as complete: drained blocks are free; return the loads that have all their KV.
 
         Raises ValueError for a copy that is not under way.
         """
@@ -245,9 +244,9 @@ class Transfers:
         return np.fromiter(self._kept.elements(), np.int32)
 
     def check(self) -> None:
-        """Raises RuntimeError when rows and loads contradict each other."""
+        """Raise RuntimeError when rows and loads contradict each other."""
         for slot, load in self._loading.items():
-            if self._table.since[slot] != load.since or not self._table.active[slot]:
+            if self._table.generation[slot] != load.generation or not self._table.active[slot]:
                 raise RuntimeError(f"slot {slot} waits for KV and holds another sequence")
         if sum(not load.orphan for load in self._loads) != len(self._loading):
             raise RuntimeError("loads are counted wrongly")

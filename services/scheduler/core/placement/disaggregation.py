@@ -40,7 +40,7 @@ class HandOver:
             if not replica.can_swap(slot):
                 counters.not_handed += int(first[slot] and router.goes(sequence, takers))
                 continue
-            if replica.sharing is not None and replica.sharing.awaited(slot):
+            if replica.prefix_cache is not None and replica.prefix_cache.awaited(slot):
                 continue
             if not router.goes(sequence, takers):
                 continue

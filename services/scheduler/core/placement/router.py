@@ -271,7 +271,7 @@ class Router:
         """Notes that it is about to run there, for those who are decided before it does."""
         self._sent[replica.number][sequence] = max(sequence.known - hit, 1)
         done = hit // replica.limits.block_size
-        if replica.sharing is not None and sequence.prefix.keys.size - done >= LEAST_KEYS:
+        if replica.prefix_cache is not None and sequence.prefix.keys.size - done >= LEAST_KEYS:
             self._starting[int(sequence.prefix.keys[done])] = (replica.number, sequence.prefix.keys)
             if len(self._starting) > STARTING:
                 self._starting.popitem(last=False)
@@ -281,11 +281,11 @@ class Router:
         size = replica.limits.block_size
         if reads(replica, sequence):
             return sequence.computed
-        if replica.sharing is None or not self._affinity:
+        if replica.prefix_cache is None or not self._affinity:
             return 0
-        blocks = replica.sharing.peek(sequence.prefix.keys)
+        blocks = replica.prefix_cache.match_length(sequence.prefix.keys)
         if sequence.prefix.keys.size - blocks >= LEAST_KEYS:
-            computing = replica.sharing.computing(int(sequence.prefix.keys[blocks]))
+            computing = replica.prefix_cache.computing(int(sequence.prefix.keys[blocks]))
             number, starting = self._starting.get(int(sequence.prefix.keys[blocks]), (-1, None))
             theirs = computing if computing is not None else starting if number == replica.number else None
             if theirs is not None:

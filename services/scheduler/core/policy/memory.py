@@ -113,7 +113,7 @@ class Peak:
 def ahead(known: Int64, rest: Int64, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
     """Tokens held and steps to come for [n] sequences that end with `end` tokens in KV and have `rest` to compute.
 
-    The blocks of a prompt are promised when it enters, so they count at once; its steps are those of its chunks.
+    The blocks of a prompt are reserved when it enters, so they count at once; its steps are those of its chunks.
     """
     held = np.minimum(known, end)
     return held, end - held + np.maximum(rest - 1, 0) // pace.max_tokens + pace.lookahead
@@ -125,8 +125,8 @@ def free_to_yield(table: SlotTable) -> Rows:
 
 
 def set_aside(table: SlotTable) -> int:
-    """Blocks promised to pinned rows."""
-    return int(table.promised[: table.high][table.pinned[: table.high]].sum())
+    """Blocks reserved to pinned rows."""
+    return int(table.reserved[: table.high][table.pinned[: table.high]].sum())
 
 
 def at_limit(replica: ReplicaView, candidates: Candidates, pace: Pace) -> int:
@@ -317,7 +317,7 @@ def spared(replica: ReplicaView) -> int:
 
 
 def roomy(replica: ReplicaView, share: float) -> bool:
-    """Is less than `share` of the pool used or promised?"""
+    """Is less than `share` of the pool used or reserved?"""
     return replica.pool.total - replica.available < share * replica.pool.total
 
 

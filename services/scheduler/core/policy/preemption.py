@@ -70,7 +70,7 @@ class LastStarted(Preempting):
     """The one that entered last (TensorRT-LLM's MAX_UTILIZATION)."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
-        return int(rows[np.lexsort((table.number[rows], table.since[rows]))[-1]])
+        return int(rows[np.lexsort((table.number[rows], table.generation[rows]))[-1]])
 
 
 class LeastLost(Preempting):

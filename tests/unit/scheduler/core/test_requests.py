@@ -358,7 +358,7 @@ def test_stats_tell_what_the_last_step_was_made_of() -> None:
         lambda r: r.table.unanswered.__setitem__(0, 0),
         lambda r: r.table.blocks.__setitem__((0, 0), int(r.table.blocks[1, 0])),
         lambda r: r.pool.refs.__setitem__(0, 2),
-        lambda r: setattr(r, "outstanding", 5),
+        lambda r: setattr(r, "reserved", 5),
         lambda r: r.table.sequence.__setitem__(0, r.table.sequence[1]),
     ],
 )

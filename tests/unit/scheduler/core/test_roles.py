@@ -149,7 +149,7 @@ def test_a_second_prompt_with_the_same_prefix_hits_where_the_first_was_computed(
     h.finish()
     h.add(request("b", 33, 4, seed=5))
     h.finish()
-    assert h.core.replicas[0].sharing.hit_tokens == 32
+    assert h.core.replicas[0].prefix_cache.hit_tokens == 32
     assert counters(h).handed == 2
 
 
@@ -158,7 +158,7 @@ def test_those_who_wait_for_a_prefix_get_it_though_its_owner_is_about_to_leave()
     for name in "abcd":
         h.add(request(name, 33, 4, seed=5))
     h.finish()
-    assert h.core.replicas[0].sharing.hit_tokens == 3 * 32
+    assert h.core.replicas[0].prefix_cache.hit_tokens == 3 * 32
 
 
 def test_a_full_host_tier_keeps_sequences_where_they_are_until_there_is_room() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -195,7 +194,7 @@ def test_the_microbatches_of_a_replica_are_its_stages_unless_they_are_set() -> N
 def test_another_block_size_works_without_sharing() -> None:
     h = house(1)
     assert h.join(replace(LIMITS, block_size=8)) == 1
-    assert [replica.sharing is not None for replica in h.core.replicas] == [True, False]
+    assert [replica.prefix_cache is not None for replica in h.core.replicas] == [True, False]
     for number in range(6):
         h.add(with_prefix(f"r{number}", 0, number))
     run_to_end(h)
@@ -345,9 +344,7 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
         chunk = 64 - len(rows)
         token = c[1] + step / chunk
         owed = sum(int(table.known[s] - table.planned[s]) for s in rows if table.known[s] - table.planned[s] > 1)
-        keys = sequence.prefix.keys.tolist()
-        index = replica.pool._index._block_of
-        hit = 4 * len(list(itertools.takewhile(index.__contains__, keys)))
+        hit = 4 * replica.pool.match_length(sequence.prefix.keys)
         rest = 45 - min(hit, 44)
         time = owed * token + max(rest / chunk, 1) * step + 3 * rest * (token + c[3] * (45 - rest + rest / 2))
         times.append(time + 8 * step * (1 + len(rows) / 8 / 8) + 8 * (len(rows) * c[1] + c[2] * context))

@@ -250,7 +250,7 @@ def test_nobody_enters_in_an_iteration_that_preempted() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields(seed: int) -> None:
-    """Seen from inside: a pinned row has its whole remainder promised from its first step on."""
+    """Seen from inside: a pinned row has its whole remainder reserved from its first step on."""
     h = House(Core("sarathi", lookahead=1), Limits(10, 26, 2, 60, 64))
     for i in range(40):
         h.add(request(f"r{i}", 3 + i % 5, 30, seed=100 * seed + i))
@@ -263,7 +263,7 @@ def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields
         for slot in np.flatnonzero(table.pinned):
             pinned += 1
             assert table.sequence[slot].preemptions == PINNED_AFTER
-            assert table.promised[slot] == -(-(table.limit[slot] - 1) // 2)
+            assert table.reserved[slot] == -(-(table.limit[slot] - 1) // 2)
     h.finish()
     assert pinned, "the load is not hard enough for this test"
 

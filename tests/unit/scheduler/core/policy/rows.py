@@ -23,7 +23,7 @@ class Rows:
         self.table = SlotTable(self.limits)
         self.model, self.token_time = StepTime(), TokenTime()
         self.swap_ns_per_block = 1000.0
-        self.promised = 0  # blocks, to rows that do not hold them yet
+        self.reserved = 0  # blocks, to rows that do not hold them yet
 
     @property
     def pool(self) -> SimpleNamespace:
@@ -31,7 +31,7 @@ class Rows:
 
     @property
     def available(self) -> int:
-        return self.limits.blocks - int(self.table.held.sum()) - self.promised
+        return self.limits.blocks - int(self.table.held.sum()) - self.reserved
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)

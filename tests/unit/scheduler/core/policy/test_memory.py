@@ -87,11 +87,11 @@ def test_blocks_that_all_share_count_once_at_every_end() -> None:
     assert peak.blocks == max(3 * 6 - 10, 2 * 7 - 5, 8)
 
 
-def test_the_peak_estimate_counts_the_pinned_as_what_they_were_promised() -> None:
+def test_the_peak_estimate_counts_the_reserved_blocks_of_pinned_rows() -> None:
     replica = Rows(blocks=12)
-    replica.add(known=4, limit=29, promised=7)
+    replica.add(known=4, limit=29, reserved=7)
     replica.table.pinned[0] = True
-    replica.promised = 6
+    replica.reserved = 6
     assert PeakEstimate().admit(replica, entrants((4, 20)), PACE).tolist() == [1]
     assert PeakEstimate().admit(replica, entrants((4, 21)), PACE).tolist() == []
 
@@ -148,7 +148,7 @@ def test_the_limit_of_ft_aimd_moves_by_100_and_1000_tokens_under_90_percent() ->
     assert memory.limit == 4, "one block is left in any case"
     memory = FtAimd()
     memory.admit(replica, entrants((4, 399)), PACE)
-    replica.promised = 69  # 90 of 100 blocks
+    replica.reserved = 69  # 90 of 100 blocks
     memory.stepped(replica, 0)
     assert memory.limit == 400, "90 % of the pages are used"
 

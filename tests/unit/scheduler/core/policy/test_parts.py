@@ -245,19 +245,19 @@ def test_a_request_level_batch_waits_for_its_size_or_for_the_delay() -> None:
 
 
 def test_victims_by_hand() -> None:
-    """arrived  since  class  planned  prompt  applied
+    """arrived  generation  class  planned  prompt  applied
     0          3      9      1       90      80       91     high
     1          5      8      3       50      40       51     low
     2          4     12      3       30      20       31     low, least work
     3          9     11      2       20      10       12     newest, least output
     """
     replica = Rows(blocks=1000)
-    for arrived, since, priority, planned, prompt, applied in (
+    for arrived, generation, priority, planned, prompt, applied in (
         (3, 9, 1, 90, 80, 91), (5, 8, 3, 50, 40, 51), (4, 12, 3, 30, 20, 31), (9, 11, 2, 20, 10, 12),
     ):  # fmt: skip
         replica.add(
-            known=applied, limit=500, arrived=arrived, since=since, priority=priority, planned=planned, prompt=prompt,
-            applied=applied,
+            known=applied, limit=500, arrived=arrived, generation=generation, priority=priority, planned=planned,
+            prompt=prompt, applied=applied,
         )  # fmt: skip
     table, all_of = replica.table, replica.slots
     assert Newest().choose(table, all_of) == 3
