@@ -1,4 +1,4 @@
-"""Render the generated sections of README.md and docs/ from committed results.
+"""Render the generated sections of README.md and docs/ from committed results and from the code.
 
     python -m bench.render            rewrite every section
     python -m bench.render --check    write nothing; exit code 1 when a page is stale

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from bench import tables as docs_tables
 from services.cli.app import app as command
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
@@ -23,7 +24,6 @@ from services.scheduler.core.policy.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.telemetry import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings
-from tests.support.docs import tables as docs_tables
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACEHOLDERS = {"class_name": "class", "request_id": "id", "worker_id": "id", "member": "id", "key_id": "key id"}
@@ -80,11 +80,6 @@ def test_every_field_of_the_request_record_is_in_the_redis_page() -> None:
     page = text("docs/redis.md")
     missing = [name for name in sorted(written) if f"`{name}`" not in page and f"`{name}:{{choice}}`" not in page]
     assert not missing
-
-
-@pytest.mark.parametrize("page", docs_tables.PAGES)
-def test_the_tables_of_a_page_are_those_of_the_code(page: str) -> None:
-    assert text(page) == docs_tables.with_tables(page, text(page)), "run `python -m tests.support.docs.tables`"
 
 
 @pytest.mark.parametrize("settings", docs_tables.CLASSES.values(), ids=docs_tables.CLASSES)

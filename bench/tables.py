@@ -1,12 +1,10 @@
-"""Tables of the documentation that are made from the code. `python -m tests.support.docs.tables` rewrites them.
+"""Tables of the documentation that come from the code: settings, metrics, presets and parts of policies.
 
-docs/configuration.md has those of shared/settings.py, docs/policies.md those of the scheduler's presets and parts.
-tests/unit/test_docs.py fails when a page and the code differ.
+The templates settings.md, metrics.md and choices.md call `settings`, `metrics` and `choices` (bench/render.py).
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -31,7 +29,6 @@ from shared.settings import (
     SchedulerSettings,
     WorkerSettings,
 )
-from shared.telemetry.metrics import Alias
 
 CLASSES: dict[str, type[BaseSettings]] = {
     "common": CommonSettings,
@@ -96,15 +93,28 @@ def limits(field: FieldInfo) -> str:
     return ", ".join(bounds)
 
 
-def table(settings: type[BaseSettings]) -> str:
+def settings(part: str) -> str:
+    """Return the options of one service: `gateway`."""
     rows = ["| variable | default | allowed | meaning |", "|---|---|---|---|"]
-    for name, field in own_fields(settings).items():
+    for name, field in own_fields(CLASSES[part]).items():
         cells = (f"`ORCINUS_{name.upper()}`", default(field), limits(field), meaning(name, field))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
-def metrics(registry: CollectorRegistry) -> str:
+def metrics(part: str) -> str:
+    """Return the metrics of one service, or the `aliases` of all."""
+    return _aliases() if part == "aliases" else _families(REGISTRIES[part]())
+
+
+REGISTRIES: dict[str, Callable[[], CollectorRegistry]] = {
+    "gateway": lambda: gateway_metrics.Metrics().registry,
+    "scheduler": lambda: scheduler_metrics.Metrics().registry,
+    "worker": lambda: worker_metrics.Metrics().registry,
+}
+
+
+def _families(registry: CollectorRegistry) -> str:
     rows = ["| metric | type | meaning |", "|---|---|---|"]
     for family in sorted(registry.collect(), key=lambda each: each.name):
         if not family.name.startswith("process_"):
@@ -113,13 +123,15 @@ def metrics(registry: CollectorRegistry) -> str:
     return "\n".join(rows)
 
 
-def aliases(*groups: tuple[Alias, ...]) -> str:
+def _aliases() -> str:
     rows = ["| name | ours |", "|---|---|"]
-    rows += [f"| `{alias.name}` | `{alias.source}` |" for group in groups for alias in group]
+    rows += [
+        f"| `{alias.name}` | `{alias.source}` |" for alias in (*gateway_metrics.ALIASES, *scheduler_metrics.ALIASES)
+    ]
     return "\n".join(rows)
 
 
-def presets() -> str:
+def _presets() -> str:
     rows = [
         "| preset | order | memory | tokens | batch | relief | prefix cache |",
         "|---|---|---|---|---|---|---|",
@@ -132,6 +144,9 @@ def presets() -> str:
 
 
 def choices(part: str) -> str:
+    """Return the choices of one part of a policy, or all `presets`."""
+    if part == "presets":
+        return _presets()
     rows = ["| choice | class | meaning |", "|---|---|---|"]
     for name, make in PARTS[part].items():
         kind = type(make(64) if name in NEEDS else make())
@@ -159,31 +174,3 @@ VARIANTS = {
     "least-output": "who has the fewest outputs, of these the one with the longest input (SGLang)",
 }
 """Choices that share a class with another one, or whose class says it in other words."""
-
-PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/configuration.md": {name: functools.partial(table, settings) for name, settings in CLASSES.items()},
-    "docs/metrics.md": {
-        "gateway": lambda: metrics(gateway_metrics.Metrics().registry),
-        "scheduler": lambda: metrics(scheduler_metrics.Metrics().registry),
-        "worker": lambda: metrics(worker_metrics.Metrics().registry),
-        "aliases": functools.partial(aliases, gateway_metrics.ALIASES, scheduler_metrics.ALIASES),
-    },
-    "docs/policies.md": {"presets": presets, **{part: functools.partial(choices, part) for part in PARTS}},
-}
-
-
-def with_tables(page: str, text: str) -> str:
-    """The text of a page with every table made anew. Raises ValueError when a marker is missing."""
-    for name, make in PAGES[page].items():
-        block = f"<!-- table: {name} -->\n{make()}\n<!-- end -->"
-        text, found = re.subn(
-            rf"<!-- table: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL
-        )
-        if found != 1:
-            raise ValueError(f"{page} has {found} tables named {name}; it needs one")
-    return text
-
-
-if __name__ == "__main__":
-    for page in PAGES:
-        (ROOT / page).write_text(with_tables(page, (ROOT / page).read_text()))
