@@ -118,10 +118,10 @@ def run(fleet: Fleet, traffic: Traffic, progress: Callable[[int], None] | None =
     """To the end of the last request. Raises ValueError for an unknown routing or a request that fits no replica."""
     if fleet.routing not in ROUTERS:
         raise ValueError(f"no routing {fleet.routing!r}; there are {', '.join(ROUTERS)}")
-    return _Run(fleet, traffic, progress).go()
+    return FleetRun(fleet, traffic, progress).go()
 
 
-class _Run:
+class FleetRun:
     def __init__(self, fleet: Fleet, traffic: Traffic, progress: Callable[[int], None] | None) -> None:
         self.fleet, self.traffic, self.progress = fleet, traffic, progress
         self.requests = Requests(

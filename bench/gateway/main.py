@@ -111,7 +111,7 @@ class Run:
         figures = self._figures(case, endpoint, begin, end)
         if case == "rate":
             figures |= _waits(streams.waits_s, late_s, count / self._setup.rate)
-        _check(figures)
+        check(figures)
         return figures
 
     def _saturate(self, streams: Streams, seconds: float, _late_s: list[float]) -> None:
@@ -184,7 +184,7 @@ def _waits(waits_s: list[float], late_s: list[float], period_s: float) -> dict[s
     return {"wait_p50_ms": round(p50, 2), "wait_p99_ms": round(p99, 2), "late_iterations": round(late, 4)}
 
 
-def _check(figures: dict[str, Any]) -> None:
+def check(figures: dict[str, Any]) -> None:
     """Raises WrongLimitError when the figures would be those of the bench and not of the gateway."""
     beside = figures["client_and_publisher_ran"] + figures["client_and_publisher_waited"]
     told = f"clients and publisher used or waited for {beside:.0%} of their core, Redis {figures['redis_ran']:.0%}"

@@ -75,7 +75,7 @@ class Facts:
 def gather_driver() -> Facts:
     """What is so here, but for Python's packages. Takes a second or two where there is a GPU."""
     nodes = [node for node in NODES if Path(node).exists()]
-    smi, code = _smi()
+    smi, code = ask_nvidia_smi()
     return Facts(
         card=_card(),
         nodes=bool(nodes),
@@ -85,7 +85,7 @@ def gather_driver() -> Facts:
         smi=smi,
         smi_code=code,
         version=_kernel_driver(),
-        driver=_child("driver", timeout_s=DRIVER_S) if nodes or smi is not None else {},
+        driver=probe("driver", timeout_s=DRIVER_S) if nodes or smi is not None else {},
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         memlock_bytes=_memlock(),
     )
@@ -96,7 +96,7 @@ def gather() -> Facts:
     facts = gather_driver()
     if not facts.devices:
         return facts
-    answers = _child("python", facts.devices[0].arch, timeout_s=PYTHON_S)
+    answers = probe("python", facts.devices[0].arch, timeout_s=PYTHON_S)
     silent = {"error": answers.get("failed", "no answer")}
     known = {name: answers.get(name, silent) for name in ("torch", "cupy", "nvrtc")}
     prebuilt = answers.get("prebuilt", {}).get("architecture", "")
@@ -137,7 +137,7 @@ def in_container() -> bool:
     return any(Path(file).exists() for file in CONTAINER_FILES) or "KUBERNETES_SERVICE_HOST" in os.environ
 
 
-def _smi() -> tuple[str | None, int]:
+def ask_nvidia_smi() -> tuple[str | None, int]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None, 0
@@ -175,7 +175,7 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _child(*arguments: str, timeout_s: float) -> dict[str, Any]:
+def probe(*arguments: str, timeout_s: float) -> dict[str, Any]:
     """The probe's answer, or {"failed": why}; a library may print before it."""
     command = [sys.executable, "-m", "services.launcher.gpu_probe", *arguments]
     try:

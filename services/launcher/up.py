@@ -155,10 +155,10 @@ def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerS
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()
-    _check_replicas(len(launcher.roles()), worker)
+    check_replicas(len(launcher.roles()), worker)
 
 
-def _check_replicas(replicas: int, worker: WorkerSettings) -> None:
+def check_replicas(replicas: int, worker: WorkerSettings) -> None:
     """Raises ConfigurationError for what several workers on one machine cannot share."""
     if replicas == 1:
         return

@@ -76,13 +76,11 @@ def stack(whole: Stack) -> Iterator[Stack]:
 
 def told_to_end(stack: Stack) -> int:
     """The exit status of the scheduler after SIGTERM."""
-    process = stack._processes["scheduler"]
-    process.send_signal(signal.SIGTERM)
+    stack.signal("scheduler", signal.SIGTERM)
     try:
-        return process.wait(EXIT_S)
+        return stack.wait("scheduler", EXIT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        stack.kill("scheduler")
         raise
 
 
@@ -180,7 +178,7 @@ class Shards:
 
     @staticmethod
     def busy(server: WorkerServer) -> bool:
-        return server._current is not None
+        return server.is_led
 
     @staticmethod
     def ended(process: subprocess.Popen[bytes]) -> int | None:

@@ -70,6 +70,9 @@ class Collector:
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
+        self.close()
+
+    def close(self) -> None:
         self._server.server_close()
 
 
@@ -166,4 +169,4 @@ def test_a_collector_that_is_gone_holds_up_nothing() -> None:
     begun.start()
     begun.join(60)
     assert not begun.is_alive()
-    nobody._server.server_close()
+    nobody.close()

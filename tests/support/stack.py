@@ -135,9 +135,9 @@ class Stack:
     def signal(self, service: str, how: int) -> None:
         self._processes[service].send_signal(how)
 
-    def wait(self, service: str) -> int:
+    def wait(self, service: str, seconds: float = 60.0) -> int:
         """The exit status of one that ends by itself."""
-        return self._processes[service].wait(60)
+        return self._processes[service].wait(seconds)
 
     def log(self, service: str) -> str:
         return (self.directory / f"{service}.log").read_text(errors="replace")

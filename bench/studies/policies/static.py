@@ -47,7 +47,7 @@ def compare(quick: bool, run: Runner) -> Row:
     drawn = [(name, share * point["request_rps"]) for name, point in zip(names, full, strict=True) for share in CURVE]
     points = measured([job(*one) for one in drawn])
     curves = [points[i : i + len(CURVE)] for i in range(0, len(points), len(CURVE))]
-    crossings = _crossings(
+    crossings = find_crossings(
         names, curves, limit, COARSE if quick else PRECISION, lambda tries: measured([job(*one) for one in tries])
     )
     policies = [
@@ -86,7 +86,7 @@ def _point(result: dict[str, Any], offered_rps: float | None) -> Row:
     }
 
 
-def _crossings(
+def find_crossings(
     names: list[str],
     curves: list[list[Row]],
     limit: float,

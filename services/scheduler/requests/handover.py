@@ -56,7 +56,7 @@ class Handover:
             if self._core.release(request_id):
                 back.append(entry)
                 self._forget(request_id)
-        return await self._release(self._lease, back[::-1])
+        return await self.release(self._lease, back[::-1])
 
     async def give(self, shards: Sequence[str]) -> int:
         """Give the requests that have begun to `shards`, in turn, with their tokens; return how many."""
@@ -66,7 +66,7 @@ class Handover:
         self._publisher.put(self._core.checkpoint())
         await self._publisher.caught_up()
         for number, shard in enumerate(shards):
-            await self._move(
+            await self.move(
                 self._lease, self._shard, shard, [self._entries[name] for name in names[number :: len(shards)]]
             )
         for name in names:
@@ -85,15 +85,15 @@ class Handover:
             return  # it has a scheduler again
         try:
             entries = await intake.left_by(orphan, lease)
-            back = await self._release(lease, entries)
-            moved = await self._move(lease, orphan, self._shard, entries)
+            back = await self.release(lease, entries)
+            moved = await self.move(lease, orphan, self._shard, entries)
             log.info("shard %s has no scheduler: %d requests handed back, %d taken over", orphan, back, moved)
         except LeaseLostError:
             log.warning("shard %s not taken over: it has a scheduler again", orphan)
         finally:
             await lease.release()
 
-    async def _release(self, lease: Lease, entries: Iterable[Entry]) -> int:
+    async def release(self, lease: Lease, entries: Iterable[Entry]) -> int:
         rows: list[list[Value]] = [
             [self._keys.req(e.request.id), e.stream, e.id, e.request.SerializeToString()] for e in entries
         ]
@@ -107,7 +107,7 @@ class Handover:
             )
         return count
 
-    async def _move(self, lease: Lease, giver: str, taker: str, entries: Iterable[Entry]) -> int:
+    async def move(self, lease: Lease, giver: str, taker: str, entries: Iterable[Entry]) -> int:
         rows: list[list[Value]] = [[self._keys.req(e.request.id), e.stream, e.id] for e in entries]
         count = 0
         for part in _parts(rows):

@@ -46,13 +46,13 @@ class Shards:
         """Read the other shards until cancelled; call `looked` after each look."""
         while True:
             try:
-                await self._look(time.monotonic())
+                await self.look(time.monotonic())
                 looked()
             except Unavailable as error:
                 log.warning("other shards not read: %s; retrying", error)
             await asyncio.sleep(LOOK_S)
 
-    async def _look(self, now_s: float) -> None:
+    async def look(self, now_s: float) -> None:
         pending, last = await self._pending()
         self.unclaimed_ms = await self._unclaimed(last)
         registered = await self._registered()

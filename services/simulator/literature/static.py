@@ -33,7 +33,7 @@ def slots_in_use() -> Table:
     table = Table("T1", "static batch: slots active until step", "exact", ("until step", "sheet: slots", "ours: slots"))
     totals = [prompt + new for prompt, new in T1_REQUESTS.values()]
     active = _active(totals, "static")
-    ends = _changes(active)
+    ends = stretches(active)
     for (step, slots), (our_step, our_slots) in zip(T1_SHEET, ends, strict=False):
         table.rows.append([step, slots, our_slots if our_step == step else f"{our_slots} until {our_step}"])
     ours = sum(active) / (4 * len(active))
@@ -63,7 +63,7 @@ def _active(totals: Sequence[int], policy: str) -> list[int]:
     return counts
 
 
-def _changes(active: Sequence[int]) -> list[tuple[int, int]]:
+def stretches(active: Sequence[int]) -> list[tuple[int, int]]:
     """Return (last step, slots) of each run of steps with the same number of slots."""
     following = [*active[1:], 0]
     return [(i + 1, now) for i, (now, then) in enumerate(zip(active, following, strict=True)) if now != then]

@@ -38,13 +38,13 @@ def figures(**changes: Any) -> dict[str, Any]:
 
 
 def test_figures_of_a_gateway_that_waited_for_the_bench_are_refused() -> None:
-    gateway._check(figures())
-    gateway._check(figures(gateway_ran=0.5, gateway_waited=0.45))  # another process had its core
-    gateway._check(figures(case="rate", gateway_ran=0.3, gateway_waited=0.0, late_iterations=0.0))
+    gateway.check(figures())
+    gateway.check(figures(gateway_ran=0.5, gateway_waited=0.45))  # another process had its core
+    gateway.check(figures(case="rate", gateway_ran=0.3, gateway_waited=0.0, late_iterations=0.0))
     with pytest.raises(gateway.WrongLimitError, match="idle for 65%"):
-        gateway._check(figures(gateway_ran=0.3))
+        gateway.check(figures(gateway_ran=0.3))
     with pytest.raises(gateway.WrongLimitError, match="late"):
-        gateway._check(figures(case="rate", late_iterations=0.2))
+        gateway.check(figures(case="rate", late_iterations=0.2))
 
 
 def test_a_refusal_and_wrong_options_have_an_exit_status(
@@ -65,7 +65,7 @@ def test_a_refusal_and_wrong_options_have_an_exit_status(
 def test_a_short_run_counts_every_token_of_a_real_gateway(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gateway, "_check", lambda _: None)  # this machine does other things meanwhile
+    monkeypatch.setattr(gateway, "check", lambda _: None)  # this machine does other things meanwhile
     monkeypatch.setattr(gateway, "WARM_S", 0.2)
     assert gateway.main(["--clients", "8", "--seconds", "0.5", "--rate", "400", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

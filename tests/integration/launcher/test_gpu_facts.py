@@ -55,7 +55,7 @@ def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpu_facts, "_child", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(gpu_facts, "probe", lambda *_, **__: pytest.fail("a process was started"))
     facts = gather()
     assert (facts.nodes, facts.smi, facts.driver, facts.devices, facts.torch) == (False, None, {}, [], {})
 
@@ -130,13 +130,13 @@ def test_a_probe_that_hangs_or_dies_takes_nothing_with_it(
         (folder / "__init__.py").touch()  # else the real package goes before it where PYTHONPATH names the checkout
     (package / "gpu_probe.py").write_text(program)
     monkeypatch.setattr(gpu_facts, "ROOT", tmp_path)
-    assert gpu_facts._child("driver", timeout_s=timeout_s) == {"failed": said}
+    assert gpu_facts.probe("driver", timeout_s=timeout_s) == {"failed": said}
 
 
 def test_torch_that_crashes_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"driver": driver(), "python": {"failed": "exit code -11"}}
-    monkeypatch.setattr(gpu_facts, "_smi", lambda: (SMI, 0))
-    monkeypatch.setattr(gpu_facts, "_child", lambda what, *_, timeout_s: answers[what])
+    monkeypatch.setattr(gpu_facts, "ask_nvidia_smi", lambda: (SMI, 0))
+    monkeypatch.setattr(gpu_facts, "probe", lambda what, *_, timeout_s: answers[what])
     monkeypatch.setattr(gpu_facts, "cupy_packages", lambda: {"cupy-cuda13x": "14.2.0"})
     found = {check.name: check.detail for check in judge(gather(), "cuda") if check.status == "fail"}
     assert list(found) == ["torch", "cupy", "kernels"]
@@ -146,9 +146,9 @@ def test_torch_that_crashes_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_version_of_the_kernels_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
     monkeypatch.setattr(gpu_facts, "DRIVER_VERSION", file)
-    assert gpu_facts._kernel_driver() == ""
+    assert gather_driver().version == ""
     file.write_text(PROC_VERSION)
-    assert gpu_facts._kernel_driver() == "580.95.05"
+    assert gather_driver().version == "580.95.05"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_card_is_found_on_the_bus(
     (tmp_path / "0000:17:00.0" / "vendor").write_text(f"{vendor}\n")
     (tmp_path / "0000:17:00.0" / "class").write_text(f"{kind}\n")
     (tmp_path / "0000:18:00.0").mkdir()  # gone in between
-    assert gpu_facts._card() is found
+    assert gather_driver().card is found
 
 
 @pytest.mark.parametrize(

@@ -124,18 +124,18 @@ class World:
         entries = [entry for name, entry in process.held.items() if name not in process.begun][-2:]
         for entry in entries:
             self.drop(process, entry.request.id)
-        await process.handover._release(process.lease, entries)
+        await process.handover.release(process.lease, entries)
         if self.chance.random() < 0.4:
-            await process.handover._release(process.lease, entries)
+            await process.handover.release(process.lease, entries)
 
     async def give(self, process: Process) -> None:
         entries = [process.held[name] for name in sorted(process.begun)]
         taker = self.chance.choice([shard for shard in SHARDS if shard != process.shard])
         for entry in entries:
             self.drop(process, entry.request.id)
-        await process.handover._move(process.lease, process.shard, taker, entries)
+        await process.handover.move(process.lease, process.shard, taker, entries)
         if self.chance.random() < 0.4:
-            await process.handover._move(process.lease, process.shard, self.chance.choice(SHARDS), entries)
+            await process.handover.move(process.lease, process.shard, self.chance.choice(SHARDS), entries)
 
     async def inherit(self, process: Process) -> None:
         """Only from a shard without a lease, which the lease itself decides."""

@@ -47,8 +47,8 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
     intake, held = Intake(redis, redis, scripts, keys, settings.shard, lease, Clock()), Holdings()
     await intake.prepare()
     nobody: Any = None
-    claims = Claims(intake, held, nobody, nobody, nobody, nobody, lambda: False, nobody)
-    claims._shards = Alone()  # type: ignore[assignment]
+    alone: Any = Alone()
+    claims = Claims(intake, held, alone, nobody, nobody, nobody, lambda: False, nobody)
     claims.joined(SLOTS)
     found: list[Claimed] = []
     while len(found) <= FLOOD and (part := await intake.read(claims.room())):

@@ -160,7 +160,7 @@ async def test_a_move_that_is_repeated_takes_nothing_back(server: RedisServer) -
 async def test_others_are_those_with_a_worker_and_orphans_those_left_for_three_leases(server: RedisServer) -> None:
     async with taking(server) as taker:
         shards = Shards(taker.redis, taker.keys, "shard-1", 1000)
-        await shards._look(0.0)
+        await shards.look(0.0)
         assert (shards.others, shards.orphans, shards.pending) == ([], [], 0)
         for name in ("a", "b"):
             await taker.enqueue(name)
@@ -168,17 +168,17 @@ async def test_others_are_those_with_a_worker_and_orphans_those_left_for_three_l
         other.claim()
         await taker.redis.zadd(taker.keys.workers, {"worker-0": 1})
         await taker.redis.hset(taker.keys.worker("worker-0"), "shard", "shard-0")
-        await shards._look(1.0)
+        await shards.look(1.0)
         assert (shards.others, shards.orphans) == (["shard-0"], [])
         other.stats(draining=1)
-        await shards._look(2.0)
+        await shards.look(2.0)
         assert shards.others == []
         other.resign()
         for now_s, orphans in ((3.0, []), (5.9, []), (6.1, ["shard-0"])):
-            await shards._look(now_s)
+            await shards.look(now_s)
             assert shards.orphans == orphans
         other.lead(draining=0)
-        await shards._look(7.0)
+        await shards.look(7.0)
         assert (shards.others, shards.orphans) == (["shard-0"], [])
 
 
@@ -190,7 +190,7 @@ async def test_the_age_of_what_nobody_claimed_is_that_of_the_first_behind_the_cl
         other = scripted(server, taker)
         for added_ms in (1000, 2000, 2000, None):
             before = await taker.redis.time()
-            await shards._look(0.0)
+            await shards.look(0.0)
             after = await taker.redis.time()
             realtime, high, normal, low = shards.unclaimed_ms
             assert realtime == high == low == 0
@@ -213,7 +213,7 @@ async def test_a_shard_that_drains_passes_on_what_it_is_given_meanwhile(server: 
                 for name in list(held.entries):
                     entry = held.entries[name]
                     given.append(name)
-                    await taker.handover._move(taker.lease, "shard-1", shards[0], [entry])
+                    await taker.handover.move(taker.lease, "shard-1", shards[0], [entry])
                     held.drop(name)
 
         def take(claimed: list[Claimed]) -> None:

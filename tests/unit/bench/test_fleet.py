@@ -14,7 +14,7 @@ from bench.fleet import main as command
 from bench.fleet.calibration import Case, compare
 from bench.fleet.replica import NEVER, Replica, Requests, Size, StepCost
 from bench.fleet.routing import ROUTERS
-from bench.fleet.run import Fleet, Rule, Scaler, _Run, run
+from bench.fleet.run import Fleet, FleetRun, Rule, Scaler, run
 from bench.fleet.traffic import Spec, Traffic, build
 from services.simulator.device.roofline import Roofline
 from shared.settings import ROOT
@@ -117,7 +117,7 @@ def test_every_request_ends_once_with_all_its_tokens_whatever_fails(
         price_hour=3.0,
     )  # fmt: skip
     asked = build(Spec(6000, 60.0, swing=0.9, day_s=60.0, groups=20, prefix_tokens=64))
-    going = _Run(fleet, asked, None)
+    going = FleetRun(fleet, asked, None)
     ended: list[int] = []
     before = Replica.event
 

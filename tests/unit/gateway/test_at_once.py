@@ -45,18 +45,18 @@ class Client:
         self.at_once += 1
         self.body += body
 
-    async def _send(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         if not self.room:
             await asyncio.sleep(0)  # as one that waits for room
         self.body += message.get("body", b"")
 
-    async def _receive(self) -> Message:
+    async def receive(self) -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
     async def run(self, rows: list[tuple[Row, int, bool]]) -> None:
         """All rows, each when the one before was served; the last ones have to end the request."""
-        serving = asyncio.create_task(self.events_response(self.scope, self._receive, self._send))
+        serving = asyncio.create_task(self.events_response(self.scope, self.receive, self.send))
         await self.settled()
         for row, first, room in rows:
             self.room = room
@@ -144,7 +144,7 @@ def test_the_end_by_a_stop_string_is_left_to_the_writer_and_nothing_overtakes_it
     async def scenario() -> Client:
         client = Client(True, stop=["fox"], n=2)
         client.commands.away = True
-        serving = asyncio.create_task(client.events_response(client.scope, client._receive, client._send))
+        serving = asyncio.create_task(client.events_response(client.scope, client.receive, client.send))
         await client.settled()
         client.stream.offer(Row(0, model().encode("a fox")), 0)
         assert client.at_once == 1
@@ -181,14 +181,14 @@ def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
     async def scenario() -> Client:
         client = Client(True)
         room = asyncio.Event()
-        send: Callable[[Message], Any] = client._send
+        send: Callable[[Message], Any] = client.send
 
         async def slow(message: Message) -> None:
             if message["type"] == "http.response.body":
                 await room.wait()
             await send(message)
 
-        serving = asyncio.create_task(client.events_response(client.scope, client._receive, slow))
+        serving = asyncio.create_task(client.events_response(client.scope, client.receive, slow))
         await client.settled()
         client.room = False
         for row, first, _ in plain_rows(6):
@@ -209,7 +209,7 @@ def test_a_row_that_cannot_be_told_ends_its_own_stream_with_an_error(monkeypatch
     async def scenario() -> Client:
         client = Client(True)
         monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
-        serving = asyncio.create_task(client.events_response(client.scope, client._receive, client._send))
+        serving = asyncio.create_task(client.events_response(client.scope, client.receive, client.send))
         await client.settled()
         assert client.stream.offer(Row(0, [100]), 0) is Offer.TAKEN
         await asyncio.wait_for(serving, 30)
@@ -238,7 +238,7 @@ def test_a_comment_comes_after_silence_and_not_between_tokens(monkeypatch: pytes
         monkeypatch.setattr(client.generation, "next", next_)
         client.stream.heard_at = 0.0
         given.append(lambda: setattr(client.stream, "heard_at", 4.0))  # a token, written at once, while it waited
-        await asyncio.wait_for(client.events_response(client.scope, client._receive, client._send), 30)
+        await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 30)
         return client
 
     monkeypatch.setattr(sse, "time", SimpleNamespace(monotonic=lambda: clock[0]))

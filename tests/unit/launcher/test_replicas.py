@@ -34,13 +34,13 @@ def test_workers_on_gpus_see_those_that_no_other_sees(monkeypatch: pytest.Monkey
     assert made == ["0,1", "2,3"]
     monkeypatch.setattr(up, "device_count", lambda: 3)
     with pytest.raises(ConfigurationError, match="each needs 2 GPUs of its own, this machine shows 3"):
-        up._check_replicas(2, WorkerSettings(tp=2))
+        up.check_replicas(2, WorkerSettings(tp=2))
 
 
 @pytest.mark.parametrize("settings", [{"listen": "127.0.0.1:5000"}, {"advertise": "10.0.0.1:5000"}])
 def test_an_address_that_only_one_can_have_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="2 replicas"):
-        up._check_replicas(2, WorkerSettings(**settings))
+        up.check_replicas(2, WorkerSettings(**settings))
 
 
 def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(

@@ -97,7 +97,7 @@ def test_table_one_is_exact() -> None:
 
 
 def test_stretches_of_equal_counts_end_where_the_count_changes() -> None:
-    assert literature_static._changes([4, 4, 3, 3, 3, 1]) == [(2, 4), (5, 3), (6, 1)]
+    assert literature_static.stretches([4, 4, 3, 3, 3, 1]) == [(2, 4), (5, 3), (6, 1)]
 
 
 def test_padding_is_what_the_longest_of_each_batch_adds() -> None:
