@@ -193,19 +193,6 @@ def test_text_mode_sends_words_and_takes_the_servers_token_count(
     assert result["output_tokens"] == 14  # four events each, seven tokens by the usage
 
 
-def test_tokens_that_never_become_text_are_delivered_with_the_end_of_the_stream(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.script = "no_text"
-    code, result = run(
-        capsys, "--url", server.url, "--concurrency", "1", "--requests", "2", "--warmup", "0", "--text",
-        "--output-tokens", "5",
-    )  # fmt: skip
-    assert code == 0
-    assert result["output_tokens"] == 10
-    assert 0 < result["ttft_ms"]["p50"] <= result["e2e_ms"]["p50"]
-
-
 def test_refused_requests_are_recorded_as_429_and_are_no_failure_of_the_run(
     server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,21 +290,6 @@ def test_several_loads_run_one_after_another_and_are_rows_of_one_result(
     assert not re.findall(r"(?:src|href)=[\"']?http", page.replace("xlink:href", ""))
 
 
-def test_seconds_say_how_many_requests_each_rate_sends(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, result = run(capsys, "--url", server.url, "--rate", "20,50", "--seconds", "0.2", "--warmup", "0")
-    assert [one["requests"] for one in result["runs"]] == [4, 10]
-
-
-def test_goodput_goes_by_the_limits_that_are_given(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--url", server.url, "--concurrency", "1", "--requests", "3", "--warmup", "0")
-    _, strict = run(capsys, *arguments, "--ttft-slo-ms", "0.0001")
-    _, loose = run(capsys, *arguments, "--ttft-slo-ms", "60000", "--tbt-slo-ms", "60000")
-    assert strict["goodput_rps"] == 0
-    assert loose["goodput_rps"] == loose["request_rps"] > 0
-
-
 def test_what_the_server_says_is_escaped_in_the_report(
     server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -358,13 +330,6 @@ def test_wrong_use_is_exit_code_2_with_a_message_and_an_empty_stdout(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "bench serve" in shown.err
-
-
-def test_an_unknown_model_is_wrong_use_and_names_those_that_are_served(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert load.main(["--url", server.url, "--model", "other", "--concurrency", "1"]) == 2
-    assert "scripted" in capsys.readouterr().err
 
 
 def test_sse_payloads_come_out_whole_wherever_the_network_cuts_them() -> None:

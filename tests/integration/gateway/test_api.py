@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -97,23 +96,6 @@ def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
     assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
-
-
-def test_the_async_client_streams_many_at_once(gateway: GatewayProcess, answers: None) -> None:
-    async def one(client: openai.AsyncOpenAI, number: int) -> str:
-        if number % 2:
-            answer = await client.completions.create(model=gateway.name, prompt="The", max_tokens=100)
-            return answer.choices[0].text
-        stream = await client.chat.completions.create(
-            model=gateway.name, messages=[{"role": "user", "content": "hi"}], max_tokens=100, stream=True
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def many() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as client:
-            return list(await asyncio.gather(*(one(client, number) for number in range(36))))
-
-    assert asyncio.run(many()) == [TEXT] * 36
 
 
 def test_lists_of_prompts_and_n_make_choices_in_order(client: openai.OpenAI, gateway: GatewayProcess) -> None:

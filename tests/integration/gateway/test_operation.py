@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from tests.integration.conftest import KEY
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.scripted_scheduler import ScriptedScheduler, answering
+from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import PLAIN, ROOT, RedisServer
 from tests.support.tokenizers import CONTEXT, write_model
 from tests.support.waiting import free_port, until
@@ -69,32 +68,7 @@ def test_a_redis_without_memory_is_503(
     gateway.wait_ready()
 
 
-def test_rate_limits_are_429_with_the_time_to_wait(
-    tmp_path: Path, model: Path, redis_server: RedisServer, tokenizer: Tokenizer
-) -> None:
-    redis_server.client.flushdb()
-    with running_gateway(tmp_path, model, redis_server, requests_per_minute=1) as own:
-        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
-        own.wait_ready()
-        with answering(scheduler, lambda _: [50]):
-            assert own.post("/v1/completions", {"prompt": "x"}).status_code == 200
-            second = own.post("/v1/completions", {"prompt": "x"})
-    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-    assert 1 <= int(second.headers["retry-after"]) <= 60
-
-
 # Health
-
-
-def test_health_progress_fails_while_work_stands_still(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
-    with running_gateway(tmp_path, model, redis_server, progress_timeout_s=1.5) as own:
-        scheduler = ScriptedScheduler(redis_server.client, own.keys).lead(running=1)
-        until("no progress", lambda: own.status("/health/progress") == 503)
-        scheduler.stats(running=1, last_step=77)
-        until("progress", lambda: own.status("/health/progress") == 200)
-        scheduler.stats(running=0, last_step=77)
-        until("idle", lambda: httpx.get(own.url + "/stats", verify=PLAIN).status_code == 404)  # no key: ops port only
-        assert own.status("/health/progress") == 200
 
 
 def test_limits_of_a_worker_are_the_gateways(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:

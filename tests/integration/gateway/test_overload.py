@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.integration.conftest import KEY, OTHER
+from tests.integration.conftest import KEY
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import PLAIN
@@ -49,48 +48,6 @@ def test_a_full_queue_is_429_until_retry_after_and_low_finds_it_full_first(
     assert answered(985, "realtime").status_code == 200
 
 
-def test_a_tenant_that_fills_its_share_of_the_queue_is_429_and_others_are_not(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    first = post(gateway, "/v1/completions", {"model": gateway.name, "prompt": [5] * 10, "background": True})
-    assert first.status_code == 202
-    tenant = scheduler.client.hget(gateway.keys.req(first.json()["id"]), "tenant")
-    until("nothing waits", lambda: not scheduler.client.exists(gateway.keys.queue_tenants))
-    scheduler.client.hset(gateway.keys.queue, "tokens", 395)
-    scheduler.client.hset(gateway.keys.queue_tenants, tenant, 395)
-    body = {"model": gateway.name, "prompt": [5] * 10}
-    full = post(gateway, "/v1/completions", body)
-    assert (full.status_code, full.json()["error"]["code"]) == (429, "tenant_queue_full")
-    assert int(full.headers["retry-after"]) >= 1
-    assert post(gateway, "/v1/completions", body, key=OTHER).status_code == 200
-
-
-def test_a_class_that_waits_too_long_is_429_until_retry_after(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    queued = 0
-
-    def answered(wait_ms: int, priority: str = "normal") -> httpx.Response:
-        nonlocal queued
-        queued += 1
-        waits = {f"queued_tokens_{priority}": queued, f"predicted_ttft_ms_{priority}": wait_ms}
-        scheduler.stats(**waits, prefill_tok_s=100)
-        until("the forecast is known", lambda: shard(gateway).get(f"queued_tokens_{priority}") == str(queued))
-        # Somebody waits, so that it is not the first.
-        scheduler.client.hset(gateway.keys.queue, "tokens", 10)
-        tenant = hashlib.sha256(KEY.encode()).hexdigest()[:16]
-        scheduler.client.hset(gateway.keys.queue_tenants, tenant, 10)
-        return post(gateway, "/v1/completions", {"model": gateway.name, "prompt": "x", "priority": priority})
-
-    for priority, wait_ms in (("normal", 50_500), ("low", 32_500)):
-        late = answered(wait_ms, priority)
-        assert (late.status_code, late.json()["error"]["code"]) == (429, "overloaded")
-        after = int(late.headers["retry-after"])
-        assert after == 3
-        assert answered(wait_ms - 1000 * (after - 1), priority).status_code == 429
-        assert answered(wait_ms - 1000 * after, priority).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("field", "limit_ms", "predicted_ms", "code", "retry_after"),
     [
@@ -120,47 +77,3 @@ def test_a_first_token_that_would_come_too_late_is_429_with_the_figures(
     figures = (f"{predicted_ms} ms", f"{field}: ", f"later than {limit_ms} ms", "480 prompt tokens", "100 a second")
     for figure in figures:
         assert figure in error["message"]
-
-
-def test_the_prediction_is_that_of_the_requests_class_and_says_what_explains_it(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    waits = {"queued_tokens_low": 480, "behind_low": 32, "predicted_ttft_ms_low": 17175, "starts_s": 1.863}
-    urgent = {"queued_tokens_realtime": 3, "behind_realtime": 0, "predicted_ttft_ms_realtime": 20}
-    scheduler.stats(**waits, **urgent, predicted_ttft_ms=17175, queued_tokens=480, prefill_tok_s=103)
-    until("the forecast is known", lambda: shard(gateway).get("prefill_tok_s") == "103")
-    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 500}
-    served = post(gateway, "/v1/completions", {**body, "priority": "realtime"})
-    refused = post(gateway, "/v1/completions", {**body, "priority": "low"})
-    scheduler.stats(predicted_ttft_ms_low=0)
-    assert served.status_code == 200
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "17")
-    message = refused.json()["error"]["message"]
-    assert "32 sequences wait for slots or memory before it, 1.86 start a second" in message
-    assert "prompt tokens" not in message
-
-
-def test_a_limit_that_is_kept_or_has_nothing_before_it_is_not_refused(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000, "deadline_ms": 60_000}
-    scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=1000, prefill_tok_s=101)
-    until("the forecast is known", lambda: shard(gateway).get("prefill_tok_s") == "101")
-    assert post(gateway, "/v1/completions", body).status_code == 200
-    scheduler.stats(queued_tokens_normal=0, predicted_ttft_ms_normal=5000, prefill_tok_s=102)
-    until("nothing waits", lambda: shard(gateway).get("prefill_tok_s") == "102")
-    assert post(gateway, "/v1/completions", body).status_code == 200
-
-
-def test_a_prefill_rate_that_nobody_measured_refuses_no_ttft_and_asks_for_a_second(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
-) -> None:
-    scheduler.stats(waiting=4, queued_tokens_normal=400, predicted_ttft_ms_normal=5000, prefill_tok_s=0)
-    until("the waiting are known", lambda: shard(gateway).get("waiting") == "4")
-    body = {"model": gateway.name, "prompt": "x", "ttft_slo_ms": 1000}
-    assert post(gateway, "/v1/completions", body).status_code == 200
-    # Far past the limit: the end of the request before may still be counted.
-    scheduler.client.hset(gateway.keys.queue, "tokens", 2000)
-    full = post(gateway, "/v1/completions", body)
-    scheduler.stats(predicted_ttft_ms_normal=0)
-    assert (full.status_code, full.headers["retry-after"]) == (429, "1")

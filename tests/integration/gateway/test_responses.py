@@ -110,16 +110,6 @@ def test_a_failure_after_the_first_byte_is_told_by_events(
     scheduler.end(claimed, [[50, 51]], [ERROR])
 
 
-def test_a_client_that_leaves_a_stream_cancels_it(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    stream = client.responses.create(model=gateway.name, input="hi", stream=True)
-    claimed = scheduler.claim()
-    stream.close()
-    scheduler.wait_control("cancel", claimed.id)
-    scheduler.end(claimed, [[]], [3])
-
-
 def test_a_response_in_the_background_is_fetched_by_id(
     client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
 ) -> None:

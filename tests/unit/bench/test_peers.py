@@ -79,10 +79,6 @@ def test_a_server_is_exact_only_with_every_answer_right() -> None:
     assert table.class_of(INT8, 0, 16) == INT8
 
 
-def test_a_server_that_never_ran_keeps_the_class_it_declared() -> None:
-    assert table.class_of(EXACT, None, None) == EXACT
-
-
 def test_median_and_range_are_over_rounds() -> None:
     figures = THREE["rows"][0]["medians"]["c8"]["output_tok_s"]
     assert figures == {"median": 1100, "low": 900, "high": 1200, "n": 3}
@@ -119,12 +115,6 @@ def test_less_time_between_tokens_is_better() -> None:
     assert (rate["best_peer"], rate["ratio"], rate["goal"], rate["reached"]) == ("a", 0.8, None, None)
 
 
-def test_goals_are_those_of_the_classes() -> None:
-    assert [table.goal("tok/s at 8", kind) for kind in (EXACT, REDUCED)] == [1.1, 1.5]
-    assert table.goal("tok/s at 1", EXACT) == 0.95
-    assert table.goal("P99 TBT in the mix", REDUCED) == 1.0
-
-
 def test_the_table_names_each_server_once_with_range_answers_and_error() -> None:
     text = render.section("peers", "classes", {"peers": THREE})
     exact, reduced = (part.split("\n\n")[1] for part in text.split("## ")[1:3])
@@ -134,16 +124,6 @@ def test_the_table_names_each_server_once_with_range_answers_and_error() -> None
     (broken,) = [line for line in reduced.splitlines() if "broken" in line]
     assert r"does not run: wheel \| not found" in broken
     assert {line.replace(r"\|", "").count("|") for line in [*lines, broken]} == {9}
-
-
-def test_the_ratio_table_says_whether_the_goal_is_reached() -> None:
-    last = render.section("peers", "ratios", {"peers": THREE}).splitlines()[-1]
-    assert last == "| exact | tok/s at 8 | ours | 1,100 | fast | 1,000 | 1.100 | >= 1.1 | yes |"
-
-
-def test_busy_measurements_are_named() -> None:
-    busy = row("x", "x", EXACT, {"c1": cell(1.0, other_cores=0.5), "c8": cell(1.0)})
-    assert table.disturbed([busy]) == ["x, round 1, c1: 0.50 cores"]
 
 
 def test_the_page_shows_every_server_and_the_chart_is_drawn(tmp_path: Path) -> None:
@@ -168,23 +148,8 @@ def test_the_vocabulary_is_full_and_every_word_is_one_token() -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_prompts_depend_on_their_key_alone() -> None:
-    assert model.prompt(20, 1, 2) == model.prompt(20, 1, 2)
-    assert len({model.prompt(20, kind, number) for kind in range(5) for number in range(50)}) == 250
-
-
 def named(name: str) -> Server:
     return next(server for server in SERVERS if server.name == name)
-
-
-def test_orcinus_is_started_whole_with_its_own_state_and_no_prefix_cache() -> None:
-    command = named("orcinus bfloat16").command(4321, Path("/scratch"))
-    assert command[:4] == [sys.executable, "-m", "services.cli", "up"]
-    given = dict(zip(command[5::2], command[6::2], strict=True))
-    assert given["--dtype"] == "bfloat16"
-    assert given["--run-dir"] == "/scratch/run"
-    assert given["--port"] == "4321"
-    assert given["--prefix-cache"] == "off"
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
@@ -192,12 +157,6 @@ def test_every_server_is_given_its_port_and_has_a_recipe(server: Server) -> None
     assert "4321" in server.command(4321, Path("/scratch"))
     assert server.recipe in install.RECIPES
     assert set(server.concurrency) <= set(client.REQUESTS)
-
-
-def test_exact_llama_server_keeps_keys_and_values_in_float32_without_flash_attention() -> None:
-    words = " ".join(named("llama.cpp F32").command(1, Path()))
-    assert "-ctk f32 -ctv f32 -fa off" in words
-    assert "llama-30m-f32.gguf" in words
 
 
 def test_end_of_text_is_ignored_in_the_way_of_each_server() -> None:
@@ -229,17 +188,6 @@ def test_what_a_server_inherits_holds_nothing_of_ours(monkeypatch: pytest.Monkey
     assert kept["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
-def test_recipes_come_after_what_they_need() -> None:
-    assert install.wanted(["openvino", "vllm"]) == ["model", "export", "openvino", "vllm"]
-
-
-def test_a_failed_log_is_told_by_its_last_error() -> None:
-    log = "collecting x\nERROR: No matching distribution found for x\n\nnotice: a new pip\n"
-    assert install.last_error(log) == "ERROR: No matching distribution found for x"
-    assert install.last_error("one\ntwo\n") == "two"
-    assert install.last_error("") == ""
-
-
 def test_a_failing_recipe_is_a_state_with_its_error_and_stops_only_what_needs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -266,20 +214,6 @@ def test_a_failing_recipe_is_a_state_with_its_error_and_stops_only_what_needs_it
     assert "export: no compiler" in said
 
 
-def test_an_older_recipe_is_not_taken_for_the_present_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(install, "HOME", tmp_path)
-    (tmp_path / "vllm.json").write_text(json.dumps({"ok": True, "recipe": "another", "versions": {}}))
-    assert not install.state("vllm").ok
-    assert not install.state("transformers").ok
-
-
-def test_files_made_of_another_model_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: install.fingerprint(recipe) for name, recipe in install.RECIPES.items()}
-    monkeypatch.setitem(model.CONFIG, "hidden_size", 1024)
-    changed = {name for name, recipe in install.RECIPES.items() if install.fingerprint(recipe) != before[name]}
-    assert changed == {"model", "export", "llama"}
-
-
 def stream(start: float, times: list[float], tokens: int, asked: int = 4) -> Record:
     return Record(
         0, 128, asked, start, start, times[-1], event_s=times, event_tokens=[1] * len(times), reported_tokens=tokens
@@ -297,27 +231,6 @@ def test_tokens_of_the_mix_are_those_that_came_within_the_window() -> None:
     assert figures["tbt_ms"]["max"] == 900.0
     assert figures["tbt_ms"]["p50"] == 250.0
     assert (figures["finished"], figures["short"]) == (3, 0)
-
-
-def test_cpu_time_is_given_by_the_thousand_tokens() -> None:
-    assert client.with_cost({"output_tokens": 500}, {"server_cpu_s": 1.0})["cpu_s_per_1000_tokens"] == 2.0
-    assert client.with_cost({"output_tokens": 0}, {"server_cpu_s": 1.0})["cpu_s_per_1000_tokens"] is None
-
-
-def test_half_characters_do_not_make_two_answers_differ() -> None:
-    assert client.comparable("a\ufffdb\ufffd") == client.comparable("ab\ufffd\ufffd") == "ab"
-    assert client.comparable("ab") != client.comparable("ac")
-
-
-def test_only_a_whole_run_is_written_into_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench_main, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench_main, "CHART", tmp_path / "peers.png")
-    monkeypatch.setattr(render, "write", lambda: (tmp_path / "rendered").touch())
-    options = bench_main.parser().parse_args([])
-    bench_main.show(THREE, options, whole=False)
-    assert not list(tmp_path.iterdir())
-    bench_main.show(THREE, options, whole=True)
-    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("argv", [["--peers", "vlm"], ["run", "vllm"], ["install", "vlm"], ["--quik"]])

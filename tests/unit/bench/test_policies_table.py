@@ -7,17 +7,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.studies.policies import __main__ as policies
 from bench.studies.policies import static as policies_static
 from bench.studies.policies.claims import claims
-from bench.studies.policies.runs import LOADS, Study, replica, run_studies, studies
+from bench.studies.policies.runs import LOADS, Study, replica, run_studies
 from services.scheduler.core.policy.presets import PRESETS
 from services.simulator.device.roofline import Roofline
 from services.simulator.jobs import Finished, Job, run_job
-from services.simulator.literature import chunks as literature_chunks
 from services.simulator.workload.arrivals import CHAT, TRACES, Spec, build
 from services.simulator.workload.workload import all_at_once
 
@@ -69,7 +67,7 @@ def test_the_rate_at_the_limit_is_found_between_two_points_of_the_curve() -> Non
         return {"offered_rps": rate, "normalized_ms": 10 / free if free > 0 else 1e9, "throughput_tok_s": rate}
 
     curves = [[point(name, rate) for rate in (1.0, 3.0, 7.0)] for name in capacity]
-    found = policies_static._crossings(
+    found = policies_static.find_crossings(
         list(capacity), curves, 20.0, 1.01, lambda tries: [point(name, rate) for name, rate in tries]
     )
     assert found[0] is not None and 4 / 1.01 <= found[0]["offered_rps"] <= 4
@@ -104,17 +102,3 @@ def test_a_load_is_a_multiple_of_what_orca_reaches_with_the_same_requests() -> N
     for job, row in zip(jobs[1:], rows, strict=True):
         arrived = build(job.spec).arrived_ns / 1e9
         assert 59 / (arrived[-1] - arrived[0]) == pytest.approx(row["load"] * head["saturation_rps"], rel=1e-6)
-
-
-def test_the_quick_form_runs_the_same_studies() -> None:
-    assert [(one.name, one.trace, one.policies) for one in studies(True)] == [
-        (one.name, one.trace, one.policies) for one in studies(False)
-    ]
-
-
-def test_the_second_table_five_has_the_lengths_of_the_chat_trace() -> None:
-    work = literature_chunks.chat_workload()
-    count = literature_chunks.USERS * literature_chunks.EACH
-    wanted = np.loadtxt(CHAT, delimiter=",", skiprows=1, max_rows=count, usecols=(1, 2), dtype=np.int64)
-    assert np.array_equal(np.stack([work.prompt, work.output], axis=1), wanted)
-    assert np.array_equal(work.max_tokens, work.output)

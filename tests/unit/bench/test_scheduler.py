@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.scheduler.cases import Churn, with_hole
-from bench.scheduler.drive import Drive, Setup, costs, figure
+from bench.scheduler.drive import Drive, Setup, figure
 from bench.scheduler.main import main
 from services.scheduler.core.types import Limits
 
@@ -42,11 +41,6 @@ def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixt
     assert {"machine", "date", "command", "commit"} <= set(found)
     assert "admission" not in found
     assert "curves" not in found
-
-
-def test_goals_stand_beside_the_counts_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "--quick", "--parts", "decode", "--running", "8,256")
-    assert [line.get("goal_us") for line in found["results"]] == [None, 60]
 
 
 def test_admission_is_measured_with_half_of_each_prompt_cached_and_with_none(
@@ -99,51 +93,6 @@ def test_hole_is_a_free_slot_between_running_ones() -> None:
     assert sorted(done.result.slots.tolist()) == [0, 1, 2, 3, 5, 6, 7, 8]
 
 
-@pytest.mark.slow
-def test_curves_are_measured_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    found = printed(capsys, "--quick", "--parts", "running,waiting,blocks", "--plots", str(tmp_path / "new"))
-    assert found["results"] == []
-    curves = found["curves"]
-    assert [line["running"] for line in curves["running"]] == [8, 16, 32]
-    waiting = {case: [line for line in curves["waiting"] if line["case"] == case] for case in _cases(curves["waiting"])}
-    assert list(waiting) == ["slots full", "head judged", "falling late"]
-    for lines in waiting.values():
-        assert [line["waiting"] for line in lines] == [0, 10, 100]
-        assert lines[-1]["still_waiting"] > 0
-    assert waiting["slots full"][-1]["still_waiting"] == 100
-    assert [(line["blocks"], line["case"]) for line in curves["blocks"]] == [
-        (blocks, case) for blocks in (2_500, 10_000) for case in ("decode", "admission")
-    ]
-    for line in curves["blocks"]:
-        assert line["blocks_cached"] > 20 * line["blocks_free"]
-    for lines in curves.values():
-        for line in lines:
-            hold_figures(line, *COSTS)
-    assert (tmp_path / "new" / "scheduler.png").read_bytes().startswith(b"\x89PNG")
-
-
-def _cases(lines: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(line["case"] for line in lines))
-
-
-@pytest.mark.slow
-def test_tables_name_the_goals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["--quick", "--parts", "decode,admission,wire,cases,running"]) == 0
-    out = capsys.readouterr().out
-    for title in (
-        "Steady decode",
-        "prompts enter",
-        "All that the scheduler computes",
-        "Cases beside the floor",
-        "Cost by running",
-    ):
-        assert title in out
-    for goal in ("60", "400", "300", "(<= 4)"):
-        assert goal in out
-
-
 def test_a_cache_that_was_filled_leaves_hardly_a_block_free() -> None:
     drive = Drive(Limits(6, 400, 16, 1024, 2048), Setup())
     drive.run([drive.prompt(20)], 500)
@@ -159,12 +108,6 @@ def test_figures_are_medians_over_the_rounds_with_the_best_round_beside_them() -
     taken = [value for each in rounds for value in each]
     assert figure(taken, 3) == {"p50": 4.0, "p99": 5.0, "lowest": 2.0, "lowest_p99": 3.0}
     assert figure(taken[:2], 5)["p50"] == 1.5  # no round is empty
-
-
-def test_the_total_is_of_the_plan_and_the_apply_of_the_same_iteration() -> None:
-    line = costs([(1000, 9000), (9000, 1000)], 1)
-    assert line["total_us"]["p50"] == line["total_us"]["p99"] == 10.0
-    assert line["p99_over_p50"] == 1
 
 
 def test_an_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
@@ -203,14 +146,6 @@ def test_wrong_use_ends_with_2_before_anything_is_measured(
     monkeypatch.setattr("bench.scheduler.main.measure", lambda *_: pytest.fail("measured"))
     assert main(wrong) == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_policy_may_have_parts_replaced(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(
-        capsys, "--parts", "decode", "--running", "4", "--steps", "3", "--policy", "sarathi:order=fair,memory=peak"
-    )
-    assert found["policy"] == "sarathi:order=fair,memory=peak"
-    assert found["results"][0]["running"] == 4
 
 
 def test_a_policy_that_runs_fewer_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +56,6 @@ def test_every_option_and_every_field_stands_in_the_page(capsys: pytest.CaptureF
     assert not [name for name in measure("orca", 4, requests=4) if name not in words and name not in SAID_OTHERWISE]
 
 
-def test_the_command_is_there_and_prints_one_object_only() -> None:
-    command = [sys.executable, "-m", "services.cli", "simulate", "--requests", "5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["results"][0]["finished"] == 5 and done.stderr == ""
-
-
 def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--policy", "orca,sarathi", "--requests", "30", "--json", "--jobs"]
     lines = []
@@ -71,18 +63,6 @@ def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*command, jobs]) == 0
         lines.append([{**r, "wall_s": 0} for r in json.loads(capsys.readouterr().out)["results"]])
     assert lines[0] == lines[1]
-
-
-def test_a_trace_without_times_gets_poisson_arrivals_and_wants_a_rate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = tmp_path / "lengths.csv"
-    trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "10,5\n" * 40)
-    assert main(["--trace", str(trace)]) == 2
-    assert "give --rate" in capsys.readouterr().err
-    (result,) = ask(capsys, "--trace", str(trace), "--rate", "20", "--requests", "100")
-    assert result["finished"] == 100
-    assert result["duration_s"] == pytest.approx(5, rel=0.4)
 
 
 def test_the_table_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,17 +220,6 @@ def test_times_beyond_64_bits_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text('{"c0": 1e12, "c1": 1e12, "c2": 1e12, "c3": 1e12}')
     assert main(["--requests", "50", "--step-time", str(file), "--jobs", "1"]) == 2
     assert "too large" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("bad", ["nan", "inf", "1e300", "-1"])
-def test_a_trace_whose_times_are_none_is_refused_with_its_line(
-    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text(f"arrived_at,num_prefill_tokens,num_decode_tokens\n0,4,4\n{bad},4,4\n")
-    assert main(["--trace", str(trace)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "line 3" in line and bad in line and "arrived_at" in line
 
 
 @pytest.mark.parametrize(
