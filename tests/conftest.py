@@ -8,6 +8,7 @@ test; a slow machine is no failure, so there is no deadline, neither for a test 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,14 @@ SLOW = [HealthCheck.too_slow]
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=SLOW)
 settings.load_profile("repeat")
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the model that the module's MODEL describes, and what transformers answers for it."""
+    from tests.support.models import make_llama  # most runs need no transformers
+
+    return make_llama(tmp_path_factory.mktemp("model") / "tiny", **request.module.MODEL)
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.chaos.streams import Stream, clients, load
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import ROOT, Stack, running_stack
 from tests.support.waiting import free_port, until
 
@@ -22,17 +22,7 @@ LONG = 1500
 SHORT = 400
 STANDBY = "scheduler-standby"
 SPARE = {"worker_id": "worker-1"}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("drain") / "tiny",
-        requests=STREAMS,
-        output_tokens=64,
-        max_position_embeddings=4096,
-        seed=20261204,
-    )
+MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261204}
 
 
 @pytest.fixture(scope="module")

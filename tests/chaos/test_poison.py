@@ -20,7 +20,7 @@ from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.columns import unpack
 from shared.settings import WorkerSettings
-from tests.support.models import EOS, Reference, make_llama
+from tests.support.models import EOS, Reference
 from tests.support.stack import START_S, Stack
 from tests.support.waiting import until
 
@@ -50,9 +50,7 @@ class PoisonedEngine(Engine):
         return super().submit(step, received_ns)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("poison") / "tiny", requests=REQUESTS, seed=20261124)
+MODEL = {"requests": REQUESTS, "seed": 20261124}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from deploy import certs
 from tests.chaos.streams import load
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
 
@@ -21,17 +21,7 @@ LONG = 300  # tokens of a stream that a fault shall hit; the reference says what
 CONTEXT = 1024
 STEP_TIMEOUT_S = 4.0
 GONE_S = 30.0  # a rank that is stopped is missed after STEP_TIMEOUT_S; the rest is a busy machine's
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("ranks") / "tiny",
-        requests=REQUESTS,
-        output_tokens=48,
-        max_position_embeddings=CONTEXT,
-        seed=20261123,
-    )
+MODEL = {"requests": REQUESTS, "output_tokens": 48, "max_position_embeddings": CONTEXT, "seed": 20261123}
 
 
 def ranks_of(stack: Stack) -> list[psutil.Process]:

@@ -9,24 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.streams import load
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 STREAMS = 6
 LONG = 1200
 SLOTS = 4
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("replicas") / "tiny",
-        requests=STREAMS,
-        output_tokens=64,
-        max_position_embeddings=4096,
-        seed=20261203,
-    )
+MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261203}
 
 
 @pytest.fixture

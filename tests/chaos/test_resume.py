@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
@@ -23,17 +23,7 @@ STREAMS = 6
 LONG = 1500  # tokens; the reference says what the first 64 are
 CONTEXT = 32768
 SECRET, OTHER = "resume-secret-one", "resume-secret-two"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("resume") / "tiny",
-        requests=STREAMS,
-        output_tokens=64,
-        max_position_embeddings=CONTEXT,
-        seed=20261201,
-    )
+MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": CONTEXT, "seed": 20261201}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from services.launcher.up import share_folder
 from services.worker.kv.share_folder import ID
 from tests.chaos.streams import clients, load
 from tests.stack.test_make_run import MakeRun
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
@@ -24,18 +24,13 @@ TOKENS = 64
 LONG = 1200
 SLOTS = 4
 ROLES = {"worker": "prefill", "worker-1": "decode"}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("roles") / "tiny",
-        requests=STREAMS,
-        output_tokens=TOKENS,
-        prompt_tokens=(40, 300),
-        max_position_embeddings=4096,
-        seed=20261203,
-    )
+MODEL = {
+    "requests": STREAMS,
+    "output_tokens": TOKENS,
+    "prompt_tokens": (40, 300),
+    "max_position_embeddings": 4096,
+    "seed": 20261203,
+}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.settings import WorkerSettings
 from tests.support import sse
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import ROOT, START_S, RedisServer, Stack, running_stack
 from tests.support.waiting import until
 
@@ -29,11 +29,7 @@ EXIT_S = 5.0 + 25.0
 
 TOGETHER = 4
 ROUNDS = 5
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("exit") / "tiny", requests=1, max_position_embeddings=4096, seed=20261125)
+MODEL = {"requests": 1, "max_position_embeddings": 4096, "seed": 20261125}
 
 
 @pytest.fixture(scope="module")

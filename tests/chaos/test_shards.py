@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.chaos.streams import Load, Stream, load
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
@@ -18,17 +18,7 @@ LONG = 1500
 SHARDS = ("shard-0", "shard-1")
 SECOND = {"shard": "shard-1", "worker_id": "worker-1"}
 OTHER, OTHERS_WORKER = "scheduler-1", "worker-1"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("shards") / "tiny",
-        requests=STREAMS,
-        output_tokens=64,
-        max_position_embeddings=4096,
-        seed=20261203,
-    )
+MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261203}
 
 
 @pytest.fixture(scope="module")

@@ -14,23 +14,13 @@ import httpx
 import pytest
 
 from protos import queue_pb2
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 REQUESTS = 8
 CONTEXT = 4096
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("faults") / "tiny",
-        requests=REQUESTS,
-        output_tokens=96,
-        max_position_embeddings=CONTEXT,
-        seed=20261122,
-    )
+MODEL = {"requests": REQUESTS, "output_tokens": 96, "max_position_embeddings": CONTEXT, "seed": 20261122}
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,12 @@ import openai
 import pytest
 
 from tests.deploy import test_observability as observability
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import PATIENT_MS, Stack, running_stack
 from tests.support.waiting import free_port, until
 
 KEY = "sk-orcinus-test"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("api") / "tiny", requests=4, output_tokens=24, seed=20261123)
+MODEL = {"requests": 4, "output_tokens": 24, "seed": 20261123}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from shared.columns import pack, pack_float
 from shared.logprobs import unpack_records
 from shared.settings import WorkerSettings
 from tests.support import in_process, sse
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
@@ -27,11 +27,7 @@ DRAWN: dict[str, Any] = {
     "logit_bias": {"70": 3.5, "71": -100},
 }  # fmt: skip
 OWN = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.15}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("logprobs") / "tiny", output_tokens=12, seed=20261127)
+MODEL = {"output_tokens": 12, "seed": 20261127}
 
 
 @pytest.fixture(scope="module")

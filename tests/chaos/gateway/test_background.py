@@ -12,24 +12,14 @@ import httpx
 import pytest
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 CONTEXT = 16384
 LONG = 2500  # tokens; the reference says what the first 64 are
 FILLER = "filler:"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("background") / "tiny",
-        requests=3,
-        output_tokens=64,
-        max_position_embeddings=CONTEXT,
-        seed=20261206,
-    )
+MODEL = {"requests": 3, "output_tokens": 64, "max_position_embeddings": CONTEXT, "seed": 20261206}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from protos import kserve_pb2, kserve_pb2_grpc
 from services.gateway.http.listeners import reserve
 from tests.chaos.streams import load
 from tests.support.gateway_process import GatewayProcess
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import ROOT, Stack, running_stack
 from tests.support.waiting import free_port, until
 
@@ -36,17 +36,7 @@ ASKED = 40
 COMPLETED = 'orcinus_gateway_requests_total{code="200",endpoint="/v1/completions",process="%d"}'
 
 CALLED = 'orcinus_gateway_requests_total{code="ok",endpoint="grpc/ModelReady",process="%d"}'
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("processes") / "tiny",
-        requests=STREAMS,
-        output_tokens=64,
-        max_position_embeddings=4096,
-        seed=20261122,
-    )
+MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261122}
 
 
 @pytest.fixture(scope="module")

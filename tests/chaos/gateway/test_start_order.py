@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import Stack
 from tests.support.waiting import until
 
@@ -19,11 +19,7 @@ ORDERS = (
     ("scheduler", "redis", "gateway", "worker"),
 )
 """The launcher's own order, redis, worker, scheduler, gateway, is that of every other test."""
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("order") / "tiny", requests=1, output_tokens=16, seed=20261207)
+MODEL = {"requests": 1, "output_tokens": 16, "seed": 20261207}
 
 
 def missing(running: set[str]) -> str:

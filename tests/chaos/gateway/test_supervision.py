@@ -21,7 +21,7 @@ import pytest
 
 from services.gateway.processes.parent import own_folder
 from tests.support.gateway_process import GatewayProcess
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.stack import ROOT
 from tests.support.waiting import free_port, until
 
@@ -36,11 +36,7 @@ main()
 """
 START_S = 10
 """Much more than a start takes, and as long as a test of this waits."""
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("model") / "tiny", requests=1, output_tokens=1)
+MODEL = {"requests": 1, "output_tokens": 1}
 
 
 class Parent:
