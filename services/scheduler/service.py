@@ -81,69 +81,63 @@ class Service:
 
     def __init__(self, settings: SchedulerSettings, metrics: Metrics | None = None) -> None:
         self._settings = settings
-        self._keys = settings.keys
+        self.keys = settings.keys
         self._redis = connect(settings)
         self._intake_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._control_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._stats = Stats(time.monotonic_ns(), metrics)
         self._scripts = Scripts(self._redis, self._stats.call)
-        self._lease = Lease(self._scripts, self._keys, settings.shard, settings.lease_ms)
-        self._reports = Reports(self._redis, self._lease, self._keys, settings.shard, process_id("scheduler"))
-        self._shutdown = Shutdown(self._lease, self._reports, self._redis, self._intake_reader, self._control_reader)
+        self.lease = Lease(self._scripts, self.keys, settings.shard, settings.lease_ms)
+        self._reports = Reports(self._redis, self.lease, self.keys, settings.shard, process_id("scheduler"))
+        self._shutdown = Shutdown(self.lease, self._reports, self._redis, self._intake_reader, self._control_reader)
         self._clock = Clock()
         self._intake = Intake(
-            self._intake_reader, self._redis, self._scripts, self._keys, settings.shard, self._lease, self._clock
+            self._intake_reader, self._redis, self._scripts, self.keys, settings.shard, self.lease, self._clock
         )
-        self._core = make_core(settings)
-        self._policy = PolicySwitch(self._core, self._reports.event)
-        self._held = Holdings()
-        entries = self._held.entries
-        self._publisher = Publisher(self._scripts, self._keys, self._lease, entries, self._forget)
-        self._commands = Commands(
+        self.core = make_core(settings)
+        self._policy = PolicySwitch(self.core, self._reports.event)
+        self.held = Holdings()
+        entries = self.held.entries
+        self._publisher = Publisher(self._scripts, self.keys, self.lease, entries, self.forget)
+        self.commands = Commands(
             self._control_reader,
-            self._keys.control(settings.shard),
+            self.keys.control(settings.shard),
             entries,
             self._command,
-            self._lease,
+            self.lease,
             self._publisher,
         )
         self._stop = asyncio.Event()
-        self._quarantine = Quarantine(self._core, self._end_as_dead, self._end)
-        self._shards = Shards(self._redis, self._keys, settings.shard, settings.lease_ms)
-        self._claims = Claims(
+        self.quarantine = Quarantine(self.core, self._end_as_dead, self._end)
+        self._shards = Shards(self._redis, self.keys, settings.shard, settings.lease_ms)
+        self.handover = Handover(
+            self._scripts, self.keys, settings.shard, self.lease, self.core, self._publisher, entries, self.forget
+        )
+        self.claims = Claims(
             self._intake,
-            self._held,
+            self.held,
             self._shards,
-            Handover(
-                self._scripts,
-                self._keys,
-                settings.shard,
-                self._lease,
-                self._core,
-                self._publisher,
-                entries,
-                self._forget,
-            ),
-            self._commands,
-            self._take_all,
-            lambda: self._quarantine.has_suspects,
-            lambda shard: Lease(self._scripts, self._keys, shard, settings.lease_ms),
+            self.handover,
+            self.commands,
+            self.take_all,
+            lambda: self.quarantine.has_suspects,
+            lambda shard: Lease(self._scripts, self.keys, shard, settings.lease_ms),
             settings.claim_window,
         )
         workers = WorkerRegistry(
-            self._redis, self._scripts, self._keys, settings.shard, self._lease, self._shards, settings.lease_ms
+            self._redis, self._scripts, self.keys, settings.shard, self.lease, self._shards, settings.lease_ms
         )
         context = WorkerContext(
-            self._core,
-            self._quarantine,
+            self.core,
+            self.quarantine,
             self._stats,
             self._reports,
             self._put,
             lambda: self._publisher.full,
             self._policy.look,
-            lambda: self._fleet.wake_idle(),
+            lambda: self.fleet.wake_idle(),
         )
-        self._fleet = Fleet(settings, workers, context, self._claims)
+        self.fleet = Fleet(settings, workers, context, self.claims)
 
     async def run(self) -> int:
         """Serve the shard; return 0 after SIGTERM and 1 when another scheduler took it."""
@@ -152,15 +146,15 @@ class Service:
             loop.add_signal_handler(name, self._stop.set)
         heartbeat = asyncio.create_task(self._reports.heartbeat())
         try:
-            await first_of(self._lease.acquire(self._stop.is_set), self._stop.wait())
+            await first_of(self.lease.acquire(self._stop.is_set), self._stop.wait())
             return 0 if self._stop.is_set() else await self._hold()
         finally:
             await end(heartbeat)
             await self._shutdown.close()
 
     async def _hold(self) -> int:
-        publisher = asyncio.create_task(self._publisher.run(self._fleet.resume_paused))
-        keep = asyncio.create_task(self._lease.keep())  # at once: the rebuild may take longer than a lease
+        publisher = asyncio.create_task(self._publisher.run(self.fleet.resume_paused))
+        keep = asyncio.create_task(self.lease.keep())  # at once: the rebuild may take longer than a lease
         try:
             await first_of(asyncio.shield(keep), self._prepare(), self._stop.wait())
             if not self._stop.is_set() and not keep.done():
@@ -168,17 +162,17 @@ class Service:
                     asyncio.shield(publisher),  # finish a write in progress, also at the end
                     keep,
                     self._run_claims(),
-                    self._shards.run(self._claims.changed.set),
-                    self._commands.run(),
-                    self._fleet.run(),
+                    self._shards.run(self.claims.changed.set),
+                    self.commands.run(),
+                    self.fleet.run(),
                     self._report(),
                     self._stop.wait(),
                 )
             if not self._stop.is_set():
                 raise LeaseLostError("lease lost: another scheduler took the shard")
-            self._put(self._core.checkpoint())
+            self._put(self.core.checkpoint())
             await within(self._shutdown.remaining_s(), self._publisher.flush(publisher))
-            log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self._core.unfinished)
+            log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self.core.unfinished)
             return 0
         except LeaseLostError as error:
             log.error("%s; stopping", error)
@@ -190,63 +184,63 @@ class Service:
     async def _prepare(self) -> None:
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
         await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
-        await persist("rebuild claimed requests", self._claims.rebuild, log, self._stop.is_set)
+        await persist("rebuild claimed requests", self.claims.rebuild, log, self._stop.is_set)
 
     # Requests in
 
     async def _run_claims(self) -> None:
-        await self._claims.run()
+        await self.claims.run()
         log.info("drained")
         self._reports.event("drained", f"{self._settings.shard} has no request left")
         self._stop.set()
 
-    def _take_all(self, claimed: list[Claimed]) -> None:
+    def take_all(self, claimed: list[Claimed]) -> None:
         now = time.monotonic_ns()
         for item in claimed:
             request = item.request
-            if request.id in self._held.entries:
+            if request.id in self.held.entries:
                 continue  # delivered twice: it is in the core already
-            self._held.add(request.id, item.entry)
-            self._put(self._core.add(request, now))
+            self.held.add(request.id, item.entry)
+            self._put(self.core.add(request, now))
             if item.error:
-                self._put(self._core.cancel(request.id, now, Finish.ERROR, item.error))
+                self._put(self.core.cancel(request.id, now, Finish.ERROR, item.error))
             elif item.cancelled:
-                self._put(self._core.cancel(request.id, now))
+                self._put(self.core.cancel(request.id, now))
             for choice, at in item.stops.items():
                 if (
                     request.outputs and request.outputs[choice].size >= at
                 ):  # else the end of the choice applies the stop
-                    self._put(self._core.stop(request.id, choice, at, now))
+                    self._put(self.core.stop(request.id, choice, at, now))
             background = item.entry.request.background
-            self._quarantine.add(request.id, request.gateway, now, item.delivered, background)
+            self.quarantine.add(request.id, request.gateway, now, item.delivered, background)
         if claimed:
-            self._fleet.wake()
+            self.fleet.wake()
 
-    def _forget(self, request_id: str) -> None:
-        self._held.drop(request_id)
-        self._claims.changed.set()
-        has_suspects = self._quarantine.has_suspects
-        self._quarantine.remove(request_id, time.monotonic_ns())
+    def forget(self, request_id: str) -> None:
+        self.held.drop(request_id)
+        self.claims.changed.set()
+        has_suspects = self.quarantine.has_suspects
+        self.quarantine.remove(request_id, time.monotonic_ns())
         if has_suspects:
-            self._fleet.wake()
+            self.fleet.wake()
 
     def _command(self, control: queue_pb2.Control) -> None:
         now = time.monotonic_ns()
         kind = control.WhichOneof("command")
         if kind == "cancel":
-            self._put(self._core.cancel(control.cancel.id, now))
+            self._put(self.core.cancel(control.cancel.id, now))
         elif kind == "stop":
-            self._put(self._core.stop(control.stop.id, control.stop.choice, control.stop.at_token, now))
+            self._put(self.core.stop(control.stop.id, control.stop.choice, control.stop.at_token, now))
         elif kind == "adopt":
-            self._core.adopt(control.adopt.id, control.adopt.gateway)
-            self._quarantine.adopted(control.adopt.id, control.adopt.gateway, now)
+            self.core.adopt(control.adopt.id, control.adopt.gateway)
+            self.quarantine.adopted(control.adopt.id, control.adopt.gateway, now)
         elif kind == "drain":
-            self._claims.drain()
+            self.claims.drain()
         elif kind == "policy":
             self._policy.request(control.policy.name)
         else:
             log.warning("command %s dropped: unknown to this scheduler; update it", kind)
-        self._fleet.wake()
+        self.fleet.wake()
 
     # Outcomes
 
@@ -256,7 +250,7 @@ class Service:
         self._reports.dead(request_id, text)
 
     def _end(self, request_id: str, finish: Finish, text: str) -> None:
-        self._put(self._core.cancel(request_id, time.monotonic_ns(), finish, text))
+        self._put(self.core.cancel(request_id, time.monotonic_ns(), finish, text))
 
     def _put(self, outcome: Outcome | None, step: int = 0) -> None:
         self._stats.outcome(outcome, time.monotonic_ns())
@@ -270,27 +264,27 @@ class Service:
             await asyncio.sleep(beat)
             try:
                 await self._clock.sync(self._redis)
-                replicas = self._fleet.replicas()
+                replicas = self.fleet.replicas()
                 self._stats.replicas(replicas)
                 await self._reports.stats(self._snapshot(), self._stats.iterations.fields(), replicas)
-                alive = await self._reports.gateways_alive(self._quarantine.gateways)
-                self._quarantine.check_gateways(alive, time.monotonic_ns())
-                self._fleet.wake()
+                alive = await self._reports.gateways_alive(self.quarantine.gateways)
+                self.quarantine.check_gateways(alive, time.monotonic_ns())
+                self.fleet.wake()
             except Unavailable as error:
                 log.warning("statistics not written: %s; retrying", error)
-            if self._core.idle:
-                self._core.check()
+            if self.core.idle:
+                self.core.check()
 
     def _snapshot(self) -> dict[str, float | int | str]:
         fields = self._stats.snapshot(
-            self._core.stats(),
+            self.core.stats(),
             time.monotonic_ns(),
             int(time.time() * 1000),
-            self._lease.epoch,
+            self.lease.epoch,
             self._policy.name,
-            len(self._fleet.loops),
-            [self._core.predicted_ttft_ns(number) for number in range(len(CLASSES))],
+            len(self.fleet.loops),
+            [self.core.predicted_ttft_ns(number) for number in range(len(CLASSES))],
             self._shards.unclaimed_ms,
         )
-        steps = {"last_step": self._reports.last_step, "in_flight": self._fleet.in_flight}
-        return fields | self._fleet.facts() | steps | {"draining": int(self._claims.draining)}
+        steps = {"last_step": self._reports.last_step, "in_flight": self.fleet.in_flight}
+        return fields | self.fleet.facts() | steps | {"draining": int(self.claims.draining)}

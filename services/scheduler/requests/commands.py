@@ -48,7 +48,7 @@ class Commands:
         self._held = held
         self._execute = execute
         self._claiming = False
-        self._early: list[queue_pb2.Control] = []
+        self.early: list[queue_pb2.Control] = []
         self._early_put = 0  # outcomes that must be written before those that were kept for a claim are trimmed
 
     def claim_begins(self) -> None:
@@ -58,7 +58,7 @@ class Commands:
     def claim_answered(self) -> None:
         """Carry out the commands that were kept: claimed requests are held now."""
         self._claiming = False
-        early, self._early = self._early, []
+        early, self.early = self.early, []
         for control in early:
             self._execute(control)
         if early:
@@ -77,12 +77,12 @@ class Commands:
                 reply: Any = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
                 if reply:
                     last = reply[0][1][-1][0].decode()
-                    once = [id_ for id_, fields in reply[0][1] if self._take(fields.get(b"c", b"")) in ONCE]
+                    once = [id_ for id_, fields in reply[0][1] if self.take(fields.get(b"c", b"")) in ONCE]
                     kept.append((self._publisher.put_count, last))
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])
                 done = ""
-                while kept and not self._early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
+                while kept and not self.early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
                     _, done = kept.popleft()
                 if done:
                     milliseconds, number = done.split("-")
@@ -96,7 +96,7 @@ class Commands:
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
 
-    def _take(self, payload: bytes) -> str:
+    def take(self, payload: bytes) -> str:
         """Carry out a command, or keep it for the claim under way; return its kind."""
         try:
             control = queue_pb2.Control.FromString(payload)
@@ -106,7 +106,7 @@ class Commands:
         kind = control.WhichOneof("command") or ""
         unknown = kind in ABOUT_REQUESTS and getattr(control, kind).id not in self._held
         if unknown and self._claiming:
-            self._early.append(control)
+            self.early.append(control)
         elif not unknown:
             self._execute(control)
         return kind

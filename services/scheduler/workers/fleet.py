@@ -76,9 +76,9 @@ class Fleet:
         self._context = context
         self._claims = claims
         self.loops: dict[str, WorkerLoop] = {}  # by worker id
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
         self._taken = ""  # the last worker of this shard that is not linked
-        self._failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
+        self.failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._attempts: dict[str, int] = {}  # identity -> links in a row without an answer
         self._patience: dict[str, int] = {}  # worker id -> factor of its step timeout, doubled by each timeout
         self._waiting_logged = False
@@ -139,7 +139,7 @@ class Fleet:
         """Look for workers and lead them until cancelled. Raises LeaseLostError."""
         try:
             while True:
-                await self._look()
+                await self.look()
                 self._unread.look(self._context.core, {loop.replica: name for name, loop in self.loops.items()})
                 if not self.loops:
                     # Nothing runs, but deadlines pass, and outcomes of a lost worker are to be written.
@@ -147,28 +147,28 @@ class Fleet:
                     self._context.planned()
                 await self._rest(LOOK_S if self.loops else WATCH_S)
         finally:
-            await end(*self._tasks.values())
+            await end(*self.tasks.values())
 
     async def _rest(self, seconds: float) -> None:
         """Wait until it is time to look again or a link has ended."""
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self.tasks:
+            await asyncio.wait(self.tasks.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(seconds)
-        for name in [name for name, task in self._tasks.items() if task.done()]:
-            self._tasks.pop(name).result()
+        for name in [name for name, task in self.tasks.items() if task.done()]:
+            self.tasks.pop(name).result()
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
         """Take every worker that this shard may have."""
         now = time.monotonic()
-        self._failed = {name: at for name, at in self._failed.items() if now - at < AVOID_S}
+        self.failed = {name: at for name, at in self.failed.items() if now - at < AVOID_S}
         try:
             await self._workers.look()
             self._context.quarantine.find_dead(self._workers.silent, time.monotonic_ns())
-            while worker := await self._workers.take(self._tasks, self._not_before(), self._failed, self._taken):
+            while worker := await self._workers.take(self.tasks, self._not_before(), self.failed, self._taken):
                 self._taken = ""
                 self._waiting_logged = False
-                self._tasks[worker.id] = asyncio.create_task(self.serve(worker))
+                self.tasks[worker.id] = asyncio.create_task(self.serve(worker))
             await self._let_go()
             await self._give()
         except Unavailable as error:
@@ -176,16 +176,16 @@ class Fleet:
                 raise
             if not self.loops:
                 log.warning("no worker: Redis does not answer: %s; retrying", error)
-        if not self._tasks and not self._waiting_logged:
+        if not self.tasks and not self._waiting_logged:
             log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
             self._waiting_logged = True
 
     def _not_before(self) -> dict[str, float]:
         """Return the time of the next connection to each worker without an answer, by identity."""
         return {
-            name: self._failed[name] + backoff_s(count - 1)
+            name: self.failed[name] + backoff_s(count - 1)
             for name, count in self._attempts.items()
-            if count and name in self._failed
+            if count and name in self.failed
         }
 
     async def _let_go(self) -> None:
@@ -193,8 +193,8 @@ class Fleet:
 
         The record of a worker outlives it, so a worker is left alone for AVOID_S after its link was lost.
         """
-        for worker in self._workers.unwanted(self._tasks):
-            if worker.identity in self._failed or self._workers.silent(worker.id):
+        for worker in self._workers.unwanted(self.tasks):
+            if worker.identity in self.failed or self._workers.silent(worker.id):
                 continue
             if self._context.core.alive:
                 self._context.quarantine.linked(worker.id, worker.identity, time.monotonic_ns())
@@ -266,7 +266,7 @@ class Fleet:
             self._claims.lost()
 
     def _ended(self, worker: Registration, answered: int) -> None:
-        self._failed[worker.identity] = time.monotonic()
+        self.failed[worker.identity] = time.monotonic()
         self._attempts[worker.identity] = 0 if answered else self._attempts.get(worker.identity, 0) + 1
         ready = {each.identity for each in self._workers.ready}
         self._attempts = {name: count for name, count in self._attempts.items() if name in ready}

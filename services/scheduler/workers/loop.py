@@ -31,33 +31,33 @@ class InFlight:
     """Steps that were sent and not answered, in order, and which request entered which slot with which step."""
 
     def __init__(self) -> None:
-        self._plans: dict[int, StepPlan] = {}
+        self.plans: dict[int, StepPlan] = {}
         self._occupants: dict[int, deque[tuple[int, str]]] = {}  # by slot, as far back as unanswered steps reach
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self.plans)
 
     def sent(self, plan: StepPlan) -> None:
         """Add a step."""
-        oldest = next(iter(self._plans), plan.id)
+        oldest = next(iter(self.plans), plan.id)
         for enter in plan.enters:
             entered = self._occupants.setdefault(enter.slot, deque())
             while len(entered) > 1 and entered[1][0] <= oldest:
                 entered.popleft()
             entered.append((plan.id, enter.request.id))
-        self._plans[plan.id] = plan
+        self.plans[plan.id] = plan
 
     def answered(self, step: int) -> StepPlan:
         """Remove a step and return its plan. Raises KeyError for a step that is not in flight."""
-        return self._plans.pop(step)
+        return self.plans.pop(step)
 
     def oldest(self) -> set[str]:
         """Return the requests of the oldest unanswered step; empty when every step was answered."""
-        return self._requests(next(iter(self._plans.values()))) if self._plans else set()
+        return self._requests(next(iter(self.plans.values()))) if self.plans else set()
 
     def all(self) -> set[str]:
         """Return the requests of all unanswered steps."""
-        return set().union(*(self._requests(plan) for plan in self._plans.values()))
+        return set().union(*(self._requests(plan) for plan in self.plans.values()))
 
     def _requests(self, plan: StepPlan) -> set[str]:
         requests: set[str] = set()

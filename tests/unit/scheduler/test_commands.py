@@ -96,9 +96,9 @@ async def test_while_it_drains_a_scheduler_keeps_no_command_for_a_claim_that_fai
     async def nothing() -> int:
         return 0
 
-    monkeypatch.setattr(service._claims._handover, "hand_back", nothing)
-    service._commands.claim_begins()  # and got no answer
-    service._claims.drain()
-    await asyncio.wait_for(service._claims.run(), 10)
-    assert service._commands._take(stop("of-another").SerializeToString()) == "stop"
-    assert not service._commands._early
+    monkeypatch.setattr(service.handover, "hand_back", nothing)
+    service.commands.claim_begins()  # and got no answer
+    service.claims.drain()
+    await asyncio.wait_for(service.claims.run(), 10)
+    assert service.commands.take(stop("of-another").SerializeToString()) == "stop"
+    assert not service.commands.early

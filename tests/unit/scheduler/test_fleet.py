@@ -216,6 +216,9 @@ class Others:
     """What a look at the other shards showed."""
 
     def __init__(self, live: tuple[str, ...], starving: tuple[str, ...]) -> None:
+        self.show(live, starving)
+
+    def show(self, live: tuple[str, ...], starving: tuple[str, ...]) -> None:
         self.live, self.workerless, self.led = list(live), list(starving), set(live)
 
 
@@ -282,18 +285,20 @@ async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_not
     names = [f"s{number}" for number in range(rng.randint(1, 4))]
     redis = Redis(**{f"w{n}": f"/{rng.choice((8, 8, 64))}" for n in range(rng.randint(len(names), 8))})
     live: dict[str, WorkerRegistry] = {}
+    seen: dict[str, Others] = {}
     held: dict[str, set[str]] = {}
     moves: list[int] = []
     for _ in range(60):
         if len(live) < len(names) and rng.random() < 0.3:
             name = names[len(live)]
-            live[name] = WorkerRegistry(redis, Scripts(), Keys(), name, OneRecord(redis, name), Others((), ()), 1000)
+            seen[name] = Others((), ())
+            live[name] = WorkerRegistry(redis, Scripts(), Keys(), name, OneRecord(redis, name), seen[name], 1000)
             held[name] = set()
         moves.append(0)
         for name in rng.sample(sorted(live), len(live)):
             workers, mine = live[name], held[name]
             others = tuple(other for other in live if other != name)
-            workers._shards = Others(others, tuple(other for other in others if not held[other]))
+            seen[name].show(others, tuple(other for other in others if not held[other]))
             await workers.look()
             while (found := await workers.take(mine, {}, {}, "")) is not None:
                 mine.add(found.id)
@@ -320,13 +325,13 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
     nobody: Any = None
     context = WorkerContext(shard.core, shard.quarantine, nobody, nobody, nobody, nobody, nobody, nobody)
     fleet = Fleet(SchedulerSettings(shard="a"), workers, context, nobody)
-    fleet._tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
-    fleet._failed["w1"] = time.monotonic()
-    await fleet._look()
+    fleet.tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+    fleet.failed["w1"] = time.monotonic()
+    await fleet.look()
     shard.round()
     assert not lease.given and not shard.running("r0"), "its record may have outlived it"
-    fleet._failed["w1"] -= AVOID_S
-    await fleet._look()
+    fleet.failed["w1"] -= AVOID_S
+    await fleet.look()
     shard.round()
     assert lease.given == gives
     assert shard.running("r0") and not shard.quarantine.has_suspects

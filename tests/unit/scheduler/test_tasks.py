@@ -150,16 +150,16 @@ class EndingLink:
 async def test_a_step_whose_answer_is_unread_when_a_send_fails_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0", lookahead=1))
     link = EndingLink()
-    fleet, blamed = service._fleet, []
+    fleet, blamed = service.fleet, []
 
     def losing(worker: Registration, replica: int, in_flight: InFlight, reason: Exception | None) -> None:
         if isinstance(reason, StepFailedError):
-            blamed.append(list(in_flight._plans))
+            blamed.append(list(in_flight.plans))
 
     monkeypatch.setattr(fleet_module, "WorkerLink", lambda worker, settings: link)
     monkeypatch.setattr(fleet, "lose", losing)
     payload = queue_pb2.Request(id="a")
-    service._core.add(NewRequest("a", [np.arange(5, dtype=np.int32)], 20, payload=payload), 0)
+    service.core.add(NewRequest("a", [np.arange(5, dtype=np.int32)], 20, payload=payload), 0)
     await asyncio.wait_for(fleet.serve(link.worker), 30)
     assert [step.id for step in link.steps] == [1, 2]
     assert blamed == [[2]]

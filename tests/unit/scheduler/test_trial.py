@@ -29,7 +29,7 @@ class OneWorker:
 
     def __init__(self) -> None:
         self.service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0"))
-        self.core = self.service._core
+        self.core = self.service.core
         self.now = 0
         self.in_flight = InFlight()
         self.join()
@@ -48,7 +48,7 @@ class OneWorker:
 
     def dies(self) -> None:
         worker = Registration("worker-0", "", "its identity")
-        self.service._fleet.lose(worker, self.replica, self.in_flight, StepFailedError("it raised"))
+        self.service.fleet.lose(worker, self.replica, self.in_flight, StepFailedError("it raised"))
         self.in_flight = InFlight()
         self.join()
 
@@ -58,7 +58,7 @@ class OneWorker:
     def ends(self, name: str) -> None:
         """Cancelled, and its end is written."""
         self.core.cancel(name, self.now)
-        self.service._forget(name)
+        self.service.forget(name)
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ async def worker() -> OneWorker:
 
 
 async def test_the_group_on_trial_runs_alone_and_newcomers_wait(worker: OneWorker) -> None:
-    worker.service._take_all([claimed(name) for name in "abcd"])
+    worker.service.take_all([claimed(name) for name in "abcd"])
     assert worker.send() == set("abcd")
-    worker.service._take_all([claimed("e")])
+    worker.service.take_all([claimed("e")])
     worker.dies()
-    worker.service._take_all([claimed("f"), claimed("f")])
+    worker.service.take_all([claimed("f"), claimed("f")])
     assert worker.parked() == 3, "f came when a worker was there: it waits, but not there"
     assert worker.send() == {"a", "b"}
     worker.dies()
@@ -80,7 +80,7 @@ async def test_the_group_on_trial_runs_alone_and_newcomers_wait(worker: OneWorke
 
 
 async def test_a_cancel_on_trial_or_while_parked_leaves_nobody_parked(worker: OneWorker) -> None:
-    worker.service._take_all([claimed(name) for name in "abcd"])
+    worker.service.take_all([claimed(name) for name in "abcd"])
     worker.send()
     worker.dies()
     for name in "cab":
@@ -88,7 +88,7 @@ async def test_a_cancel_on_trial_or_while_parked_leaves_nobody_parked(worker: On
     assert worker.parked() == 0
     assert worker.send() == {"d"}
     worker.ends("d")
-    assert not worker.service._quarantine.has_suspects
+    assert not worker.service.quarantine.has_suspects
     worker.core.check()
 
 
@@ -101,16 +101,16 @@ async def test_a_drain_hands_back_who_waits_for_a_trial_to_end_and_keeps_who_has
         handed.extend(args)
         return 1
 
-    monkeypatch.setattr(worker.service._lease, "fenced", fenced)
-    worker.service._take_all([claimed(name) for name in "ab"])
+    monkeypatch.setattr(worker.service.lease, "fenced", fenced)
+    worker.service.take_all([claimed(name) for name in "ab"])
     worker.send()
     worker.dies()
-    worker.service._take_all([claimed("c")])
-    await worker.service._claims._handover.hand_back()
-    keys = worker.service._keys
+    worker.service.take_all([claimed("c")])
+    await worker.service.handover.hand_back()
+    keys = worker.service.keys
     assert keys.req("c") in handed
     assert keys.req("a") not in handed
-    assert set(worker.service._held.entries) == {"a", "b"}
+    assert set(worker.service.held.entries) == {"a", "b"}
     worker.ends("a")
     assert worker.send() == {"b"}
     assert worker.parked() == 0

@@ -134,7 +134,6 @@ def test_what_prefills_cost_is_remembered_through_hours_of_decode() -> None:
         decodes = 250 + i % 7
         machine.step((decodes, decodes * (1000 + i % 500), 0.0))
     assert machine.worst() < 0.06
-    assert np.linalg.cond(machine.model._information) < 1e8
 
 
 def test_decode_alone_of_one_batch_size_says_nothing_of_prefill_and_blows_nothing_up() -> None:
