@@ -1,7 +1,7 @@
 """docs/bad-input.md: what was sent, what came back. `python -m tests.support.docs.bad_input` rewrites the page.
 
-The answers are those of a real gateway over a real Redis; tests/integration/gateway/test_bad_input.py asks it again
-and fails when the page says anything else.
+The answers are those of a real gateway over a real Redis; tests/integration/gateway/openai/test_bad_input.py asks it
+again and fails when the page says anything else.
 """
 
 from __future__ import annotations
