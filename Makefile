@@ -13,7 +13,7 @@ PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
 PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 QUICK := tests/unit tests/integration tests/stack -m "(unit or integration or smoke) and not slow"
 
-# A misspelt MODLE=... must not be ignored. (Values from the environment are not looked at.)
+# A misspelt MODLE=... must not be ignored. (Values from the environment are not checked.)
 KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS MAKEFLAGS SHELL
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
 UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
@@ -21,7 +21,7 @@ ifneq ($(strip $(UNKNOWN)),)
 $(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS)
 endif
 
-# Installed is what a stamp says, and a stamp is named after the pins: touching pyproject.toml reinstalls nothing.
+# A stamp marks an installation and is named after the pins: touching pyproject.toml reinstalls nothing.
 PINS := $(firstword $(shell cksum pyproject.toml))
 RUN_STAMP := $(VENV)/.run-$(PINS)
 TEST_STAMP := $(VENV)/.test-$(PINS)
@@ -57,7 +57,7 @@ ifeq ($(ORCINUS_REDIS_URL)$(findstring --redis-url,$(ARGS)),)
 		|| { echo "error: no Redis here, and none comes with the installation on this machine: install one (sudo apt-get install redis-server), or set ORCINUS_REDIS_URL to one that runs" >&2; exit 2; }
 endif
 
-# A machine without a GPU that can be used hears so before some gigabytes are installed.
+# Fail on a machine without a usable GPU before some gigabytes are installed.
 gpu-at-hand: | $(VENV)/.made
 ifneq ($(GPU),)
 	@$(PY) -m services.launcher.gpu_checks
@@ -69,7 +69,7 @@ install-test: $(TEST_STAMP) $(PROTOS) ## install what `make test` needs: no CuPy
 
 install-dev: $(DEV_STAMP) $(PROTOS) ## install what all tests, lint and benches need
 
-# Kernels are compiled first: a stack waits only so long for its worker.
+# Compile kernels first: a stack waits for its worker for a limited time only.
 test: install-test kernels-build ## unit and integration tests and a smoke test of the stack, in five minutes (TESTS=path for some)
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),$(QUICK))
 
@@ -79,7 +79,7 @@ test-unit: install-test ## pure parts, in process
 test-integration: install-test kernels-build ## each service beside a real Redis
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/integration)
 
-test-slow: install-test kernels-build ## what make test leaves out of these two
+test-slow: install-test kernels-build ## the unit and integration tests that make test leaves out
 	$(PY) -m pytest $(PARALLEL) tests/unit tests/integration -m slow
 
 test-stack: install-dev kernels-build ## all services as real processes
@@ -101,7 +101,7 @@ test-deploy: install-dev ## images, Kubernetes, Prometheus, Makefile, CI
 
 test-all: test-unit test-integration test-deploy kernels-check test-stack test-chaos browser clients schemathesis ## every test there is (an hour)
 
-# The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is that which docs/faults.md speaks of.
+# The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is the one in docs/faults.md.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")
 	$(PY) -m services.cli chaos --faults 200 --seconds 3600 --gap 1 --clients 8 --seed 20261120 \
 		$(if $(ARGS),$(ARGS),--output bench/results/chaos.json)
@@ -116,13 +116,13 @@ schemathesis: install-dev kernels-build ## generated requests, valid and broken,
 fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
 	$(PY) -m tests.unit.fuzz.run $(call option,seconds,$(SECONDS))
 
-explore: install-dev ## every generated test with examples that no run before had (TESTS=tests/unit)
+explore: install-dev ## every generated test with new examples (TESTS=tests/unit)
 	$(PY) -m pytest --hypothesis-profile explore -m hypothesis $(or $(TESTS),tests)
 
 browser: install-dev ## the live page in Chromium
 	$(PY) -m pytest tests/browser
 
-clients: install-dev ## clients of others, each in an environment of its own, against a live stack (installs them under .clients/)
+clients: install-dev ## client libraries, each in a separate environment, against a live stack (installs them under .clients/)
 	$(PY) -m tests.clients.install
 	$(PY) -m pytest tests/clients
 
@@ -130,14 +130,14 @@ bench-clients: install-dev ## let guidellm and aiperf drive the server once (ins
 	$(PY) -m tests.clients.install guidellm aiperf
 	$(PY) -m tests.clients.load
 
-lint: install-dev ## format check, ruff, mypy, which way imports go, links of the pages
+lint: install-dev ## format check, ruff, mypy, directions of imports, links of the pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory site
 
-# A link that leads nowhere, or a page that is not in the menu, is an error.
+# A broken link, or a page that is not in the menu, is an error.
 site: install-dev ## the pages of docs/ as a site, build/site/quickstart.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f deploy/site/mkdocs.yml
 
@@ -154,7 +154,7 @@ policies: install-dev ## make the tables of docs/policies.md again (a quarter of
 	$(PY) -m bench.studies.policies
 	$(PY) -m bench.studies.policies --literature
 
-policies-quick: install-dev ## the same runs in small, written nowhere
+policies-quick: install-dev ## small versions of the same runs, without writing a result
 	$(PY) -m bench.studies.policies --quick
 
 peers: install-dev ## compare with other servers, docs/peers.md (installs them under .peers/; then half an hour on a quiet machine)
@@ -163,7 +163,7 @@ peers: install-dev ## compare with other servers, docs/peers.md (installs them u
 certs: install-dev ## a trial CA and certificates for TLS on this machine, in .run/certs (ARGS="--name HOST")
 	$(PY) deploy/certs.py .run/certs $(ARGS)
 
-peers-quick: install-dev ## one short round of the peers that are installed, written nowhere
+peers-quick: install-dev ## one short round of the installed peers, without writing a result
 	$(PY) -m bench.peers --quick $(ARGS)
 
 doctor: install ## check this machine
@@ -184,10 +184,10 @@ k8s-check: install-dev ## build the Kubernetes overlays and check them, no clust
 kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
 	$(PY) kernels/cpu/build.py
 
-kernels-check: test-kernels test-engine ## test every kernel and the engine, the CUDA ones on the emulator; compile these, compare their registers (no GPU needed)
+kernels-check: test-kernels test-engine ## test every kernel and the engine, CUDA on the emulator; compile CUDA kernels and compare their registers (no GPU needed)
 	$(PY) -m kernels.cuda.check
 
-# The sanitizers' runtime must come before everything else; Python itself never frees all it has.
+# The sanitizers' runtime must be loaded first; Python itself never frees all its memory.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py)"
@@ -195,7 +195,7 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/test_demo_model.py
 
-clean: ## remove what was built; .run/ (state, logs) stays
+clean: ## remove all build products; .run/ (state, logs) stays
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi kernels/cpu/lib kernels/cuda/lib
 
 $(VENV)/.made:
@@ -225,7 +225,7 @@ $(TEST_STAMP): $(RUN_STAMP)
 	@$(PIP) --no-build-isolation -e '.[build,embedded,test]'
 	@rm -f $(VENV)/.test-*; touch $@
 
-# It brings all of `test`, too.
+# Contains all of `test`.
 $(DEV_STAMP): $(RUN_STAMP)
 	@$(PIP) --no-build-isolation -e '.[build,embedded,dev]'
 	@rm -f $(VENV)/.dev-* $(VENV)/.test-*; touch $@ $(TEST_STAMP)
@@ -233,7 +233,7 @@ $(DEV_STAMP): $(RUN_STAMP)
 $(PROTOS) &: $(PROTOS:_pb2.py=.proto) $(RUN_STAMP)
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:_pb2.py=.proto)
 
-# An existing environment of another Python than the one asked for is not used in silence.
+# Refuse an existing environment of another Python than the requested one.
 ifneq ($(filter command line environment,$(origin PYTHON)),)
 ifneq ($(wildcard $(PY)),)
 ifneq ($(filter-out clean help,$(MAKECMDGOALS)),)

@@ -61,7 +61,7 @@ class Stack:
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, http.client.HTTPResponse]:
-        """One request, answered with its status and a response whose body is still to be read."""
+        """Send one request; return its status and the response with an unread body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         given = {"Content-Type": "application/json", **(headers or {})}
         if key != "":
@@ -208,7 +208,7 @@ def stream_survives_its_worker(stack: Stack, model: str) -> None:
         if tokens:
             killer.strike()
     check(killer.struck_at < last, "the worker was killed before the stream's end")
-    check(len(tokens) == 450, "a stream whose worker died holds every token once", len(tokens))
+    check(len(tokens) == 450, "a stream holds every token once after its worker died", len(tokens))
     worker = next(one for one in stack.containers() if labels(one) == "worker")
     check(worker["RestartCount"] >= 1, "Docker restarted the worker", worker["RestartCount"])
     print(f"        longest pause of the stream: {longest:.1f} s")

@@ -94,7 +94,7 @@ def streams_survive_a_gateway(stack: Stack) -> None:
     for stream in streams:
         check(
             len(stream.tokens) == 450,
-            "a stream whose gateway died holds every token once",
+            "a stream holds every token once after its gateway died",
             (stream.error, len(stream.tokens)),
         )
         check(stream.tokens == streams[0].tokens, "every greedy stream says the same")

@@ -49,7 +49,7 @@ def model_config(vocab_size: int) -> LlamaConfig:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrix updates are orthogonalised by five Newton-Schulz steps (Jordan et al., 2024)."""
+    """Momentum with matrix updates orthogonalised by five Newton-Schulz steps (Jordan et al., 2024)."""
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})

@@ -42,7 +42,7 @@ class Recipe:
     name: str
     packages: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()  # packages that came along and do not load beside this torch
-    shown: tuple[str, ...] = ()  # whose versions stand in the results
+    shown: tuple[str, ...] = ()  # packages with versions in the results
     steps: tuple[str, ...] = ()
     after: tuple[str, ...] = ()  # recipes that must be there before
 

@@ -180,7 +180,7 @@ class Churn:
 
     def __init__(self, running: int, setup: Setup) -> None:
         self._drive = _decode(running, running, setup)
-        self._stopped: list[int] = []  # slots whose sequence still has a row in a step in flight
+        self._stopped: list[int] = []  # slots of stopped sequences with a row in a step in flight
         self._slots = np.arange(running, dtype=np.int32)  # of the last step that was answered
         self.adding_ns: list[int] = []
         """What adding the request took that enters, of each iteration; no part of plan or apply."""

@@ -16,7 +16,7 @@ from services.scheduler.core.types import Limits
 RUNNING = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 WAITING = (0, 10, 100, 1000, 10_000, 100_000)
 BLOCKS = (2_500, 10_000, 50_000, 250_000, 1_000_000)
-HEAD_PROMPT = 1000  # tokens of those for whom there is a slot and no memory
+HEAD_PROMPT = 1000  # tokens of prompts with a free slot and no memory
 BASE_PROMPT = 128
 UNENDING = 1 << 20  # asked for by the waiting: to the end of the context, which the running never reach
 NEVER_LATE_NS = 3600 * 10**9
@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 
 def by_running(counts: Sequence[int], setup: Setup) -> list[Line]:
-    """Steady decode, nobody waits."""
+    """Measure steady decode with an empty waiting queue."""
     return [_decode(steady(count, setup), setup, {"case": "steady decode", "running": count}) for count in counts]
 
 

@@ -122,7 +122,7 @@ class Drive:
             raise NotRunningError(f"{self.running} run under this policy where {before + len(prompts)} were to")
 
     def fill(self, prompt_tokens: int, at_once: int) -> None:
-        """Leaves no block free that nobody runs with: prompts of so many tokens, and one of output, are cached."""
+        """Fill all unused blocks with cached prefixes: prompts of this many tokens with one output token each."""
         cached_at_once = at_once * (prompt_tokens // BLOCK_SIZE)
         for _ in range(self.core.replicas[0].limits.blocks // cached_at_once + 1):
             for _ in range(at_once):
@@ -167,7 +167,7 @@ class Drive:
 
 
 class Watch:
-    """What disturbs the iterations while it is entered: garbage collections, and that the system ran somebody else.
+    """Counts disturbances of the iterations inside it: garbage collections, and switches to other processes.
 
     The service leaves the collector as Python starts it, on; so does this. What was garbage before is collected first.
     """

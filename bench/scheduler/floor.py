@@ -68,7 +68,7 @@ class Floor:
         random = np.random.default_rng(0)
         self._pool = BlockPool(running * BLOCKS_PER_SLOT + 64)
         self._active = np.ones(running, bool)
-        self._planned = random.integers(1, LONGEST_PROMPT, running).astype(np.int32)  # tokens whose KV is planned
+        self._planned = random.integers(1, LONGEST_PROMPT, running).astype(np.int32)  # planned tokens
         self._applied = self._planned.copy()  # tokens that are there
         self._limits = np.full(running, MAX_MODEL_LEN - 8, np.int32)
         self._stop_ids = np.full(running, -1, np.int32)

@@ -36,7 +36,7 @@ SHA = "0" * 40
 
 
 def steady(running: int, setup: Setup) -> Drive:
-    """`running` sequences in steady decode: nobody waits, comes or ends for 1,500 iterations."""
+    """Set up `running` sequences in steady decode: none waits, comes or ends for 1,500 iterations."""
     limits = Limits(
         slots=running,
         blocks=running * (MAX_MODEL_LEN // BLOCK_SIZE),

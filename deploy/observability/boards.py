@@ -58,7 +58,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
                                                      (rate(S + "recomputed_tokens_total"), "tokens recomputed")]),
     ("Redis: calls, p99", "s", [
         (f"histogram_quantile(0.99, sum by (le, script) (rate({name}redis_call_seconds_bucket[$__rate_interval])))",
-         f"{who} {{{{script}}}}") for name, who in ((G, "gateway"), (S, "scheduler"))]),
+         f"{service} {{{{script}}}}") for name, service in ((G, "gateway"), (S, "scheduler"))]),
     ("Redis: memory", "bytes", [(f"max({T}redis_memory_bytes)", "used"),
                                 (f"max({T}redis_memory_limit_bytes)", "limit")]),
     ("SLO missed a second", "short", [(rate(S + "slo_violations_total", "class"), "{{class}}")]),

@@ -1,4 +1,4 @@
-"""The worker's record and heartbeat in Redis (docs/redis.md#who-is-there), kept by one thread with a separate client.
+"""The worker's record and heartbeat in Redis (docs/redis.md#services), kept by one thread with a separate client.
 
 The record is written once a second and outlives the worker by 5 s at most; the model's sorted set of workers, by which
 schedulers find it, is written with it. The record's field `shard` belongs to the scheduler that took the

@@ -1,7 +1,7 @@
 """Move requests to other shards: unstarted requests return to the queue, started ones move with their tokens.
 
 One script moves a request under the lease of the shard that holds it, so two shards never hold the same request. A
-request that has begun goes into the pending list of its new shard, which finds it there as after a restart.
+started request moves to the pending list of its new shard, which reads it there as after a restart.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Handover:
         return len(names)
 
     async def take_from(self, orphan: str, lease: Lease, intake: Intake) -> None:
-        """Empty the pending list of a shard without a scheduler: what never started goes back to the queue, the rest
-        into this shard's list.
+        """Empty the pending list of a shard without a scheduler: return unstarted requests to the queue, and take the
+        rest into this shard's list.
 
-        lease: the orphan's. While it is held, no other shard can do the same, and the former scheduler of the orphan
-        can write nothing any more.
+        lease: of the orphan. While it is held, no other shard can do the same, and the former scheduler of the orphan
+        cannot write.
         """
         if not await lease.take():
             return  # it has a scheduler again

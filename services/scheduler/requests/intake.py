@@ -280,7 +280,7 @@ class Intake:
     async def _restore(self, claimed: list[Claimed]) -> set[str]:
         """Restore outputs and ended choices of requests that ran before.
 
-        Returns the gateways whose streams may hold further tokens of them.
+        Returns the gateways with streams that may hold further tokens of them.
         """
         pipe = self._redis.pipeline(transaction=False)
         for item in claimed:

@@ -152,16 +152,16 @@ NOT_CAUSED_BY_A_STEP = (
 )
 
 SILENT = "ping timeout"
-"""gRPC's text for a keepalive without an answer. A process that dies in a step closes its connection; one whose step
-hangs still answers keepalives."""
+"""gRPC's text for a keepalive without an answer. A process that dies in a step closes its connection; a process that
+hangs in a step still answers keepalives."""
 
 
 def may_be_caused_by_step(error: BaseException) -> bool:
     """Return whether a step may have ended the link.
 
-    No step is to blame for a Run that was refused or replaced, a worker that drained, a process or machine that is
-    silent, a step that timed out, or an answer to another step. Where a connection broke, a step is to blame only if
-    the worker died, too (Quarantine.link_lost).
+    No step causes the loss of a Run that was refused or replaced, of a worker that drained, of a silent process or
+    machine, after a step that timed out, or after an answer to another step. A broken connection is caused by a step
+    only if the worker died, too (Quarantine.link_lost).
     """
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() not in NOT_CAUSED_BY_A_STEP and SILENT not in (error.details() or "")

@@ -28,9 +28,7 @@ def integer(low: int, high: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{shown(text)!r} is not a whole number from {low:,} to {high:,}"
-            ) from None
+            raise argparse.ArgumentTypeError(f"{shown(text)!r} is not an integer; give {low:,} to {high:,}") from None
         if value < low:
             what = "must not be negative" if low == 0 else f"must be at least {low:,}"
             raise argparse.ArgumentTypeError(f"{shown(text)} {what}; give {low:,} to {high:,}")

@@ -169,7 +169,7 @@ def sections(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> Iterat
         yield title, [row(text_of(sent), asked.ask(sent)) for sent in requests]
     yield "gRPC", [row(f"`{called.method}`, {called.note}", asked.call(called)) for called in CALLS]
     yield "Too much is asked", [row(text_of(sent), got) for sent, got in zip(CROWDED, crowded, strict=True)]
-    yield "Nobody serves", [row(text_of(sent), got) for sent, got in zip(NOBODY_SERVES, alone, strict=True)]
+    yield "No scheduler", [row(text_of(sent), got) for sent, got in zip(NOBODY_SERVES, alone, strict=True)]
 
 
 def page(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> str:

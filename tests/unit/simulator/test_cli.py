@@ -88,7 +88,7 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--trace", "nowhere.csv"], "nowhere.csv"),
         (["--rate-scale", "0"], "above 0"),
         (["--requests", "-1"], "negative"),
-        (["--requests", "x"], "whole number"),
+        (["--requests", "x"], "not an integer"),
         (["--model-shape", "llama-9b"], "llama-8b"),
         (["--device", "abacus"], "h100"),
         (["--model-shape", "llama-70b", "--device", "l4"], "--kv-blocks"),
