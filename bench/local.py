@@ -1,4 +1,4 @@
-"""What benches need of this machine to start processes on it."""
+"""Helpers of benches that start processes on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every result has in common: where it lies, how it is written, on which machine and commit it was made.
+"""Common parts of all results: place, format, machine and commit.
 
 Benches call `provenance` before they measure and keep its fields beside their figures. Pages show results through
 bench/render.py. The standard library alone: some benches run where little else is installed.

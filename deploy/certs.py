@@ -1,4 +1,4 @@
-"""A trial CA and the certificates of gateway, scheduler, worker and Redis: `make certs` writes them to .run/certs.
+"""Make a trial CA and the certificates of gateway, scheduler, worker and Redis: `make certs`, in .run/certs.
 
 For trying TLS on one machine. A real installation takes the gateway's certificate from a public CA, and those of the
 services from a CA that signs for nothing else: whoever has one of these may talk to workers.
@@ -23,7 +23,7 @@ ROLES = ("gateway", "scheduler", "worker", "redis")
 
 
 def make(directory: Path, names: list[str], days: int = DAYS) -> list[Path]:
-    """Writes ca.pem and ROLE.pem with ROLE-key.pem (mode 0600) for each role; those that are there are replaced.
+    """Write ca.pem and ROLE.pem with ROLE-key.pem (mode 0600) for each role, replacing existing files.
 
     names: host names and addresses by which gateway and Redis are reached, beside localhost.
     """
@@ -86,7 +86,7 @@ def _general(name: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes, mode: int) -> Path:
-    """Whole or not at all, and never readable for longer than it is meant to be."""
+    """Write a file completely or not at all, and never with wider permissions than its own."""
     draft = path.with_suffix(".new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -1,4 +1,4 @@
-"""Exit 0 when the service of this container is well: `healthcheck.py gateway|scheduler|worker`.
+"""Exit 0 if the service of this container is healthy: `healthcheck.py gateway|scheduler|worker`.
 
 Docker runs it inside each container, with that container's settings: the gateway answers /health/ready, the
 scheduler's heartbeat is in Redis, the worker's gRPC health service says SERVING.

@@ -1,4 +1,4 @@
-"""Makes the stack's secrets on its first start: the gateway's key, which it prints once, and the users of Redis.
+"""Make the stack's secrets at its first start: the gateway's key, printed once, and the users of Redis.
 
 Runs as the one-shot service `keys` of compose.yaml, before anything that reads them. What is there already is never
 changed: a secret is renewed by removing its volume. `docker compose run --rm keys show` prints the key again.
@@ -18,7 +18,7 @@ API_KEYS = SECRETS / "api" / "keys"
 
 
 def write_once(path: Path, text: str, mode: int) -> bool:
-    """Writes `text` unless the file is there, whole or not at all; True when it was written."""
+    """Write `text` completely unless the file exists; return whether it was written."""
     draft = path.with_suffix(".new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:

@@ -1,4 +1,4 @@
-"""Passwords of Redis's users as files, and the ACL file that knows their digests: `redis_users.py DIRECTORY`.
+"""Write passwords of Redis's users, and the ACL file with their digests: `redis_users.py DIRECTORY`.
 
 deploy/redis/users.acl says what each user may; Redis 7.0 or newer reads it (6.2 has no keys that may only be read).
 What is there already is kept, so a second run changes no password; the ACL file follows the rules of this version.
@@ -17,7 +17,7 @@ ROLES = ("gateway", "scheduler", "worker", "ops")
 
 
 def write(path: Path, text: str, mode: int) -> None:
-    """Whole or not at all."""
+    """Write a file completely or not at all."""
     draft = path.with_suffix(".new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
@@ -28,7 +28,7 @@ def write(path: Path, text: str, mode: int) -> None:
 
 
 def make(passwords: dict[str, Path], acl: Path, mode: int = 0o640) -> None:
-    """A password in each role's file, where there is none, and the ACL file. A missing directory is an OSError."""
+    """Write a missing password file for each role, and the ACL file. Raises OSError without the directory."""
     rules = RULES.read_text()
     for role, path in passwords.items():
         if not path.exists():

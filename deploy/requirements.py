@@ -1,4 +1,4 @@
-"""Prints pins of pyproject.toml, one a line: the images install them in a layer that code changes do not touch.
+"""Print pins of pyproject.toml, one a line: images install them in a layer that code changes do not touch.
 
 pyproject.toml stays the only list of pins; an image takes a part of it: the gateway and the scheduler need no torch.
 Run by deploy/Dockerfile; standard library only.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def name_of(requirement: str) -> str:
-    """The distribution's name, as pip compares it: `Grpcio_tools==1.0; marker` is `grpcio-tools`."""
+    """Return the distribution's name as pip compares it: `Grpcio_tools==1.0; marker` is `grpcio-tools`."""
     match = re.match(r"[A-Za-z0-9._-]+", requirement)
     if match is None:
         raise ValueError(f"not a requirement: {requirement!r}")

@@ -1,4 +1,4 @@
-"""Asks a stack that compose.yaml brought up what it promises: `smoke.py --project NAME --port PORT`.
+"""Check the promises of a stack that compose.yaml started: `smoke.py --project NAME --port PORT`.
 
 From outside as a client (the key from the logs, streaming and not, refusals), and as an operator (users, file systems,
 capabilities, published ports, networks); then a worker dies in the middle of a stream. What several of a service
@@ -75,7 +75,7 @@ class Stack:
         return status, json.loads(response.read())
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed completion; ends after [DONE], which must come."""
+        """Yield the events of a streamed completion up to [DONE], which must come."""
         status, response = self.ask("POST", "/v1/completions", {**body, "stream": True})
         check(status == 200, "a streamed completion answers 200", response.read(500) if status != 200 else "")
         kind = response.headers.get("Content-Type", "")
@@ -157,7 +157,7 @@ def completion_streams(stack: Stack, model: str) -> None:
 
 
 def backend_is_named(stack: Stack, model: str) -> None:
-    """A worker that fell back to plain torch is a failure, for the image carries the CPU kernels of x86-64."""
+    """Check that the worker does not run on plain torch: the image has the CPU kernels of x86-64."""
     key = f"orcinus:{{{model}}}:stats:shard-0"
     read = f"REDISCLI_AUTH=$(cat /secrets/redis-ops/password) redis-cli --user ops hget '{key}' backend"
     backend = stack.compose("exec", "-T", "redis", "sh", "-c", read).strip()
@@ -188,14 +188,14 @@ class Killer:
         check(said == "armed\n", f"a shell runs in {service}", said)
 
     def strike(self) -> None:
-        """Once; its own shell dies with the rest, so no exit status is expected."""
+        """Kill the processes once; the shell dies with them, so no exit status is expected."""
         if self.struck_at == float("inf"):
             self._shell.communicate("now\n", timeout=60)
             self.struck_at = time.monotonic()
 
 
 def stream_survives_its_worker(stack: Stack, model: str) -> None:
-    """The worker's processes are killed after the first tokens; Docker restarts it, the stream goes on."""
+    """Kill the worker's processes after the first tokens: Docker restarts it and the stream continues."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True}
     killer = Killer(stack, "worker")

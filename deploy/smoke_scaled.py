@@ -1,4 +1,4 @@
-"""Asks a stack that compose scaled what that promises: `python3 -m deploy.smoke_scaled --project NAME --port PORT ...`.
+"""Check the promises of a scaled stack: `python3 -m deploy.smoke_scaled --project NAME --port PORT ...`.
 
 Every worker has registered, is driven by the scheduler and computes, every gateway gets its part of the requests,
 streams survive one that is killed, and gRPC is published. As smoke.py: standard library and the docker command only.
@@ -30,7 +30,7 @@ def key_is_known(stack: Stack) -> None:
 
 
 def counter(stack: Stack, service: str, index: int, port: int, name: str) -> float:
-    """Sum of a metric of one container, over its labels."""
+    """Return the sum of a metric of one container over its labels."""
     ask = (
         "from urllib.request import *; "
         f"print(urlopen(Request('http://127.0.0.1:{port}/metrics', headers={{'Authorization': 'Bearer {stack.key}'}}))"
@@ -41,13 +41,13 @@ def counter(stack: Stack, service: str, index: int, port: int, name: str) -> flo
 
 
 def redis(stack: Stack, command: str) -> list[str]:
-    """The lines of an answer."""
+    """Return the lines of an answer."""
     ask = f"REDISCLI_AUTH=$(cat /secrets/redis-ops/password) redis-cli --user ops {command}"
     return stack.compose("exec", "-T", "redis", "sh", "-c", ask).split()
 
 
 def all_workers_are_used(stack: Stack, workers: int) -> None:
-    """All have registered, the scheduler drives them, and all compute when there is work for all."""
+    """Check that all workers register, are driven by the scheduler, and compute under load."""
     found = redis(stack, "zrange 'orcinus:{demo-model}:workers' 0 -1")
     check(len(found) == workers, f"{workers} workers are registered", found)
     by = time.monotonic() + 30
@@ -68,7 +68,7 @@ def all_workers_are_used(stack: Stack, workers: int) -> None:
 
 
 def all_gateways_are_used(stack: Stack, gateways: int) -> None:
-    """Requests over connections of their own reach every gateway."""
+    """Check that requests over new connections reach every gateway."""
 
     def count() -> list[float]:
         name = "orcinus_gateway_time_to_first_token_seconds_count"  # of requests, not of health checks
@@ -86,7 +86,7 @@ def all_gateways_are_used(stack: Stack, gateways: int) -> None:
 
 
 def streams_survive_a_gateway(stack: Stack) -> None:
-    """One of two gateways is killed under streams: its own go on at the same address, the others do not notice."""
+    """Kill one of two gateways under streams: its streams continue at the same address, the rest are not disturbed."""
     body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
     streams = [Resuming(stack, {**body, "stream": True, "return_token_ids": True}) for _ in range(8)]
     killer = Killer(stack, "gateway")
@@ -104,7 +104,7 @@ def streams_survive_a_gateway(stack: Stack) -> None:
 
 
 def run_all(streams: Sequence[Resuming], killer: Killer | None = None) -> None:
-    """At the same time; the killer strikes when all have got something."""
+    """Run the streams at the same time; the killer strikes when all have tokens."""
     threads = [threading.Thread(target=stream.run, daemon=True) for stream in streams]
     for thread in threads:
         thread.start()
@@ -158,7 +158,7 @@ class Resuming:
 
 
 def grpc_is_published(port: int) -> None:
-    """A gateway speaks HTTP/2 at the second front's port."""
+    """Check that a gateway speaks HTTP/2 at the second front's port."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(PREFACE)
         frame = b""

@@ -1,1 +1,1 @@
-"""`orcinus bench engine`: what one iteration costs the engine."""
+"""`orcinus bench engine`: the cost of an iteration of the engine."""

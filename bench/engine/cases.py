@@ -1,4 +1,4 @@
-"""The iterations that `orcinus bench engine` times, and what each must at least read and multiply."""
+"""The iterations that `orcinus bench engine` times, and the bytes and operations that each needs at least."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Case:
     prompts: int = 0
 
     def fits(self, longest: int, steps: int) -> bool:
-        """Do its sequences, grown by `steps` tokens, stay within `longest`?"""
+        """Return whether the case's sequences, grown by `steps` tokens, stay within `longest`."""
         return max(self.context + steps + 1, self.prefill + 1) <= longest
 
     @property
@@ -147,7 +147,7 @@ class TorchMatrices:
 def measure(
     engine: Engine, case: Case, steps: int, floor: Floor, torch_alone: TorchMatrices, profile: bool
 ) -> dict[str, Any]:
-    """The JSON of one case: medians over `steps` iterations."""
+    """Return the JSON of one case: medians over `steps` iterations."""
     driver = Driver(engine, case, steps)
     results, walls = run(engine, driver, steps, 1 if engine.overlaps else 0)
     forwards = [result.timings.forward_ns for result in results]

@@ -1,4 +1,4 @@
-"""What the machine, or its GPU, can do at best: bytes a second, multiplications a second. Measured, not looked up."""
+"""The peaks of the machine or its GPU, measured: bytes a second and multiplications a second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Floor:
     device: str = ""
 
     def step_ms(self, read_bytes: float, operations: float, width: int) -> float:
-        """No iteration is shorter: it reads these bytes, does these operations, on numbers `width` bytes wide.
+        """Return the lower bound of an iteration with this traffic and work at `width` bytes a number.
 
         A register holds twice as many bfloat16 numbers as float32 ones, so their peak is taken to be twice as high.
         """
@@ -39,7 +39,7 @@ class Floor:
 
 
 def machine_floor() -> Floor:
-    """Takes a second. Raises ConfigurationError where the CPU kernels, which do it, cannot be had."""
+    """Measure the peaks in about a second. Raises ConfigurationError if the CPU kernels are not available."""
     try:
         library = load()
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""What an iteration costs the engine, beside what the machine could do: decode at several batches, prefill, a mix.
+"""The cost of engine iterations beside the machine's limits: decode at several batch sizes, prefill, a mix.
 
 `orcinus bench engine [--profile] [--json]`. In process: no Redis, no gRPC, no scheduler. Floors: weights and KV that
 an iteration must read over the measured memory bandwidth, and its multiplications over the measured peak; whichever is

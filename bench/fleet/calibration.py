@@ -1,4 +1,4 @@
-"""How far the fluid model is from the scheduler's own core: the same requests through both."""
+"""The error of the fluid model: the same requests through it and through the scheduler's core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def compare(case: Case, shape: str, device: str, size: Size, seed: int = 0) -> dict[str, Any]:
-    """Both models' figures, and the fluid's over the core's less 1."""
+    """Return the figures of both models, and the relative error of the fluid model."""
     roofline = Roofline(shape, device)
     traffic = build(Spec(case.requests * case.replicas, case.rate_rps * case.replicas, seed=seed))
     workload = Workload(traffic.arrived_ns, traffic.prompt, traffic.output)

@@ -92,7 +92,7 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def one(options: argparse.Namespace, roofline: Roofline, size: Size, replicas: int, routing: str) -> Ran:
-    """One run of what the options say. Raises ValueError."""
+    """Simulate one run of the options. Raises ValueError."""
     scaler = None
     if options.autoscale:
         scaler = Rule(least=options.autoscale[0], most=options.autoscale[1], startup_s=options.startup_s)
@@ -118,7 +118,7 @@ def _print(options: argparse.Namespace, found: dict[str, Any], show: Any) -> Non
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    """For people."""
+    """Return the results as a table."""
     made = _table(COLUMNS)
     for r in results:
         times = [f"{r[name][p]:,.1f}" for name in ("ttft_ms", "normalized_latency_ms") for p in ("p50", "p99")]
@@ -133,7 +133,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 
 def calibration_table(found: list[dict[str, Any]]) -> Table:
-    """The core's figure, the fluid's, and the error, for people."""
+    """Return a table of the core's figure, the fluid model's, and the error."""
     made = _table(("replicas", "req/s each", *(found[0]["figures"] if found else ()), "CPU s"))
     for each in found:
         cells = [f"{f['core']:,.1f} {f['fluid']:,.1f} {f['error']:+.1%}" for f in each["figures"].values()]

@@ -1,4 +1,4 @@
-"""What a request and an iteration cost Redis: `python -m bench.fleet.redis`, for docs/scale.md.
+"""The cost of a request and of an iteration for Redis: `python -m bench.fleet.redis`, for docs/scale.md.
 
 The services' own scripts and encodings against a server of its own with an append-only file, as deployed; the figure is
 the server's own CPU time (INFO cpu), which other programs on the machine change little.
@@ -35,7 +35,7 @@ GATEWAY = "gateway-bench"
 
 @contextlib.contextmanager
 def server(directory: Path) -> Iterator[redis.Redis]:
-    """A Redis on a socket in `directory`. Raises RuntimeError where none can be started."""
+    """Yield a Redis on a socket in `directory`. Raises RuntimeError if none can be started."""
     binary = find_binary()
     if binary is None:
         raise RuntimeError(missing_binary_message())

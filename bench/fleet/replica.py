@@ -33,7 +33,7 @@ class StepCost:
 
     @classmethod
     def of(cls, roofline: Roofline) -> StepCost:
-        """The same formula as the roofline's, read from it."""
+        """Return the formula of a roofline."""
         empty = roofline.step_ns(0, 0, 0)
         many = 1_000_000
         token = (roofline.step_ns(2 * many, 0, 0) - roofline.step_ns(many, 0, 0)) / many
@@ -43,7 +43,7 @@ class StepCost:
         return cls(fixed, empty - fixed, token, context, pair)
 
     def faster(self, speed: float) -> StepCost:
-        """That of a machine `speed` times as fast."""
+        """Return the formula of a machine that is `speed` times as fast."""
         return StepCost(*(getattr(self, name) / speed for name in self.__dataclass_fields__))
 
 
@@ -117,19 +117,19 @@ class Replica:
         return self.queue[0] if self.queue else -1
 
     def fits(self, index: int) -> bool:
-        """Can it ever run?"""
+        """Return whether the request fits the replica when it is empty."""
         return self._need(index) <= self._size.kv_tokens
 
     @property
     def open(self) -> bool:
-        """Would another begin at once, or within a step, if its KV finds room?"""
+        """Return whether another request would start at once, or within a step, if its KV fits."""
         return not self.queue and self.pending < self._budget and self._decoding + (self.head >= 0) < self._size.slots
 
     def has_room(self, index: int) -> bool:
         return self.open and self._reserved + self._need(index) <= self._size.kv_tokens
 
     def take(self, index: int, now: float) -> float:
-        """A request comes; when the next event is, or -1 where that has not changed."""
+        """Add a request; return the time of the next event, or -1 if that has not changed."""
         requests = self._requests
         size = requests.prompt[index] + requests.output[index]
         self.load += size
@@ -153,7 +153,7 @@ class Replica:
         return self._next()
 
     def advance(self, now: float) -> None:
-        """Runs until `now`, which is not behind the next event."""
+        """Run until `now`, which is at or before the next event."""
         elapsed = now - self._now
         if elapsed <= 0 or not (self._decoding or self.head >= 0):
             self._now = max(now, self._now)
@@ -172,7 +172,7 @@ class Replica:
         self._now += elapsed
 
     def event(self, now: float) -> tuple[list[int], float]:
-        """What is due at `now` happens. Requests that ended, and when the next event is."""
+        """Process the event at `now`; return the ended requests and the time of the next event."""
         self.advance(now)
         requests, ended = self._requests, []
         done = self.head
@@ -212,12 +212,15 @@ class Replica:
         self._reserved -= self._need(index)
 
     def _need(self, index: int) -> int:
-        """KV of a request at its end, in whole blocks. A shared prefix counts for each: caches give way first."""
+        """Return the KV of a request at its end, in blocks.
+
+        A shared prefix counts for each request: caches are evicted first.
+        """
         block = self._size.block_size
         return -(-(self._requests.prompt[index] + self._requests.output[index]) // block) * block
 
     def _start(self) -> bool:
-        """The next prompt, if there is one and it may hold KV. First come, first served."""
+        """Start the next prompt if there is one and its KV fits. First come, first served."""
         if not self.queue:
             return False
         requests, index = self._requests, self.queue[0]
@@ -241,7 +244,7 @@ class Replica:
         return True
 
     def _remember(self, group: int) -> None:
-        """The prefix is in the cache from now on; the oldest give way where memory is short."""
+        """Add the prefix to the cache, and evict the oldest ones if memory is short."""
         self.cached_groups[group] = None
         self.cached_groups.move_to_end(group)
         room = max(0, self._size.kv_tokens - self._reserved) // max(1, self._requests.prefix_tokens)
@@ -249,7 +252,7 @@ class Replica:
             self.cached_groups.popitem(last=False)
 
     def _next(self) -> float:
-        """When the next event is, and what a step costs until then."""
+        """Compute the time of the next event, and the step time until then."""
         self.version += 1
         cost, decoding = self._cost, self._decoding
         steps = NEVER
@@ -270,7 +273,7 @@ class Replica:
         return self._now + a * steps + self._b * steps * steps / 2
 
     def stop(self, now: float) -> list[int]:
-        """It is gone: all it had starts anew elsewhere, with what it has produced as part of the prompt."""
+        """Stop the replica; return its requests, which start again elsewhere with their outputs in the prompt."""
         self.advance(now)
         requests = self._requests
         for at, index in self._finish:

@@ -1,4 +1,4 @@
-"""Which replica of a fleet takes a request. Asked at each arrival, so a choice costs microseconds at 1,000 replicas.
+"""Choose a replica of a fleet at each arrival; a choice costs microseconds at 1,000 replicas.
 
 A router knows what a scheduler knows: which replicas are there, how fast each is, the tokens each has outstanding, and
 which prefixes lie where.
@@ -32,14 +32,14 @@ class Router(ABC):
         self.total = 0.0
 
     def changed(self) -> None:
-        """Replicas came or went."""
+        """Note that replicas came or left."""
         self.alive = [replica.number for replica in self.replicas if replica.up]
         self.place = {number: at for at, number in enumerate(self.alive)}
         self.loads = np.array([self.replicas[number].load / self.replicas[number].speed for number in self.alive])
         self.total = float(self.loads.sum())
 
     def moved(self, number: int) -> None:
-        """The load of a replica has changed."""
+        """Note that the load of a replica has changed."""
         at = self.place.get(number)
         if at is not None:
             replica = self.replicas[number]
@@ -52,7 +52,7 @@ class Router(ABC):
         """Return the number of a replica. At least one must be alive."""
 
     def remember(self, group: int, number: int) -> None:
-        """The prefix of `group` goes to this replica."""
+        """Send the prefix of `group` to this replica from now on."""
         return  # most routers keep nothing of it
 
 
@@ -110,7 +110,7 @@ class Prefix(TwoChoices):
         return super().choose(index, group)
 
     def _idle(self, number: int) -> bool:
-        """It computes nothing, so the prefix is not on its way there either."""
+        """Return whether the replica computes nothing, so the prefix is not being computed there either."""
         replica = self.replicas[number]
         return replica.head < 0 and not replica.queue
 

@@ -1,4 +1,4 @@
-"""A fleet over one run: arrivals, replicas, failures and an autoscaler on one virtual clock.
+"""One run of a fleet: arrivals, replicas, failures and an autoscaler on one virtual clock.
 
 `run` is called by `bench/fleet/main.py` and the tests. A request that a failure or a scale-in hits starts anew
 elsewhere with the tokens it has, as in the service; none is lost.
@@ -56,7 +56,7 @@ class Scaler:
         self._changes: list[tuple[float, int]] = []  # when replicas were added (+) or taken (-)
 
     def wanted(self, now_s: float, there: int, age_s: float, sequences: int) -> int:
-        """How many there should be from now on."""
+        """Return the number of replicas from now on."""
         rule = self.rule
         ratios = (age_s / rule.age_s, sequences / (rule.sequences * there))
         asked = max(there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio) for ratio in ratios)
@@ -80,7 +80,7 @@ class Scaler:
         return found
 
     def _changed(self, now_s: float, period_s: float, sign: int) -> int:
-        """Replicas added, or taken, within the period."""
+        """Return the number of replicas added or removed within the period."""
         return sum(abs(by) for at, by in self._changes if at > now_s - period_s and by * sign > 0)
 
 
@@ -115,7 +115,10 @@ class Ran:
 
 
 def run(fleet: Fleet, traffic: Traffic, progress: Callable[[int], None] | None = None) -> Ran:
-    """To the end of the last request. Raises ValueError for an unknown routing or a request that fits no replica."""
+    """Simulate to the end of the last request.
+
+    Raises ValueError for unknown routing or a request that fits no replica.
+    """
     if fleet.routing not in ROUTERS:
         raise ValueError(f"no routing {fleet.routing!r}; there are {', '.join(ROUTERS)}")
     return FleetRun(fleet, traffic, progress).go()
@@ -206,7 +209,7 @@ class FleetRun:
             heapq.heappush(self.events, (after, number, replica.version))
 
     def _from_queue(self, now: float) -> None:
-        """Requests in front of all go on: to replicas that have room where they wait for that, else to any alive."""
+        """Route the requests in front: to replicas with room if they wait for that, else to any live one."""
         if not self.router.late:
             while self.waiting and self.router.alive:
                 self._give(self.waiting.popleft(), now)
@@ -222,7 +225,7 @@ class FleetRun:
             self._hand(replica, now)
 
     def _hand(self, replica: Replica, now: float) -> None:
-        """The first that waits goes to this replica."""
+        """Give the first waiting request to this replica."""
         after = replica.take(self.waiting.popleft(), now)
         self.router.moved(replica.number)
         if 0 <= after < NEVER:
@@ -244,7 +247,7 @@ class FleetRun:
             self._fate(now, number)
 
     def _fate(self, now: float, number: int) -> None:
-        """When it will fail."""
+        """Draw the time of the replica's failure."""
         if self.fleet.mtbf_s:
             self._later(now + self.random.expovariate(1 / self.fleet.mtbf_s) * S, "fail", number)
 
@@ -262,7 +265,7 @@ class FleetRun:
         self._later(now + pause_s * S, "again", left)
 
     def _again(self, now: float, indices: list[int]) -> None:
-        """Those that lost their replica, in the order of their arrival, before those that wait."""
+        """Queue the requests of a lost replica by arrival, before the waiting ones."""
         self.waiting.extendleft(sorted(indices, reverse=True))
         self._from_queue(now)
 

@@ -110,7 +110,7 @@ def _runs(entry: Any) -> list[dict[str, Any]]:
 
 
 def draw(routed: list[Ran], day: list[Ran]) -> None:
-    """TTFT by routing; replicas and the age of the queue over a day. What did not run is not drawn."""
+    """Plot TTFT by routing, and replicas and the age of the queue over a day. Parts that did not run are left out."""
     from matplotlib.figure import Figure
 
     if routed:

@@ -1,4 +1,4 @@
-"""What a fleet is asked for: columns of arrivals and lengths, from a trace or a distribution. Pure given the seed."""
+"""The requests of a fleet as columns, from a trace or a distribution. Pure given the seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Traffic:
 
     @classmethod
     def of(cls, workload: Workload) -> Traffic:
-        """That of a workload of `orcinus simulate`."""
+        """Return the traffic of a workload of `orcinus simulate`."""
         return cls(workload.arrived_ns, workload.prompt, workload.output, workload.group, workload.prefix_tokens)
 
 
@@ -50,7 +50,7 @@ class Spec:
 
 
 def build(spec: Spec) -> Traffic:
-    """Raises ValueError that says what is wrong."""
+    """Return the requests. Raises ValueError that names the problem."""
     if not 1 <= spec.requests <= MOST_REQUESTS:
         raise ValueError(f"{spec.requests:,} requests; give 1 to {MOST_REQUESTS:,}")
     if not 0 < spec.rate_rps <= 1e9 or not 0 <= spec.swing < 1:
@@ -79,7 +79,7 @@ def build(spec: Spec) -> Traffic:
 
 
 def _swung(times: npt.NDArray[np.float64], spec: Spec) -> npt.NDArray[np.float64]:
-    """Times at which rate * (1 - swing * cos(2 pi t / day)) has brought as many as the constant rate would."""
+    """Return times at which rate * (1 - swing * cos(2 pi t / day)) has produced as many as the mean rate."""
     span = float(times[-1])
     grid = np.linspace(0, span * (1 + 2 * spec.swing) + spec.day_s, 200_001)
     turn = 2 * math.pi / spec.day_s

@@ -1,1 +1,1 @@
-"""`orcinus bench gateway`: what one gateway process streams on one core."""
+"""`orcinus bench gateway`: the token rate of one gateway process on one core."""

@@ -1,4 +1,4 @@
-"""What one gateway process streams on one core: `orcinus bench gateway`.
+"""`orcinus bench gateway`: the token rate of one gateway process on one core.
 
 A real gateway on a core of its own, a real Redis, requests that are enqueued and claimed as ever, and a publisher that
 writes one iteration after another with one new token for each of the streams: an event of its own for every token, the
@@ -90,7 +90,7 @@ class Run:
         self._stack, self._publisher, self._setup = stack, publisher, setup
 
     def measure(self, case: str, endpoint: str, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """Figures of the case. Raises WrongLimitError, BrokenStreamError."""
+        """Return the figures of the case. Raises WrongLimitError, BrokenStreamError."""
         count, publisher = self._setup.clients, self._publisher
         bodies = [_body(endpoint, self._stack.keys.model) for _ in range(count)]
         streams = Streams(self._stack.port, bodies, PATHS[endpoint])
@@ -115,7 +115,7 @@ class Run:
         return figures
 
     def _saturate(self, streams: Streams, seconds: float, _late_s: list[float]) -> None:
-        """Never lets the gateway run out of iterations."""
+        """Publish iterations so that the gateway always has one."""
         count, publisher, end = self._setup.clients, self._publisher, time.monotonic() + seconds
         beat = time.monotonic()
         while (now := time.monotonic()) < end:
@@ -127,7 +127,7 @@ class Run:
                 beat = now + BEAT_S
 
     def _at_rate(self, streams: Streams, seconds: float, late_s: list[float]) -> None:
-        """An iteration every clients / rate seconds; reads in between. late_s: how late each began."""
+        """Publish an iteration every clients / rate seconds and read in between. late_s: delay of each start."""
         period, begin = self._setup.clients / self._setup.rate, time.monotonic()
         beat = begin
         for due in begin + period * np.arange(int(seconds / period)):
@@ -140,7 +140,7 @@ class Run:
                 beat = due + BEAT_S
 
     def _finish(self, streams: Streams, decode: Callable[[list[int]], str]) -> None:
-        """Ends all requests and checks that everything came. Raises BrokenStreamError."""
+        """End all requests and check that every token arrived. Raises BrokenStreamError."""
         publisher, end = self._publisher, time.monotonic() + END_S
         publisher.step(Finish.LENGTH)
         while streams.ended < self._setup.clients:
@@ -178,14 +178,14 @@ class Run:
 
 
 def _waits(waits_s: list[float], late_s: list[float], period_s: float) -> dict[str, Any]:
-    """Of the case `rate`: what a token waited from its publishing to its reading."""
+    """Return the delays of tokens in the case `rate`, from publishing to reading."""
     p50, p99 = np.percentile(waits_s or [0.0], [50, 99]) * 1e3
     late = sum(late > period_s / 2 for late in late_s) / max(1, len(late_s))
     return {"wait_p50_ms": round(p50, 2), "wait_p99_ms": round(p99, 2), "late_iterations": round(late, 4)}
 
 
 def check(figures: dict[str, Any]) -> None:
-    """Raises WrongLimitError when the figures would be those of the bench and not of the gateway."""
+    """Raise WrongLimitError if the bench and not the gateway limits the figures."""
     beside = figures["client_and_publisher_ran"] + figures["client_and_publisher_waited"]
     told = f"clients and publisher used or waited for {beside:.0%} of their core, Redis {figures['redis_ran']:.0%}"
     idle = 1 - figures["gateway_ran"] - figures["gateway_waited"]
@@ -202,7 +202,7 @@ def _body(endpoint: str, model: str) -> bytes:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases, one after another. Raises ConfigurationError, WrongLimitError, BrokenStreamError, TimeoutError."""
+    """Measure all cases in turn. Raises ConfigurationError, WrongLimitError, BrokenStreamError, TimeoutError."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     text = tokenizer.encode((DEMO_MODEL / "LICENSE.python.txt").read_text(), add_special_tokens=False).ids
     setup = Setup(options.clients, options.seconds, options.rate)

@@ -1,4 +1,4 @@
-"""The scheduler of the gateway bench: takes every request, then publishes an iteration with a token of each.
+"""The scheduler of the gateway bench: takes every request, then publishes iterations with a token for each.
 
 Lease, claim and publish are the scheduler's own scripts and its own encoding; only what a token is, is written down
 beforehand. Synchronous: it shares a thread with the clients (gateway_streams.py).
@@ -34,7 +34,7 @@ class Publisher:
     START_STEP = 37
 
     def __init__(self, client: redis.Redis, keys: Keys, text: list[int]) -> None:
-        """text: token ids that every answer is cut from."""
+        """text: token ids from which every answer is cut."""
         self._client, self._keys = client, keys
         self._text = np.asarray(text, np.int32)
         self._scripts = {name: client.register_script((LUA / f"{name}.lua").read_bytes()) for name in _SCRIPTS}
@@ -50,14 +50,14 @@ class Publisher:
         self.beat()
 
     def beat(self) -> None:
-        """Statistics as a scheduler writes them, without which the gateway would call the stack not ready."""
+        """Write statistics as a scheduler does; without them the gateway is not ready."""
         fields: dict[Any, Any] = dict.fromkeys(("running", "waiting", "queued_tokens", "in_flight"), 0)
         step = len(self.published_s) if self._epoch else 0
         fields |= {"workers": 1, "time_ms": int(time.time() * 1000), "iteration": step, "last_step": step}
         self._client.hset(self._keys.stats(SHARD), mapping=fields)
 
     def claim(self, count: int, meanwhile: Callable[[], None]) -> None:
-        """Takes so many requests. meanwhile: called again and again while they are waited for. Raises TimeoutError."""
+        """Take this number of requests. meanwhile: called repeatedly during the wait. Raises TimeoutError."""
         end = time.monotonic() + CLAIM_S
         self._requests, self._entries, self.published_s = [], {}, []
         streams: dict[Any, Any] = dict.fromkeys(self._keys.request_streams(), ">")
@@ -82,7 +82,7 @@ class Publisher:
         self._entries[request.id] = Entry(stream, entry, request)
 
     def step(self, finish: Finish = Finish.RUNNING) -> None:
-        """One iteration: a token for each request. With a finish it is the last, and the records are written."""
+        """Publish an iteration with a token for each request. A finish ends the requests and writes the records."""
         index, count = len(self.published_s), len(self._requests)
         outcome = Outcome(
             requests=self._requests,
@@ -102,12 +102,12 @@ class Publisher:
         self._publish(outcome)
 
     def tokens_of(self, row: int, count: int) -> list[int]:
-        """The first tokens of the answer to the request that was claimed as number `row`."""
+        """Return the first tokens of the answer to the request in row `row`."""
         found: list[int] = self._text[(self.START_STEP * row + np.arange(count)) % self._text.size].tolist()
         return found
 
     def row_of(self, request_id: str) -> int:
-        """The number under which a request was claimed."""
+        """Return the row of a claimed request."""
         return next(row for row, request in enumerate(self._requests) if request.id == request_id)
 
     def _publish(self, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""The processes of the gateway bench: a Redis and a real gateway, and what the cores did for each of them.
+"""The processes of the gateway bench: a Redis and a real gateway, and the CPU time of each.
 
 The gateway has a core to itself; Redis, the publisher and the clients share another. The kernel says to the nanosecond
 how long a thread ran and how long it stood in line for its core, so a gateway that was idle is told from one that
@@ -70,13 +70,13 @@ class Stack:
         return False
 
     def wait_ready(self) -> None:
-        """Raises TimeoutError."""
+        """Wait until the gateway is ready. Raises TimeoutError."""
         _until("the gateway is ready", self.is_ready)
 
 
 @contextlib.contextmanager
 def running(directory: Path, model: Path) -> Iterator[Stack]:
-    """Starts both, on different cores, and puts this process beside Redis. Raises ConfigurationError, TimeoutError."""
+    """Start both on different cores, with this process beside Redis. Raises ConfigurationError, TimeoutError."""
     binary = find_binary()
     if binary is None:
         raise ConfigurationError(missing_binary_message())
@@ -110,7 +110,7 @@ def running(directory: Path, model: Path) -> Iterator[Stack]:
 
 
 def _endless(model: Path, directory: Path) -> Path:
-    """The same model with a context that no run fills; a gateway reads its tokenizer and its configuration only."""
+    """Return the model with a context that no run fills; a gateway reads only its tokenizer and configuration."""
     made = directory / model.resolve().name
     made.mkdir()
     for path in model.resolve().iterdir():
@@ -123,7 +123,7 @@ def _endless(model: Path, directory: Path) -> Path:
 
 @contextlib.contextmanager
 def _process(argv: list[str], environment: dict[str, str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """One that ends with the block, and with this process however that ends."""
+    """Yield a process that ends with the block, and with this process in any case."""
     wrapped = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *argv]
     process = subprocess.Popen(wrapped, env=environment, cwd=ROOT, stdout=log, stderr=log)
     try:

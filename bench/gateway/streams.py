@@ -1,4 +1,4 @@
-"""Clients of the gateway bench: many streams in one thread over epoll, each answer parsed just enough to count it.
+"""Clients of the gateway bench: many streams in one thread over epoll, with just enough parsing to count events.
 
 An event's id ends in the index of the last token that the client has with it (services/gateway/delivery/position.py),
 which is all that is looked at while the clock runs. One stream is kept whole, so that its text can be checked
@@ -37,7 +37,7 @@ class Reader:
         self.ended = False  # by [DONE]
 
     def feed(self, data: bytes) -> list[int]:
-        """The last token of each event that came to its end. Raises BrokenStreamError for what is no stream."""
+        """Return the last token of each complete event. Raises BrokenStreamError for an invalid stream."""
         data = self._rest + data
         whole = data.rfind(b"\n\n") + 1  # the second newline stays: an id is looked for behind one
         found = [int(index) for index in _ID.findall(data, 0, whole + 1)]
@@ -52,7 +52,7 @@ class Streams:
     """Connections that each carry one streamed request."""
 
     def __init__(self, port: int, bodies: Sequence[bytes], path: str) -> None:
-        """Sends all requests. Raises OSError."""
+        """Send all requests. Raises OSError."""
         self.tokens = 0  # of all streams, with text or not
         self.events = 0  # that carried tokens
         self.ended = 0
@@ -79,7 +79,7 @@ class Streams:
             self._first = number
 
     def poll(self, timeout_s: float) -> None:
-        """Reads what is there, and waits for it at most so long. Raises BrokenStreamError."""
+        """Read the available data, waiting at most this long. Raises BrokenStreamError."""
         for number, _ in self._epoll.poll(max(timeout_s, SHORTEST_WAIT_S)):
             data = self._sockets[number].recv(READ_BYTES)
             now = time.monotonic()
@@ -101,7 +101,7 @@ class Streams:
             self.waits_s += [now - self.published_s[index] for index in found]
 
     def text(self) -> str:
-        """Of the stream that was kept."""
+        """Return the text of the recorded stream."""
         _, _, body = bytes(self.kept).partition(b"\r\n\r\n")
         parts: list[str] = []
         for payload in SseLines().feed(_dechunked(body)):
@@ -117,7 +117,7 @@ class Streams:
 
 
 def _dechunked(body: bytes) -> bytes:
-    """HTTP/1.1's chunks joined."""
+    """Return the joined chunks of HTTP/1.1."""
     found, at = [], 0
     while (end := body.find(b"\r\n", at)) >= 0 and (size := int(body[at:end], 16)):
         found.append(body[end + 2 : end + 2 + size])

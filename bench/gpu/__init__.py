@@ -1,1 +1,1 @@
-"""`python -m bench.gpu`: everything that has to be measured on a GPU, in one bounded run."""
+"""`python -m bench.gpu`: all measurements on a GPU, in one bounded run."""

@@ -1,4 +1,4 @@
-"""Everything that has to be measured on a GPU, in one run that stops before eight minutes are over.
+"""All measurements on a GPU, in one run that stops within eight minutes.
 
     python -m bench.gpu --out DIR         runs part after part, each in a process of its own with a limit of its own
     python -m bench.gpu docs [RESULT]     rewrites the table of README.md from a result
@@ -60,7 +60,7 @@ PARTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every part ended well, 1 when one did not, 2 for wrong use."""
+    """Return 0 if every part succeeded, 1 if one failed, 2 for wrong use."""
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["docs"]:
         return keep(given[1:])
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep(argv: Sequence[str]) -> int:
-    """Keep the result of a whole run, if one is named, and render the pages. Return 2 for any other result."""
+    """Write the result of a complete run, if a file is named, and render the pages; return 2 for any other result."""
     from bench import render
 
     for name in argv[:1]:
@@ -99,7 +99,7 @@ def keep(argv: Sequence[str]) -> int:
 
 
 def run_part(part: Part, context: Context) -> int:
-    """Runs it in this process and writes what it yields as it comes, so that a killed one leaves what it had."""
+    """Run a part in this process and write each result at once, so that a killed part leaves its results."""
     target = context.out / f"{part.name}.json"
     found: dict[str, Any] = {}
     module, _, function = part.measure.partition(":")
@@ -136,7 +136,10 @@ def run_all(parts: Sequence[Part], context: Context, command: list[str]) -> int:
 
 
 def _run_one(part: Part, context: Context, limit_s: float) -> tuple[float, str | None]:
-    """Seconds, and what went wrong. A process of its own: a kernel that hangs or faults takes nothing else with it."""
+    """Return the seconds and the error of a part.
+
+    It runs in a separate process, so a kernel fault ends only that one.
+    """
     quick = ["--quick"] if context.quick else []
     words = ["--part", part.name, "--device", context.device, "--out", str(context.out.resolve()), *quick]
     log, begun = context.out / f"{part.name}.log", time.monotonic()

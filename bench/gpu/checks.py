@@ -1,4 +1,4 @@
-"""Whether the kernels are right on the device: small cases of every kind against float64, suites, sanitizers.
+"""Checks of the kernels on the device: small cases of every kind against float64, test suites, sanitizers.
 
 The cases are few and small enough to run under compute-sanitizer as well.
 """
@@ -53,7 +53,7 @@ SUITE_S = 80
 
 
 def checks(context: Context) -> Iterator[tuple[str, Any]]:
-    """`checks`: name, error, limit and whether it is right; `wrong`: how many are not."""
+    """Yield `checks` (name, error, limit and verdict of each) and `wrong`, the number of failed ones."""
     made = setup(context)
     wrong = 0
     with torch.inference_mode():
@@ -72,7 +72,7 @@ def checks(context: Context) -> Iterator[tuple[str, Any]]:
 
 
 def suites(context: Context) -> Iterator[tuple[str, Any]]:
-    """The tests of the kernels, which also run on a GPU where there is one; needs pytest."""
+    """Run the kernel tests, which use a GPU if there is one; needs pytest."""
     if importlib.util.find_spec("pytest") is None:
         yield "skipped", "pytest is not installed here"
         return
@@ -82,7 +82,7 @@ def suites(context: Context) -> Iterator[tuple[str, Any]]:
 
 
 def sanitizers(context: Context) -> Iterator[tuple[str, Any]]:
-    """`checks` in small under compute-sanitizer."""
+    """Run a small version of `checks` under compute-sanitizer."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         yield "skipped", "compute-sanitizer is not on PATH"
@@ -98,7 +98,7 @@ def sanitizers(context: Context) -> Iterator[tuple[str, Any]]:
 def _errors(
     bench: Bench, heads: Sequence[tuple[int, int, int]], sequences: Sequence[Sequences]
 ) -> Iterator[tuple[str, float, float]]:
-    """Name, limit and error of each case; an error that is raised is infinite, and named."""
+    """Yield name, limit and error of each case; a raised error counts as infinite, with its text."""
     limit = LIMITS[bench.dtype]
     for head_dim, query, kv in heads:
         model = replace(TINY, head_dim=head_dim, heads=query, kv_heads=kv)
@@ -132,7 +132,7 @@ def _attention_error(bench: Bench, contexts: Sequence[int], rows: Sequence[int],
 
 
 def _ran(name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a command came to: its exit code, or that it took too long, and the end of what it said."""
+    """Return the exit code of a command, or that it timed out, and the end of its output."""
     try:
         done = subprocess.run(
             command,

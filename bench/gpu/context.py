@@ -1,4 +1,4 @@
-"""What the parts of `bench.gpu` are told, and how they find what earlier ones wrote."""
+"""The inputs of the parts of `bench.gpu`, and access to the results of earlier parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Context:
     out: Path
 
     def found(self, part: str) -> dict[str, Any]:
-        """Empty where that part has not run."""
+        """Return the result of a part; empty if it has not run."""
         try:
             result: dict[str, Any] = json.loads((self.out / f"{part}.json").read_text())
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A model of Llama-8B's shape with made-up weights: the engine's steps, and continuous batching of transformers."""
+"""A model in the shape of Llama-8B with random weights: steps of the engine, and transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = (16, 80)  # that transformers generates in two runs: the difference hol
 
 
 def engine(context: Context) -> Iterator[tuple[str, Any]]:
-    """model, start_s, and `steps`: one row for each case and lookahead."""
+    """Yield model, start_s, and `steps` with a row for each case and lookahead."""
     model, cases, steps = (TINY, QUICK_CASES, 3) if context.quick else (LLAMA_8B, CASES, STEPS)
     peaks = known_peaks(context)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def engine(context: Context) -> Iterator[tuple[str, Any]]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """config.json of a Llama of that shape."""
+    """Return the config.json of a Llama of that shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -73,7 +73,7 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, Any]:
-    """Medians over `steps` iterations, `lookahead` of which are given before one is answered."""
+    """Return medians over `steps` iterations, with `lookahead` further ones in flight."""
     results, walls = run(engine, Driver(engine, case, steps), steps, lookahead)
     engine.reset()
     timings = [result.timings for result in results[1:]]
@@ -110,7 +110,7 @@ def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -
 
 
 def continuous_batching(context: Context) -> Iterator[tuple[str, Any]]:
-    """step_us at 64 sequences of 1,024 tokens; `skipped` where transformers is not installed."""
+    """Yield step_us at 64 sequences of 1,024 tokens, or `skipped` if transformers is not installed."""
     try:
         from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, __version__
     except ImportError as error:

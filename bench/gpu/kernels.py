@@ -1,4 +1,4 @@
-"""Kernels on a GPU beside their floors and torch's: attention, sampler, rows, copies, depths of rings."""
+"""Kernels on a GPU beside their floors and torch: attention, sampler, rows, copies, depths of rings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Setup:
 
 
 def setup(context: Context) -> Setup:
-    """Raises ConfigurationError where the device cannot be had."""
+    """Return the backend. Raises ConfigurationError if the device is not available."""
     backend = opened(context.device, 2 if context.quick else REPEATS)
     if backend.device is None or not isinstance(backend.clock, DeviceClock):
         raise ConfigurationError(f"{context.device} is no device of the CUDA kernels")
@@ -58,7 +58,7 @@ def setup(context: Context) -> Setup:
 
 
 def known_peaks(context: Context, made: Setup | None = None) -> Peaks:
-    """As the probes found them in this run, or found now. Raises ConfigurationError as `setup`."""
+    """Return the peaks that the probes measured in this run, or measure them. Raises ConfigurationError as `setup`."""
     if found := context.found("probes").get("peaks"):
         return Peaks(**found)
     made = made or setup(context)
@@ -66,7 +66,7 @@ def known_peaks(context: Context, made: Setup | None = None) -> Peaks:
 
 
 def decode(context: Context) -> Rows:
-    """Block-major KV, as workers have it, then layer-major at the same sizes."""
+    """Measure block-major KV, as workers have it, then layer-major at the same sizes."""
 
     def makers(made: Setup, plan: Plan) -> list[Maker]:
         def layer_major(_bench: Bench, shape: CacheShape) -> Cache:
@@ -107,7 +107,7 @@ def _timed(context: Context, makers: Callable[[Setup, Plan], Sequence[Maker]]) -
 
 
 def rings(context: Context) -> Iterator[tuple[str, Any]]:
-    """`rows`: depths of the ring, then work items for each processor."""
+    """Yield `rows`: depths of the ring, then work items for each processor."""
     if context.device != "cuda":
         yield "skipped", "constants are chosen for a GPU"
         return
@@ -126,7 +126,7 @@ def rings(context: Context) -> Iterator[tuple[str, Any]]:
 
 
 def with_units(units: int, head_dim: int) -> str:
-    """The source, its header within, with rings of so many units and with the kernels of that head_dim alone.
+    """Return the source with its header inlined, with rings of this many units and only the kernels of that head_dim.
 
     Raises ValueError where the two are not written as expected.
     """
@@ -143,7 +143,7 @@ def with_units(units: int, head_dim: int) -> str:
 
 @contextmanager
 def _ring(made: Setup, units: int, head_dim: int) -> Iterator[None]:
-    """Inside, decode attention has rings of so many units."""
+    """Let decode attention use rings of this many units inside the block."""
     if not isinstance(made.device, CudaDevice):
         raise TypeError(f"{made.device.name} is no GPU")
     programs, sizes = made.device.programs, calls.DECODE_RINGS

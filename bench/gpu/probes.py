@@ -1,4 +1,4 @@
-"""The device itself: what it is, what launching costs the host, how fast it copies, reads, multiplies and swaps."""
+"""Properties of the device: identity, host cost of a launch, rates of copies, reads, products and swaps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKED = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.
 
 
 def compile_all(context: Context) -> Iterator[tuple[str, Any]]:
-    """seconds_of: each source's compilation, all at once; later parts find the results in the cache."""
+    """Yield seconds_of: the compilation time of each source; later parts use the cache."""
     sources = loader.sources()
     if context.device == "cuda":
         arch = loader.present_architecture()
@@ -54,7 +54,7 @@ def _took_s(make: Callable[[Path], object], source: Path) -> float:
 
 
 def probes(context: Context) -> Iterator[tuple[str, Any]]:
-    """device, peaks, launches_us, pinned_gb_s."""
+    """Yield device, peaks, launches_us, pinned_gb_s."""
     made = setup(context)
     yield "device", _about(made)
     with torch.inference_mode():
@@ -81,7 +81,7 @@ def _about(made: Setup) -> dict[str, Any]:
 
 
 def _launches(made: Setup, count: int) -> dict[str, float]:
-    """Microseconds of the host for each, and of the device for a small kernel among many of a graph."""
+    """Return microseconds of the host for each launch, and of the device for a small kernel in a graph of many."""
     clock, device, ops = made.clock, made.device, made.clock.ops
     x, residual = (clock.random(1, SMALL, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
     call = calls.add(BF16, 1, SMALL, x.data_ptr(), residual.data_ptr())

@@ -1,4 +1,4 @@
-"""Attention over the paged pool, one token a sequence and whole chunks, beside torch's over contiguous K and V."""
+"""Attention over the paged pool, one token a sequence and full chunks, beside torch's over contiguous K and V."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MakeCache = Callable[[Bench, Any], Cache]
 
 
 def decodes(plan: Plan) -> list[Maker]:
-    """Every sequence has one new token."""
+    """Yield the decode cases: one new token for every sequence."""
     return [(f"attention {b} x {context}", partial(decode, b, context)) for b, context in plan.decodes]
 
 
 def prompts(plan: Plan) -> list[Maker]:
-    """Chunks of prompts, some with a context that is there already."""
+    """Yield the prefill cases: chunks of prompts, some with earlier context."""
     return [(f"attention {prompt_shape(prompt)}", partial(prefill, prompt)) for prompt in plan.prompts]
 
 
@@ -41,19 +41,19 @@ def prompt_shape(prompt: Prompt) -> str:
 def decode(
     sequences: int, context: int, bench: Bench, make_cache: MakeCache | None = None, op: str = "attention"
 ) -> Case:
-    """One token each of `sequences` with `context` tokens, in a pool of so many layers that no cache holds them."""
+    """Return a case with one token for each of `sequences` of `context` tokens, in more layers than any cache holds."""
     return _case(bench, op, f"{sequences} x {context}", Prompt(sequences, 1, context), make_cache)
 
 
 def decode_alone(
     sequences: int, context: int, bench: Bench, make_cache: MakeCache | None = None, op: str = "attention"
 ) -> Case:
-    """The same without its peers, which another case has beside it."""
+    """Return the same case without its peers, which another case has."""
     return replace(decode(sequences, context, bench, make_cache, op), peers={})
 
 
 def prefill(prompt: Prompt, bench: Bench) -> Case:
-    """The last rows of each sequence, causal."""
+    """Return a case of the last rows of each sequence, causal."""
     return _case(bench, "attention", prompt_shape(prompt), prompt, None)
 
 
@@ -78,7 +78,7 @@ def _case(bench: Bench, op: str, shape: str, prompt: Prompt, make_cache: MakeCac
 
 
 def queries(bench: Bench, paged: Paged, rows: Sequence[int], attention: Attention) -> Recorded:
-    """Attention of random queries for the last rows[s] tokens of each sequence, a layer after another."""
+    """Return attention of random queries for the last rows[s] tokens of each sequence, cycling through the layers."""
     q = bench.clock.random(sum(rows), attention.heads * bench.plan.model.head_dim, dtype=bench.dtype, seed=1)
 
     def attend(x: Tensor, prepared: Any, layer: int) -> Tensor:
@@ -88,7 +88,7 @@ def queries(bench: Bench, paged: Paged, rows: Sequence[int], attention: Attentio
 
 
 def error_of_attention(bench: Bench, paged: Paged, work: Recorded, attention: Attention) -> float:
-    """The worst error of the first and the last layer, over rows of the sequences that are kept unpaged."""
+    """Return the largest error of the first and the last layer, over rows of the sequences kept unpaged."""
     q, starts, head_dim = work.x, work.batch.query_start, bench.plan.model.head_dim
     if q is None:
         raise ValueError("attention needs queries")
@@ -110,14 +110,14 @@ def error_of_attention(bench: Bench, paged: Paged, work: Recorded, attention: At
 
 
 def _spread(count: int) -> Tensor:
-    """Some of `count` rows: the last ones, and others all over."""
+    """Return some of `count` rows: the last ones, and others spread evenly."""
     step = max(1, count // CHECKED_ROWS)
     rows: Tensor = torch.cat([torch.arange(0, count, step), torch.arange(max(0, count - CHECKED_ROWS), count)]).unique()
     return rows
 
 
 def _operands(bench: Bench, sequences: int, rows: int, context: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Queries [sequences, heads, rows, head_dim] and as many pairs of contiguous K and V as no cache holds."""
+    """Return queries [sequences, heads, rows, head_dim] and more pairs of contiguous K and V than any cache holds."""
     clock, model = bench.clock, bench.plan.model
     shape = (sequences, model.kv_heads, context, model.head_dim)
     bytes_each = 2 * sequences * model.kv_heads * context * model.head_dim * bench.dtype.itemsize

@@ -35,7 +35,7 @@ class Peaks:
     threads: int = 0  # of the CPU
 
     def floor_us(self, moved_bytes: float, operations: float, dtype: torch.dtype) -> float:
-        """No kernel is faster: it moves these bytes and does these operations on numbers of that type."""
+        """Return the lower bound of a kernel that moves these bytes and does these operations."""
         multiply = self.tflop_s.get(type_name(dtype))
         return max(moved_bytes / self.bandwidth_gb_s / 1e3, operations / multiply / 1e6 if multiply else 0.0)
 
@@ -48,7 +48,10 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def host_peaks(clock: HostClock, name: str) -> Peaks:
-    """Of all threads of torch; a bfloat16 product is taken to cost half of a float32 one. Raises ConfigurationError."""
+    """Return the peaks of torch's threads; a bfloat16 product counts as half a float32 one.
+
+    Raises ConfigurationError.
+    """
     floor = machine_floor()
     source = torch.ones(COPIED_BYTES["cpu"], dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -65,7 +68,7 @@ def host_peaks(clock: HostClock, name: str) -> Peaks:
 
 
 def device_peaks(clock: DeviceClock, device: Device) -> Peaks:
-    """Torch's copy of several gigabytes, its sum over them, its product of two large matrices."""
+    """Measure torch's copy and sum of several gigabytes and its product of two large matrices."""
     kind = device.torch_device.type
     size = COPIED_BYTES[kind] // 4 if kind == "cuda" else 1 << 12
     source = clock.random(size, dtype=torch.float32)
@@ -106,7 +109,7 @@ class Backend:
 
 
 def opened(name: str, repeats: int, cpu: str = "") -> Backend:
-    """The backend called so, of DEVICES; cpu: what the processor is called. Raises ConfigurationError."""
+    """Return the backend of a name in DEVICES. cpu: name of the processor. Raises ConfigurationError."""
     if name == "cpu":
         return _host(repeats, cpu)
     device = _device(name)
@@ -145,7 +148,7 @@ def _device(name: str) -> Device:
 
 
 def pinned_copy(device: Device, size: int, out: bool) -> Callable[[], object]:
-    """One copy between pinned memory and the device, waited for."""
+    """Copy once between pinned memory and the device, and wait for the end."""
     host, there = device.pinned((size,), torch.uint8), device.empty((size,), torch.uint8)
 
     def copy() -> None:

@@ -1,4 +1,4 @@
-"""One operation at one size: how it is run, what it must at least move and multiply, how far it is from exact.
+"""One operation at one size: its execution, the bytes and operations that it needs at least, its error.
 
 Error and time come from the same run, and where the error is too large there is no time: a wrong kernel is no figure.
 """
@@ -83,7 +83,7 @@ def recorded(
     error: Callable[[], float],
     peers: dict[str, Callable[[], Sequence[Thunk]]],
 ) -> Case:
-    """A case of an operation that can be recorded. amounts: bytes and operations; a peer makes calls to be timed."""
+    """Return a case of an operation that can be recorded. amounts: bytes and operations; a peer makes calls to time."""
     return Case(
         op,
         shape,
@@ -100,7 +100,7 @@ def _eager(bench: Bench, make: Callable[[], Sequence[Thunk]]) -> float:
 
 
 def run(bench: Bench, makers: Sequence[Maker], tell: Callable[[str], None]) -> Iterator[Row]:
-    """Makes, checks and times one case after another; what fails is a row that says how."""
+    """Make, check and time the cases in turn; a failure becomes a row with its error."""
     for name, make in makers:
         tell(name)
         try:

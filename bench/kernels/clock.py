@@ -1,4 +1,4 @@
-"""How long operations take, each on several operands in turn, as different layers have them.
+"""Times of operations, each on several operands in turn, as different layers have them.
 
 On the CPU they are recorded into one program, which times each of its commands; on a device into a CUDA graph between
 two events. So neither figure holds the interpreter. Used by `bench.kernels.main` and `bench.gpu`.
@@ -49,26 +49,29 @@ class Clock(ABC):
 
     @abstractmethod
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """On the device of the operations."""
+        """Return an uninitialised tensor on the device of the operations."""
 
     @abstractmethod
     def compute(self, work: Callable[[], ResultT]) -> ResultT:
-        """What work, operations of ours or torch's, returns, when all before it and it itself are done."""
+        """Return the result of some work after it and all earlier work are complete."""
 
     @abstractmethod
     def recorded(self, work: Recorded) -> float:
-        """One of our operations, recorded as a worker records a forward pass."""
+        """Return a timer for one of our operations, recorded as a worker records a forward pass."""
 
     @abstractmethod
     def eager(self, calls: Sequence[Thunk]) -> float:
-        """Torch's operations."""
+        """Return a timer for torch's operations."""
 
     @abstractmethod
     def called(self, calls: Sequence[Callable[[], Pending[Any]]], fresh: Thunk) -> float:
-        """Operations of ours that cannot be recorded. `fresh` makes their operands anew before each repeat, untimed."""
+        """Return a timer for operations that cannot be recorded.
+
+        `fresh` makes their operands before each repeat, untimed.
+        """
 
     def random(self, *shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-        """Normal numbers, the same for the same shape and seed on one kind of device."""
+        """Return normal numbers, equal for the same shape and seed on one kind of device."""
         made = self.empty(*shape, dtype=dtype)
 
         def fill() -> None:
@@ -78,7 +81,7 @@ class Clock(ABC):
         return made
 
     def wall(self, calls: Sequence[Thunk], repeats: int) -> float:
-        """By the host's clock, for calls that return when all is done."""
+        """Time calls that return when complete, by the host's clock."""
         times = []
         for _ in range(repeats):
             begun = time.perf_counter_ns()
@@ -197,7 +200,7 @@ class DeviceClock(Clock):
         return spent / calls / 1000
 
     def replayed(self, replay: Thunk, count: int) -> float:
-        """The device's time of one of the `count` pieces of work that `replay` repeats."""
+        """Return the device time of one of the `count` pieces of work that `replay` repeats."""
         return self._timed(replay, count, lambda: None)
 
     def _copy(self, x: Tensor | None) -> Tensor:
@@ -225,14 +228,14 @@ class DeviceClock(Clock):
         return median(self._device.elapsed_ns(*pair) for pair in marks[1:]) / count / 1000
 
     def _keep_busy(self) -> None:
-        """So that what the host gives next runs without a gap, however long it takes to give it."""
+        """Occupy the device, so that the host's next work runs without a gap."""
         target, source = self._busy
         for _ in range(BUSY_COPIES):
             self._device.main.copy(target, source)
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number expected; both on one device."""
+    """Return the largest difference relative to the largest expected number; both on one device."""
     wide, exact = found.double(), expected.double()
     largest = float(exact.abs().max()) or 1.0
     error = float((wide - exact).abs().max()) / largest

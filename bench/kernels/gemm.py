@@ -1,4 +1,4 @@
-"""Linear layers of the CPU engine beside torch's: F.linear and oneDNN with the weight reordered beforehand.
+"""Linear layers of the CPU engine beside torch's: F.linear, and oneDNN with a reordered weight.
 
 `python -m bench.kernels.gemm` multiplies, for each shape, as many different weights as fill --megabytes (more than the
 caches hold, unless asked otherwise), all three ways in turn. About CHUNK_US are timed together, each chunk's fastest of
@@ -132,7 +132,7 @@ def _command(x: Tensor, packed: int, out: Tensor, weight_format: int, dtype: tor
 def _fastest(
     ways: Sequence[tuple[Callable[[int], None], int]], chunk: int, repeats: int, seconds: float
 ) -> list[float]:
-    """Mean microseconds of each way's so many multiplications. The ways take turns: a busy moment hits all."""
+    """Return the mean microseconds of each way. The ways take turns, so a busy moment hits all."""
     best = [[float("inf")] * -(-count // chunk) for _, count in ways]
     begun = time.perf_counter()
     done = 0

@@ -1,4 +1,4 @@
-"""KV in blocks: sequences in a paged pool as the attention cases read them, and copies between pool and host tier."""
+"""KV in blocks: sequences in a paged pool for the attention cases, and copies between pool and host tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def rows_of(
     sample_rows: Int32 | None = None,
     block_size: int = BLOCK_SIZE,
 ) -> Batch:
-    """Sequence s computes positions starts[s] .. ends[s] - 1 in blocks tables[s]. Tokens are 0, 1, 2, ..."""
+    """Return a batch: sequence s computes positions starts[s] ..
+
+    ends[s] - 1 in blocks tables[s]. Tokens are 0, 1, 2, ...
+    """
     lengths = np.asarray(ends, np.intp) - np.asarray(starts, np.intp)
     positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -41,7 +44,7 @@ def rows_of(
 
 
 def some_rows(count: int) -> tuple[Batch, int]:
-    """One sequence's first `count` tokens, each of which samples, and the blocks that it takes."""
+    """Return a batch of one sequence's first `count` tokens, all of which sample, and its blocks."""
     blocks = -(-count // BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(blocks).astype(np.int32)[None]
     return rows_of(tables, [0], [count], np.arange(count, dtype=np.int32)), blocks
@@ -58,7 +61,7 @@ class Paged:
         cache: Cache | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """cache: one of the shape that `shape` gives; by default the backend's own."""
+        """cache: of the shape that `shape` gives; None makes one with the backend."""
         self.bench, self.contexts, self.layers, self.block_size = bench, contexts, layers, block_size
         shape = self.shape(bench, contexts, layers, block_size)
         self.cache: Cache = bench.clock.ops.new_cache(shape) if cache is None else cache
@@ -76,23 +79,23 @@ class Paged:
 
     @staticmethod
     def shape(bench: Bench, contexts: Sequence[int], layers: int, block_size: int = BLOCK_SIZE) -> CacheShape:
-        """Of a pool that the sequences fill."""
+        """Return the shape of a pool that the sequences fill."""
         model = bench.plan.model
         blocks = sum(-(-context // block_size) for context in contexts)
         return CacheShape(blocks, 0, layers, model.kv_heads, block_size, model.head_dim, bench.dtype)
 
     @property
     def kept(self) -> list[int]:
-        """The sequences that `attended` knows."""
+        """Return the sequences that `attended` can compute."""
         return sorted(self._kept)
 
     def last_rows(self, rows: Sequence[int]) -> Batch:
-        """The batch that computes the last rows[s] tokens of every sequence."""
+        """Return the batch that computes the last rows[s] tokens of every sequence."""
         starts = [context - count for context, count in zip(self.contexts, rows, strict=True)]
         return rows_of(self.tables, starts, self.contexts, block_size=self.block_size)
 
     def attended(self, sequence: int, q: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """float64 attention of rows q [n, heads, head_dim] at these positions of a kept sequence, of the same shape."""
+        """Return float64 attention of rows q [n, heads, head_dim] at these positions of a kept sequence."""
         model = self.bench.plan.model
         heads = self._kept[sequence].view(self.contexts[sequence], -1, model.head_dim)[:, model.heads :]
         group = model.heads // model.kv_heads
@@ -126,7 +129,7 @@ PlainCopy = Callable[[int, bool], Callable[[], object]]
 
 
 def copies(plan: Plan, plain: PlainCopy) -> list[Maker]:
-    """Out and in, blocks that lie apart and blocks one after another."""
+    """Yield copies out and in, of scattered and of consecutive blocks."""
     return [
         (f"{op} {plan.swapped_blocks} blocks, {order}", partial(copy, op, order, plain))
         for op in ("copy_out", "copy_in")
@@ -135,7 +138,7 @@ def copies(plan: Plan, plain: PlainCopy) -> list[Maker]:
 
 
 def copy(op: str, order: str, plain: PlainCopy, bench: Bench) -> Case:
-    """By the host's clock, until the copy is complete."""
+    """Time a copy until it is complete, by the host's clock."""
     model, count = bench.plan.model, bench.plan.swapped_blocks
     shape = CacheShape(count, count, model.layers, model.kv_heads, BLOCK_SIZE, model.head_dim, bench.dtype)
     cache = bench.clock.ops.new_cache(shape)
@@ -161,7 +164,7 @@ def copy(op: str, order: str, plain: PlainCopy, bench: Bench) -> Case:
 
 
 def _error(bench: Bench, cache: Cache, there: Int32, host: Int32) -> float:
-    """Blocks that were written, copied out, overwritten and copied in again are what they were: 0."""
+    """Return 0 if blocks that were written, copied out, overwritten and copied in again are unchanged."""
     model, ops = bench.plan.model, bench.clock.ops
     rows = min(len(there), 4) * BLOCK_SIZE
     attention = Attention(heads=model.heads, scale=1.0)

@@ -1,4 +1,4 @@
-"""Every operation of the forward pass beside what the machine could do, and beside torch's own.
+"""Every operation of the forward pass beside the limits of the machine and beside torch's.
 
 `orcinus bench kernels [--device cpu|cuda|emulator] [--json]`. Bandwidth and the rate of matrix products are measured
 first; each row is checked against float64 in the same run. The emulator's times mean nothing: it shows that this works.
@@ -32,7 +32,7 @@ PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: measured; 1: a kernel was wrong or failed; 2: wrong use."""
+    """Return 0 after a measurement, 1 if a kernel was wrong or failed, 2 for wrong use."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(given)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def makers(plan: Plan, backend: Backend) -> list[Maker]:
-    """All cases of a plan."""
+    """Yield all cases of a plan."""
     return [
         *kernels_attention.decodes(plan),
         *kernels_attention.prompts(plan),
@@ -130,7 +130,7 @@ def number(value: float | None) -> str:
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows in columns as wide as they need; all but names and the last to the right."""
+    """Return the rows as aligned columns; all but names and the last column to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - 1
     return [

@@ -1,4 +1,4 @@
-"""Operations that treat each row of an iteration alone, beside torch's for the same."""
+"""Operations on single rows of an iteration, beside torch's for the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Peers = dict[str, Callable[[], Sequence[Thunk]]]
 
 
 def rows(plan: Plan) -> list[Maker]:
-    """Every operation at every number of rows."""
+    """Yield every operation at every number of rows."""
     kinds = {
         "embed": embed,
         "norm": norm,
@@ -85,7 +85,7 @@ def act_and_mul(count: int, bench: Bench) -> Case:
 
 
 def embed(count: int, bench: Bench) -> Case:
-    """Rows of a table that are spread over all of it."""
+    """Return a case with rows spread over all of a table."""
     ops, hidden, vocab = bench.clock.ops, bench.plan.model.hidden, bench.plan.model.vocab
     batch, blocks = some_rows(count)
     batch.tokens[:] = (batch.tokens.astype("int64") * 7919 + 1) % vocab
@@ -107,7 +107,7 @@ def embed(count: int, bench: Bench) -> Case:
 
 
 def select(count: int, bench: Bench) -> Case:
-    """Every row samples."""
+    """Return a case in which every row samples."""
     x = _random(bench, count, bench.plan.model.hidden)
     work = _work(bench, x, 2 * x.nbytes, lambda x, prepared, _i: bench.clock.ops.select(x, prepared))
     index = torch.arange(count, device=x.device)
@@ -119,7 +119,7 @@ def select(count: int, bench: Bench) -> Case:
 
 
 def rope_and_write(count: int, bench: Bench) -> Case:
-    """Turns q and k and writes k and v; each call into another layer."""
+    """Return a case that rotates q and k and writes k and v; each call uses another layer."""
     ops, model = bench.clock.ops, bench.plan.model
     x = _random(bench, count, model.qkv)
     layers = bench.plan.copies(2 * x.nbytes)
@@ -150,13 +150,13 @@ def rope_and_write(count: int, bench: Bench) -> Case:
 
 
 def linear(count: int, bench: Bench) -> Case:
-    """The MLP's first matrix."""
+    """Return a case of the MLP's first matrix."""
     model = bench.plan.model
     return _product(bench, "linear", count, 2 * model.intermediate, model.hidden)
 
 
 def logits(count: int, bench: Bench) -> Case:
-    """The head: its numbers are stored in float32."""
+    """Return a case of the head, with results in float32."""
     return _product(bench, "logits", count, bench.plan.model.vocab, bench.plan.model.hidden)
 
 
@@ -237,7 +237,7 @@ def _exact(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _angles(bench: Bench, positions: int) -> Tensor:
-    """[positions, head_dim] float32: cosines, then sines."""
+    """Return [positions, head_dim] float32: cosines, then sines."""
     half = bench.plan.model.head_dim // 2
     turns = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
     table = torch.cat([turns.cos(), turns.sin()], dim=-1)
@@ -247,14 +247,14 @@ def _angles(bench: Bench, positions: int) -> Tensor:
 
 
 def _turned(x: Tensor, angles: Tensor, head_dim: int) -> Tensor:
-    """x [N, heads * head_dim], row n turned by angles[n]."""
+    """Return x [N, heads * head_dim] with row n rotated by angles[n]."""
     cos, sin = angles.to(x.dtype)[:, None].chunk(2, dim=-1)
     a, b = x.view(len(x), -1, head_dim).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(1)
 
 
 def _torch_rope(bench: Bench, x: Tensor, angles: Tensor, layers: int) -> list[Thunk]:
-    """Turned and written to contiguous places: what has no pages has to do at least."""
+    """Rotate and write to contiguous memory: the least work without pages."""
     model, count = bench.plan.model, len(x)
     width = (model.heads + model.kv_heads) * model.head_dim
     kv = model.kv_heads * model.head_dim

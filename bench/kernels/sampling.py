@@ -1,4 +1,4 @@
-"""The sampler, beside torch's ways to draw from the same distribution (by another random stream)."""
+"""The sampler, beside torch's ways to draw from the same distribution (with another random stream)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = (Setting("greedy", 0.0), Setting("top-p 0.9", 0.8, 0, 0.9), Setting("
 
 
 def samplers(plan: Plan) -> list[Maker]:
-    """Every setting at every number of rows."""
+    """Yield every setting at every number of rows."""
     return [
         (f"sample {count} x {plan.model.vocab}, {setting.name}", partial(sampler, setting, count))
         for setting in SETTINGS
@@ -43,7 +43,7 @@ def samplers(plan: Plan) -> list[Maker]:
 
 
 def sampler(setting: Setting, count: int, bench: Bench) -> Case:
-    """Logits of a spread like a model's; the floor is reading them once."""
+    """Return a case with logits spread like a model's; the floor is one read of them."""
     clock, vocab = bench.clock, bench.plan.model.vocab
     logits = clock.random(count, vocab, dtype=torch.float32)
     clock.compute(lambda: logits.mul_(3.0))
@@ -77,7 +77,7 @@ def sampler(setting: Setting, count: int, bench: Bench) -> Case:
 
 
 def rows_of(setting: Setting, count: int) -> SamplingRows:
-    """That many rows, each with a seed of its own."""
+    """Return this number of rows, each with a different seed."""
     return SamplingRows(
         temperature=np.full(count, setting.temperature, np.float32),
         top_k=np.full(count, setting.top_k, np.int32),
@@ -98,7 +98,7 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _torch(setting: Setting, logits: Tensor) -> Tensor:
-    """What a sampler of torch's operations does: sorts, cuts, draws."""
+    """Sample with torch's operations: sort, cut, draw."""
     if setting.top_k:
         values, ids = logits.topk(setting.top_k)
     else:

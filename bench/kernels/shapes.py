@@ -1,4 +1,4 @@
-"""At which sizes operations are timed: those of a model that the machine would serve."""
+"""The sizes at which operations are timed: those of a model for the machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan:
     flex: tuple[str, ...] = ()  # cases beside which FlexAttention is compiled, which takes a while
 
     def copies(self, case_bytes: float) -> int:
-        """Of the operands of one call."""
+        """Return the number of copies of the operands of one call."""
         return max(2, min(self.most_copies, -(-self.rotated_bytes // max(1, int(case_bytes)))))
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench.peers`: Orcinus and other servers, the same model and load, in one run.
+"""`python -m bench.peers`: compare Orcinus with other servers at the same model and load, in one run.
 
     python -m bench.peers install [NAME ...]    makes what is missing under .peers/
     python -m bench.peers                       the rounds; writes bench/results/peers.json, docs/peers.md, the chart
@@ -104,7 +104,7 @@ def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: l
 
 
 def show(result: dict[str, Any], options: argparse.Namespace, whole: bool) -> None:
-    """Prints the result, and writes it where asked; into the repository only what was a whole run."""
+    """Print the result, and write it to the given file; the repository takes only complete runs."""
     if options.output:
         write(options.output, result)
     elif whole:

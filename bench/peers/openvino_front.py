@@ -107,7 +107,7 @@ def deliver(news: list[tuple[Job, list[int], bool]]) -> None:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of every id, by the table of byte-level vocabularies; control tokens have none."""
+    """Return the bytes of every id by the table of byte-level vocabularies; control tokens have none."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in shown}
     hidden = (byte for byte in range(256) if byte not in shown)

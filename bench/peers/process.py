@@ -1,4 +1,4 @@
-"""One server's processes: started in a session of their own, found by address, measured, and always ended.
+"""The processes of one server: started in a new session, found by address, measured, and always ended.
 
 `with Running(...)` leaves nothing behind, whether the block ends, fails or is interrupted; when the bench itself is
 killed outright the kernel ends the server. Called by `bench/peers/run.py`.
@@ -102,7 +102,7 @@ class Running:
             time.sleep(0.2)
 
     def _answers(self) -> bool:
-        """Whether it completes a prompt: some list their model before they can."""
+        """Return whether the server completes a prompt: some list their model before they can."""
         body = json.dumps(request(self.server, "ready", 1, stream=False)).encode()
         post = urllib.request.Request(  # noqa: S310 - our own address
             f"{self.url}/v1/completions", body, {"Content-Type": "application/json"}
@@ -121,7 +121,7 @@ class Running:
         return last_error(self.log.read_text(errors="replace"))
 
     def processes(self) -> list[psutil.Process]:
-        """The server and everything that it started and that still runs."""
+        """Return the server and all its running descendants."""
         try:
             parent = psutil.Process(self._process.pid)
             return [parent, *parent.children(recursive=True)]
@@ -129,7 +129,7 @@ class Running:
             return []
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its processes so far, user and system."""
+        """Return the CPU seconds of all its processes, user and system."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -138,7 +138,7 @@ class Running:
         return total
 
     def memory_mib(self) -> float:
-        """Resident memory of all its processes; shared pages count in each."""
+        """Return the resident memory of all its processes; shared pages count in each."""
         total = 0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -146,7 +146,7 @@ class Running:
         return total / 2**20
 
     def stop(self) -> None:
-        """Asks the server to end, then ends what is left of it, by process id."""
+        """End the server, first by request, then by killing its remaining processes by id."""
         left = self.processes()
         if self._process.poll() is None:
             self._process.terminate()

@@ -1,4 +1,4 @@
-"""The rounds: every server in turn, then again, each started fresh and alone on the machine.
+"""The rounds of a comparison: every server in turn, repeatedly, each newly started and alone on the machine.
 
 `measure` returns the result object that `bench/peers/table.py` finishes and bench/templates/peers.md shows. A
 server that does not start, or stops answering, is a row with its error. Called by `python -m bench.peers`.
@@ -35,7 +35,7 @@ QUICK = Plan(1, {1: 3, 8: 16, 32: 32}, 4.0)
 
 
 def measure(servers: Sequence[Server], plan: Plan, command: Sequence[str], say: Say) -> Row:
-    """Runs everything. What was measured so far is kept in `.peers/last.json` after each server."""
+    """Measure everything, and keep the results so far in `.peers/last.json` after each server."""
     result: Row = {
         "bench": "peers",
         **provenance(command),
@@ -84,7 +84,7 @@ def new_row(server: Server) -> Row:
 
 
 def one_round(server: Server, row: Row, round_: int, plan: Plan, reference: list[Row], say: Say) -> None:
-    """Starts the server, checks its answers if that was not done, measures, stops it."""
+    """Start the server, check its answers once, measure, stop it."""
     found: Row = {"round": round_ + 1, "cells": {}}
     log = install.HOME / "logs" / f"{server.name.replace(' ', '-')}.log"
     log.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is compared: every server in every precision, its command line, and what its requests must say.
+"""The compared servers in every precision: command lines, and fields of their requests.
 
 Pure, but for the environment that programs inherit. A server belongs to the class it declares; whether one of the
 exact class keeps its place is decided by its answers (`bench/peers/table.py`). Called by `bench/peers/run.py`.
@@ -45,7 +45,7 @@ class Server:
 
 
 def orcinus(dtype: str, policy: str = "orcinus") -> Callable[[int, Path], list[str]]:
-    """The whole stack: Redis, gateway, scheduler, worker, started as a user would."""
+    """Return the command of the stack: Redis, gateway, scheduler, worker, started as by a user."""
 
     def command(port: int, scratch: Path) -> list[str]:
         words = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--model", str(install.MODEL)]
@@ -76,7 +76,7 @@ def openvino(precision: str) -> Callable[[int, Path], list[str]]:
 
 
 def llama(weights: str, *more: str) -> Callable[[int, Path], list[str]]:
-    """`-c` is shared by all slots; prompts are not cached between requests."""
+    """Return the command of llama.cpp. All slots share `-c`; prompts are not cached between requests."""
 
     def command(port: int, _scratch: Path) -> list[str]:
         words = [
@@ -95,7 +95,7 @@ def llama(weights: str, *more: str) -> Callable[[int, Path], list[str]]:
 
 
 def transformers(dtype: str, batching: bool) -> Callable[[int, Path], list[str]]:
-    """The cache is bounded: by default it takes a large share of the free memory."""
+    """Return the command of transformers, with a bounded cache: its default takes a large share of memory."""
 
     def command(port: int, _scratch: Path) -> list[str]:
         words = [str(install.python_of("transformers").parent / "transformers"), "serve", str(install.MODEL)]
@@ -172,7 +172,7 @@ SERVERS = (
 
 
 def chosen(peers: list[str], classes: list[str]) -> list[Server]:
-    """The servers of these peers and classes, ours always; empty lists choose all. Raises KeyError for a new name."""
+    """Return the servers of these peers and classes, and ours; empty means all. Raises KeyError for an unknown name."""
     known = {server.peer for server in SERVERS}
     for name in peers:
         if name not in known:
@@ -185,14 +185,14 @@ def chosen(peers: list[str], classes: list[str]) -> list[Server]:
 
 
 def environment(server: Server) -> dict[str, str]:
-    """What the program inherits: nothing of ours that would change it, nothing looked up elsewhere."""
+    """Return the environment of the program: without our variables, and without downloads."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ORCINUS_", "OMP_", "VLLM_"))}
     kept.pop("PYTHONPATH", None)
     return {**kept, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **server.env}
 
 
 def request(server: Server, prompt: str, tokens: int, stream: bool) -> dict[str, Any]:
-    """The body of one greedy completion of exactly `tokens` tokens, as this server wants it said."""
+    """Return the body of one greedy completion of exactly `tokens` tokens in this server's dialect."""
     fields: dict[str, Any] = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
     fields["stream"] = stream
     if server.peer == "transformers":

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def goal(label: str, precision: str) -> float | None:
-    """The ratio Orcinus / best peer that is wanted: of TBT it must stay below, of the rest reach it. None: no goal."""
+    """Return the wanted ratio of Orcinus to the best peer: a bound for TBT, a minimum else; None without a goal."""
     if label == "tok/s at 1":
         return 0.95
     if label in ("tok/s at 8", "tok/s at 32"):
@@ -48,7 +48,7 @@ def goal(label: str, precision: str) -> float | None:
 
 
 def value(cell: Row, figure: str) -> float | None:
-    """`tbt_ms.p99` of a cell; None where it has none."""
+    """Return a figure such as `tbt_ms.p99` of a cell; None if the cell lacks it."""
     found: Any = cell
     for name in figure.split("."):
         found = found.get(name) if isinstance(found, dict) else None
@@ -56,7 +56,7 @@ def value(cell: Row, figure: str) -> float | None:
 
 
 def counts(cell: Row) -> bool:
-    """Whether every request of the cell ended with every token."""
+    """Return whether every request of the cell ended with every token."""
     return bool(cell["requests"] and cell["finished"] == cell["requests"] and not cell["short"])
 
 
@@ -65,7 +65,7 @@ def median_and_range(values: Sequence[float]) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """Cell -> figure -> median, low, high and n over the rounds in which the cell counts.
+    """Return cell -> figure -> median, low, high and n over the rounds in which the cell counts.
 
     Those that other programs disturbed are left out where one was quiet.
     """
@@ -84,12 +84,12 @@ def medians(rounds: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def class_of(declared: str, same: int | None, of: int) -> str:
-    """The class a server is compared in: exact only while every answer was the reference's."""
+    """Return the class of a server: exact only while every answer equals the reference's."""
     return declared if declared != EXACT or same == of else REDUCED
 
 
 def finish(result: Row) -> Row:
-    """Adds to every row its class and medians, and to the result the ratios."""
+    """Add class and medians to every row, and the ratios to the result."""
     for row in result["rows"]:
         row["class"] = class_of(row["declared"], row["same_answers"], row["of_answers"])
         row["medians"] = medians(row["rounds"])
@@ -98,7 +98,7 @@ def finish(result: Row) -> Row:
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """Orcinus against the best peer of each class, for each thing compared; a class without either has no line."""
+    """Return Orcinus against the best peer of each class for each figure; a class without either has no line."""
     found = []
     for precision in CLASSES:
         members = [row for row in rows if row["class"] == precision]
@@ -127,7 +127,7 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def best(rows: Sequence[Row], cell: str, figure: str, more: bool) -> tuple[str, float] | None:
-    """Name and median of the best row; None when no row has the figure."""
+    """Return name and median of the best row; None if no row has the figure."""
     known = [(row["name"], row["medians"][cell][figure]["median"]) for row in rows if figure in in_cell(row, cell)]
     return (max if more else min)(known, key=lambda pair: pair[1]) if known else None
 
@@ -138,7 +138,7 @@ def in_cell(row: Row, cell: str) -> Row:
 
 
 def disturbed(rows: Sequence[Row]) -> list[str]:
-    """Measurements during which other programs used more of the machine than `BUSY_CORES`."""
+    """Return the measurements in which other programs used more than `BUSY_CORES` of the machine."""
     return [
         f"{row['name']}, round {round_['round']}, {name}: {cell['other_cores']:.2f} cores"
         for row in rows

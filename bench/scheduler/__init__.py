@@ -1,1 +1,1 @@
-"""`orcinus bench scheduler`: what one iteration costs the scheduler."""
+"""`orcinus bench scheduler`: the cost of an iteration of the scheduler."""

@@ -1,4 +1,4 @@
-"""The states of an iteration side by side: steady, churn, hole and admission, as ratios to the floor.
+"""The states of an iteration: steady, churn, hole and admission, as ratios to the floor.
 
 Called by bench/scheduler/main.py. The floor (floor.py) and our cases of the same size take turns in each round, so that
 a machine that slows down slows all of them. Each figure is of the round in which it was lowest: on a busy machine other

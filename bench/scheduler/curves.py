@@ -1,4 +1,4 @@
-"""The cost of an iteration as a function of what runs, what waits and how many blocks there are; and the picture of it.
+"""The cost of an iteration against running and waiting sequences and blocks, and its plot.
 
 Called by bench/scheduler/main.py. The aim is flat or near flat. The picture needs matplotlib (the `bench` extra).
 """
@@ -36,7 +36,7 @@ def by_running(counts: Sequence[int], setup: Setup) -> list[Line]:
 
 
 def by_waiting(counts: Sequence[int], running: int, setup: Setup) -> list[Line]:
-    """`running` decode while others wait and none of them can enter.
+    """Measure `running` decodes while sequences wait that cannot enter.
 
     slots full: as many run as may. head judged: slots are free, and the memory that is left is too little for the first
     of the waiting. falling late: the same, and they pass their TTFT limits meanwhile, evenly over the iterations.
@@ -122,7 +122,7 @@ def _admissions(setup: Setup) -> int:
 
 
 def draw(curves: dict[str, list[Line]], directory: Path, title: str) -> Path:
-    """Writes scheduler.png: one panel for each curve that was measured."""
+    """Write scheduler.png, with a panel for each measured curve."""
     from matplotlib.figure import Figure
 
     labels = {"running": "sequences running", "waiting": "requests waiting", "blocks": "blocks, prefix cache full"}

@@ -1,4 +1,4 @@
-"""A core driven ahead of its answers as the service drives it, without worker and sockets; and figures of its times.
+"""Drive a core ahead of its answers as the service does, without worker and sockets, and time it.
 
 Called by the parts of the scheduler bench. Tokens come from an array and time is virtual: STEP_NS an iteration. The
 plan and the apply that are timed together are those of one and the same iteration.
@@ -45,7 +45,7 @@ class Setup:
     rounds: int = 5
 
     def fewer(self) -> Setup:
-        """For a point of a curve, and for admissions, of which each takes many iterations."""
+        """Return a shorter plan, for a point of a curve and for admissions, which take many iterations each."""
         return replace(self, samples=max(self.samples // 5, self.rounds))
 
 
@@ -84,11 +84,11 @@ class Drive:
         return self.core.replicas[0].table.count
 
     def prompt(self, tokens: int) -> Int32:
-        """[tokens] int32, random: no other prompt begins like it."""
+        """Return [tokens] int32, random: no other prompt has the same prefix."""
         return self.random.integers(STOP_ID + 1, VOCAB, tokens).astype(np.int32)
 
     def add(self, prompt: Int32, max_tokens: int, *, salt: bytes = b"", ttft_slo_ns: int = 0) -> None:
-        """One request of one sequence."""
+        """Add one request of one sequence."""
         number, self._added = self._added, self._added + 1
         request = NewRequest(
             id=f"req-{number}",
@@ -103,7 +103,7 @@ class Drive:
         self.core.add(request, self._now_ns)
 
     def run(self, prompts: Sequence[Int32], max_tokens: int) -> None:
-        """Until all of these decode and have for a while. Raises NotRunningError when the policy does not let them."""
+        """Step until all sequences have decoded for a while. Raises NotRunningError if the policy prevents that."""
         before, steps = self.running, 0
         self.add(prompts[0], max_tokens)
         for _ in range(SETTLED):  # alone, until the policy knows how long steps take
@@ -135,7 +135,7 @@ class Drive:
         self._stopping.append(slot)
 
     def step(self) -> Iteration | None:
-        """Plans one iteration and answers the oldest, which is returned; None while none is due an answer."""
+        """Plan one iteration and answer the oldest one, which is returned; None while no answer is due."""
         begin = time.perf_counter_ns()
         plan, known = self.core.plan(self._now_ns)
         planned = time.perf_counter_ns()
@@ -159,7 +159,7 @@ class Drive:
         return Iteration(done, known, result, outcome, plan_ns, after - before)
 
     def steps(self, count: int) -> Iterator[Iteration]:
-        """So many iterations that were answered."""
+        """Run this number of answered iterations."""
         while count > 0:
             if (iteration := self.step()) is not None:
                 count -= 1
@@ -196,7 +196,7 @@ class Watch:
         self._total_ns += took
 
     def figures(self) -> dict[str, Any]:
-        """gc: collections by generation, the longest and all; switches: how often this process had to give way."""
+        """Return gc (collections by generation, longest and total time) and switches to other processes."""
         longest, total = (round(ns / 1e3, 1) for ns in (self._longest_ns, self._total_ns))
         found = {"enabled": gc.isenabled(), "collections": self._counts, "longest_us": longest, "total_us": total}
         return {"gc": found, "switches": self._switches}
@@ -207,7 +207,7 @@ def _switches() -> int:
 
 
 def figure(taken_ns: Sequence[int], rounds: int) -> dict[str, float]:
-    """Microseconds. p50, p99: the median over the rounds of each round's; lowest, lowest_p99: the best round's."""
+    """Return microseconds: p50 and p99 are medians over the rounds; lowest and lowest_p99 are of the best round."""
     parts = np.array_split(np.array(taken_ns, np.float64) / 1e3, min(rounds, len(taken_ns)))
     p50 = [float(np.median(part)) for part in parts]
     p99 = [float(np.percentile(part, 99)) for part in parts]
@@ -216,7 +216,7 @@ def figure(taken_ns: Sequence[int], rounds: int) -> dict[str, float]:
 
 
 def costs(taken_ns: Sequence[tuple[int, int]], rounds: int) -> dict[str, Any]:
-    """Of [n] (plan, apply): figures of plan_us, apply_us and total_us, and how far the p99 of the total is off."""
+    """Return figures of plan_us, apply_us and total_us from [n] (plan, apply), and the deviation of the total's p99."""
     line: dict[str, Any] = {
         "plan_us": figure([plan for plan, _ in taken_ns], rounds),
         "apply_us": figure([apply for _, apply in taken_ns], rounds),

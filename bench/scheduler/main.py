@@ -33,7 +33,7 @@ QUICK_STEPS = 20
 
 
 def measure(parts: Sequence[str], counts: Sequence[int], setup: Setup, quick: bool) -> dict[str, Any]:
-    """The JSON's measured half: `results` of steady decode, and for each other part a key of its name."""
+    """Return the measured part of the JSON: `results` of steady decode, and a key for each other part."""
     at, few = (QUICK_AT if quick else AT), setup.fewer()
     admissions: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "admission": lambda: admission(at, few),
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wrong(options: argparse.Namespace) -> str:
-    """What is wrong with numbers that are numbers; empty if nothing is."""
+    """Return the problem of options that are valid one by one; empty if there is none."""
     for name, (low, high) in BOUNDS.items():
         if not low <= (value := getattr(options, name)) <= high:
             return f"--{name} is {low} to {high:,}, not {str(value)[:40]}"
@@ -130,7 +130,7 @@ def _wrong(options: argparse.Namespace) -> str:
 
 
 def _undrawable(folder: Path | None) -> str:
-    """Why nothing could be drawn there; empty if it can be. The folder is made."""
+    """Return the reason that a plot cannot be drawn there; empty if it can. Makes the folder."""
     if folder is None:
         return ""
     try:

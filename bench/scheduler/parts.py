@@ -1,4 +1,4 @@
-"""What the scheduler bench measures at one size each: steady decode, an iteration that admits, and with the wire.
+"""The parts of the scheduler bench at one size: steady decode, an admission, and the wire.
 
 Called by bench/scheduler/main.py, and by bench/scheduler/curves.py for the same at many sizes. Each function returns
 lines of the JSON, with the goal beside what was measured.
@@ -51,7 +51,7 @@ def steady(running: int, setup: Setup) -> Drive:
 
 
 def decode(running: int, setup: Setup) -> dict[str, Any]:
-    """Steady decode; the protobuf of the step and of its answer apart, as wire_us."""
+    """Measure steady decode, and separately the protobuf of step and answer, as wire_us."""
     drive = steady(running, setup)
     taken, wire = [], []
     with Watch() as watch:
@@ -127,7 +127,7 @@ def admission(running: int, setup: Setup) -> list[dict[str, Any]]:
 
 
 def wire(running: int, setup: Setup) -> list[dict[str, Any]]:
-    """All that the scheduler computes for an iteration: in steady decode, and (no goal) when ENTERING prompts enter.
+    """Measure all work of the scheduler for an iteration: steady, and (no goal) while ENTERING prompts enter.
 
     Not in it: what asyncio, gRPC and the kernel do to move the bytes, and the replies of Redis.
     """
@@ -138,7 +138,7 @@ def wire(running: int, setup: Setup) -> list[dict[str, Any]]:
 
 
 def _wire(case: str, running: int, drive: Drive, cached: int | None, setup: Setup) -> dict[str, Any]:
-    """`cached`: of the prompts that enter; None: steady decode."""
+    """Measure an iteration. cached: share of the entering prompts; None means steady decode."""
     if cached is None:
         iterations = drive.steps(setup.samples)
     else:
@@ -155,7 +155,7 @@ def _wire(case: str, running: int, drive: Drive, cached: int | None, setup: Setu
 
 
 def _protobuf(done: Iteration) -> tuple[int, int]:
-    """ns to make the Step's bytes, and to read a Result's."""
+    """Return the ns to serialise a Step, and to parse a Result."""
     slots, tokens = done.result.slots.tobytes(), done.result.tokens.tobytes()
     answer = worker_pb2.Result(epoch=EPOCH, id=done.plan.id, slots=slots, tokens=tokens).SerializeToString()
     begin = time.perf_counter_ns()
@@ -175,7 +175,7 @@ class _Desk:
         self._connection = Connection()  # packs commands; never connected
 
     def book(self, done: Iteration) -> tuple[int, int, int]:
-        """ns of the statistics, of the script's arguments, and of the bytes of its EVALSHA."""
+        """Return the ns of the statistics, of the script's arguments, and of the bytes of its EVALSHA."""
         plan, outcome = done.plan, done.outcome
         begin = time.perf_counter_ns()
         self._in_flight.sent(plan)

@@ -1,4 +1,4 @@
-"""The scheduler bench's tables for people; bench/scheduler/main.py shows them when --json was not asked for."""
+"""Print the scheduler bench's tables; bench/scheduler/main.py calls it without --json."""
 
 from __future__ import annotations
 

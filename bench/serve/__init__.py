@@ -1,1 +1,1 @@
-"""`orcinus bench serve`: load on a running server, and what its clients saw."""
+"""`orcinus bench serve`: load a running server and measure what its clients get."""

@@ -1,4 +1,4 @@
-"""Sends one streaming completion and writes down when its tokens came. Works with any OpenAI-compatible server.
+"""Send one streaming completion and record the times of its tokens. Works with OpenAI-compatible servers.
 
 The stream is parsed line by line as bytes come in, one JSON parse an event, nothing kept: the client must cost
 little, or it measures itself. Called by `bench/serve/main.py`.
@@ -40,7 +40,7 @@ class Target:
 
 
 def body(target: Target, index: int, prompt_tokens: int, output_tokens: int) -> bytes:
-    """The JSON of request `index`. Its prompt depends on the seed and the index alone.
+    """Return the JSON of request `index`. Its prompt depends on the seed and the index alone.
 
     With token ids the prompt has exactly `prompt_tokens` tokens; as text it has that many common English words,
     and the server's usage says how many tokens they were.
@@ -76,7 +76,7 @@ class SseLines:
 
 
 def note_event(record: Record, payload: bytes, now_s: float) -> None:
-    """Takes one event into the record. Raises ValueError when it is not JSON of the expected shape."""
+    """Add one event to the record. Raises ValueError if it is not JSON of the expected shape."""
     event = orjson.loads(payload)
     if not isinstance(event, dict):
         raise ValueError("an event is not an object")
@@ -99,7 +99,7 @@ def note_event(record: Record, payload: bytes, now_s: float) -> None:
 
 
 def judge(record: Record, done: bool, now_s: float) -> None:
-    """Decides whether a stream that ended without an exception ended as it should.
+    """Decide whether a stream without an exception ended as it should.
 
     Tokens that never became text (half a character, control tokens) count as delivered at the end.
     """
@@ -119,7 +119,7 @@ def judge(record: Record, done: bool, now_s: float) -> None:
 
 
 async def send(session: aiohttp.ClientSession, target: Target, record: Record, payload: bytes) -> None:
-    """Sends one request and fills its record. Never raises for what the server or the network does."""
+    """Send one request and fill its record. Never raises for faults of the server or the network."""
     record.sent_s = time.perf_counter()
     try:
         async with (

@@ -1,4 +1,4 @@
-"""The report of `orcinus bench serve --html`: one file with everything in it, for people and for tickets.
+"""The report of `orcinus bench serve --html`: one file with everything in it, for readers and tickets.
 
 Called by `bench/serve/main.py`. No script, nothing is fetched; text from the server is escaped.
 """
@@ -43,7 +43,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def report(result: dict[str, Any], runs: Sequence[Run]) -> str:
-    """A whole HTML page. result: the JSON object of the command."""
+    """Return an HTML page. result: the JSON object of the command."""
     first, machine = runs[0].result, result["machine"]
     slo = first["slo_ms"]
     about = [
@@ -82,7 +82,7 @@ def _table(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> str:
-    """Throughput against load, and both latencies against throughput."""
+    """Plot throughput against load, and both latencies against throughput."""
     results = [run.result for run in runs]
     load = [run["rate"] or run["concurrency"] for run in results]
     unit = "requests a second" if results[0]["loop"] == "open" else "requests at a time"
@@ -135,7 +135,7 @@ def _number(value: float | None) -> float:
 
 
 def _svg(figure: Figure) -> str:
-    """Without the XML head, so that it can stand in a page."""
+    """Return an SVG without the XML head, to embed in a page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()[out.getvalue().index("<svg") :]

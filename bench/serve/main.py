@@ -50,7 +50,7 @@ class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
 
 
 def loads(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options of each run of a sweep: one value of --rate or --concurrency, and its number of requests."""
+    """Return the options of each run of a sweep: one value of --rate or --concurrency, and its number of requests."""
     if options.rate is not None and options.concurrency is not None:
         raise WrongUse("--rate (open loop) and --concurrency (closed loop) exclude each other")
     if options.seconds is not None and (options.rate is None or options.requests):
@@ -68,7 +68,7 @@ def loads(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def schedule(options: argparse.Namespace) -> tuple[list[Arrival], int]:
-    """The requests of the run and how many of them were cut. Raises WrongUse."""
+    """Return the requests of the run and the number of cut ones. Raises WrongUse."""
     open_loop = options.concurrency is None
     if options.concurrency == 0:
         raise WrongUse("--concurrency must be at least 1")
@@ -103,7 +103,7 @@ def schedule(options: argparse.Namespace) -> tuple[list[Arrival], int]:
 async def open_loop(
     session: aiohttp.ClientSession, target: Target, arrivals: Sequence[Arrival], progress: Progress
 ) -> list[Record]:
-    """Sends every request when it is due, whatever the server does."""
+    """Send every request when it is due, whatever the server does."""
     records: list[Record] = []
     bar = progress.add_task("open loop", total=len(arrivals))
     started = time.perf_counter()
@@ -122,7 +122,7 @@ async def open_loop(
 async def closed_loop(
     session: aiohttp.ClientSession, target: Target, arrivals: Sequence[Arrival], concurrency: int, progress: Progress
 ) -> list[Record]:
-    """Keeps `concurrency` requests under way; a request is due when its place becomes free."""
+    """Keep `concurrency` requests in flight; a request is due when another one ends."""
     records: list[Record] = []
     bar = progress.add_task(f"closed loop, {concurrency}", total=len(arrivals))
     waiting = iter(enumerate(arrivals))
@@ -143,7 +143,7 @@ async def closed_loop(
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.ClientSession, Target]]:
-    """A session and a target that were found to answer and to serve the model. Raises WrongUse."""
+    """Yield a session and a target that answers and serves the model. Raises WrongUse."""
     headers = {"Content-Type": "application/json"}
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"
@@ -183,7 +183,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
 async def measure(
     options: argparse.Namespace, arrivals: list[Arrival], progress: Progress
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Warm-up, then the run. Returns the figures and the records. Raises WrongUse."""
+    """Warm up, then run; return the figures and the records. Raises WrongUse."""
     async with connected(options) as (session, target):
         # Another seed, so that the warm-up leaves no prefix of the measured prompts in the server's cache.
         warm = Target(**{**asdict(target), "seed": target.seed + 1_000_003})
@@ -214,7 +214,7 @@ async def measure(
 
 
 def judge(result: dict[str, Any]) -> int:
-    """Adds `warnings`, takes back rates that are the client's and not the server's, and gives the exit code.
+    """Add `warnings`, remove rates that the client limited, and return the exit code.
 
     1 when nothing finished, a request failed otherwise than by a refusal (429, 503), or the client was the limit.
     """
@@ -259,7 +259,7 @@ def write_files(options: argparse.Namespace, result: dict[str, Any], runs: Seque
 
 
 def run_all(options: argparse.Namespace, stderr: Console) -> list[Run]:
-    """One run after another. Raises WrongUse."""
+    """Run one load after another. Raises WrongUse."""
     runs = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     prepared = [(one, *schedule(one)) for one in loads(options)]
@@ -271,7 +271,7 @@ def run_all(options: argparse.Namespace, stderr: Console) -> list[Run]:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command. 0: measured; 1: failures, or the client was the limit; 2: wrong use."""
+    """Run the command; return 0 after a measurement, 1 for failures or a client at its limit, 2 for wrong use."""
     try:
         options = parser().parse_args(argv)
     except SystemExit as exit_:
@@ -302,7 +302,7 @@ def main(argv: list[str]) -> int:
 
 
 def first_details(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """One example of every kind of failure, for the person at the terminal."""
+    """Return one example of every kind of failure, for the terminal."""
     seen: Counter[str] = Counter()
     examples = []
     for record in records:

@@ -12,7 +12,7 @@ Number = TypeVar("Number", int, float)
 
 
 def length_range(text: str) -> tuple[int, int]:
-    """`64` or `16:128` as (low, high). Raises argparse.ArgumentTypeError."""
+    """Return `64` or `16:128` as (low, high). Raises argparse.ArgumentTypeError."""
     low, _, high = text.partition(":")
     try:
         bounds = (int(low), int(high or low))
@@ -38,7 +38,7 @@ def count(text: str) -> int:
 
 
 def several(one: Callable[[str], Number]) -> Callable[[str], list[Number]]:
-    """`2` or `1,2,4`, each as `one` reads it."""
+    """Return a converter of `2` or `1,2,4`, each read by `one`."""
 
     def read(text: str) -> list[Number]:
         try:

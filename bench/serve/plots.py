@@ -1,4 +1,4 @@
-"""Pictures of a load run: how TTFT and TBT are spread, and how many tokens came each second.
+"""Plots of a load run: distributions of TTFT and TBT, and tokens per second.
 
 Needs matplotlib (the `bench` extra), drawn without a display. Called by `bench/serve/main.py`.
 """
@@ -16,7 +16,7 @@ from bench.serve.stats import Float64, Record
 
 
 def tokens_per_second(records: Sequence[Record]) -> tuple[Float64, Float64]:
-    """Seconds from the first due time, and the output tokens that arrived in each of them (failed requests too)."""
+    """Return seconds from the first due time, and output tokens in each of them, of failed requests too."""
     times = np.asarray([t for record in records for t in record.event_s], dtype=np.float64)
     if not len(times):
         return np.zeros(0), np.zeros(0)
@@ -33,7 +33,7 @@ def _weights(record: Record) -> Float64:
 
 
 def cdf(axes: Axes, seconds: Float64, title: str, label: str = "") -> None:
-    """Adds the share of [n] times at or below each."""
+    """Plot the share of [n] times at or below each."""
     axes.set_title(title)
     axes.set_xlabel("milliseconds")
     axes.set_ylabel("share at or below")
@@ -45,7 +45,7 @@ def cdf(axes: Axes, seconds: Float64, title: str, label: str = "") -> None:
 
 
 def draw(records: Sequence[Record], path: Path, title: str) -> None:
-    """Writes one picture of three panels; the format is that of the file's ending."""
+    """Write one picture of three panels, in the format of the file's extension."""
     done = [record for record in records if record.finished]
     figure = Figure(figsize=(13, 4), layout="constrained")
     ttft, tbt, rate = figure.subplots(1, 3)

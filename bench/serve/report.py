@@ -1,4 +1,4 @@
-"""What stands around the figures of a load run: machine, versions, command, commit; tables for people, and CSV.
+"""The context of a load run's figures: machine, versions, command, commit; tables and CSV.
 
 Called by `bench/serve/main.py`.
 """
@@ -18,7 +18,7 @@ LATENCIES = ("ttft_ms", "tbt_ms", "tpot_ms", "normalized_latency_ms", "e2e_ms", 
 
 
 def command_line(argv: Sequence[str]) -> list[str]:
-    """The command as it was typed, without the key."""
+    """Return the command as typed, without the key."""
     shown: list[str] = []
     for word in argv:
         if shown and shown[-1] == SECRET_OPTION:
@@ -31,14 +31,14 @@ def command_line(argv: Sequence[str]) -> list[str]:
 
 
 def load_name(run: dict[str, Any]) -> str:
-    """`8 at a time`, `2 a second`, `trace x 1.5`."""
+    """Return the name of a load: `8 at a time`, `2 a second`, `trace x 1.5`."""
     if run["loop"] == "closed":
         return f"{run['concurrency']} at a time"
     return f"{run['rate']:g} a second" if run["rate"] else f"{run['trace']} x {run['rate_scale']:g}"
 
 
 def csv_rows(runs: Sequence[dict[str, Any]]) -> str:
-    """One row a run, a column for each figure; `ttft_ms.p50` and the like for those with percentiles."""
+    """Return one row per run with a column for each figure; percentiles are columns such as `ttft_ms.p50`."""
     columns = (
         "loop", "rate", "concurrency", "requests", "finished", "failed", "wall_s", "throughput_tok_s", "output_tok_s",
         "request_rps", "goodput_rps", "client_cpu",
@@ -53,12 +53,12 @@ def csv_rows(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """For people."""
+    """Return a figure as text."""
     return "-" if value is None else f"{value:,.1f}" if isinstance(value, float) else str(value)
 
 
 def print_sweep(runs: Sequence[dict[str, Any]], console: Console) -> None:
-    """One row a run."""
+    """Print one row per run."""
     table = Table(title=f"{runs[0]['model']} at {runs[0]['url']}")
     names = ("load", "finished", "output tok/s", "goodput, 1/s", "TTFT p50, ms", "p99", "TBT p50, ms", "p99")
     for column in names:
@@ -71,7 +71,7 @@ def print_sweep(runs: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
-    """The figures for people, on stdout when `--json` was not asked for."""
+    """Print the figures as a table, on stdout without `--json`."""
     table = Table(title=f"{result['model']} at {result['url']}")
     for column in ("milliseconds", "p50", "p90", "p99"):
         table.add_column(column, justify="left" if column == "milliseconds" else "right")

@@ -1,4 +1,4 @@
-"""What a load run measured: one record a request, and the figures made of them.
+"""The measurements of a load run: one record per request, and the figures computed from them.
 
 Pure: no clock, no socket. Times are seconds of one monotonic clock. The load generator fills the records;
 the names of the figures are those of every bench of this project, the definitions stand at `summarise`.
@@ -54,25 +54,25 @@ class Record:
         return max(self.reported_tokens, sum(self.event_tokens))
 
     def ttft_s(self) -> float:
-        """From the time the request was due, so that a late sender hides nothing."""
+        """Return the time from the request's due time, so that a late sender hides nothing."""
         return self.event_s[0] - self.scheduled_s
 
     def e2e_s(self) -> float:
         return self.end_s - self.scheduled_s
 
     def gaps_s(self) -> Float64:
-        """The `output_tokens - 1` times between tokens as delivered; tokens of one event are 0 apart."""
+        """Return the `output_tokens - 1` times between tokens as delivered; tokens of one event are 0 apart."""
         between = np.diff(np.asarray(self.event_s, dtype=np.float64))
         return np.concatenate([between, np.zeros(max(0, self.output_tokens - 1 - len(between)))])
 
     def tpot_s(self) -> float:
-        """Mean time per output token after the first; nan below two tokens."""
+        """Return the mean time per output token after the first; nan below two tokens."""
         if self.output_tokens < 2:
             return math.nan
         return (self.event_s[-1] - self.event_s[0]) / (self.output_tokens - 1)
 
     def is_good(self, slo: Slo) -> bool:
-        """Finished, and within both limits."""
+        """Return whether the request finished within both limits."""
         if not self.finished or self.ttft_s() > slo.ttft_s:
             return False
         gaps = self.gaps_s()
@@ -94,7 +94,7 @@ DEFAULT_SLO = Slo()
 
 
 def percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
-    """`{"p50", "p90", "p99"}` in milliseconds, linear interpolation; None where there is no value."""
+    """Return `{"p50", "p90", "p99"}` in ms with linear interpolation; None without values."""
     values = np.asarray([value for value in seconds if not math.isnan(value)], dtype=np.float64)
     if not len(values):
         return {f"p{q}": None for q in PERCENTILES}
@@ -102,7 +102,7 @@ def percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
 
 
 def summarise(records: Sequence[Record], slo: Slo = DEFAULT_SLO) -> dict[str, Any]:
-    """The figures of a run.
+    """Return the figures of a run.
 
     - `wall_s`: from the first due time to the end of the last stream, failed ones too; every rate divides by it.
     - `throughput_tok_s`: prompt and output tokens, `output_tok_s`: output tokens, of finished requests.

@@ -1,1 +1,1 @@
-"""Experiments behind pages of docs/: each writes a result that its page shows."""
+"""Experiments for pages of docs/: each writes a result that its page shows."""

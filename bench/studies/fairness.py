@@ -1,4 +1,4 @@
-"""How much a flooding tenant is felt by the others: section "Tenants" of docs/policies.md.
+"""The effect of a flooding tenant on other tenants: section "Tenants" of docs/policies.md.
 
     python -m bench.studies.fairness           some minutes; writes bench/results/fairness.json and the page
     python -m bench.studies.fairness --quick   in small, in seconds; prints, writes nothing
@@ -39,7 +39,7 @@ FIGURES = {"ttft_ms": "TTFT", "gap_ms": "gap", "latency_ms": "ms per output toke
 
 
 def arrivals(flood: float, span_s: float, seed: int) -> Workload:
-    """Poisson, with the chat trace's lengths; the others send the same whatever the first tenant does."""
+    """Return Poisson arrivals with the chat trace's lengths; only the first tenant's load varies."""
     trace = build(Spec(trace=CHAT, requests=3_000))
     columns: list[tuple[npt.NDArray[Any], ...]] = []
     for tenant, load in enumerate((flood, *OTHERS)):
@@ -65,7 +65,7 @@ def run(policy: str, flood: float, span_s: float, seed: int) -> tuple[Workload, 
 
 
 def served(workload: Workload, seen: Recorder, span_s: float) -> float:
-    """Of the first tenant, in multiples of the saturation: tokens of what ended within the span."""
+    """Return the tokens of the first tenant's requests that ended in the span, in multiples of the saturation."""
     mine = workload.tenant == 0
     ended = mine & (seen.e2e_ns + workload.arrived_ns < span_s * 1e9)
     tokens = workload.prompt + workload.output
@@ -73,7 +73,7 @@ def served(workload: Workload, seen: Recorder, span_s: float) -> float:
 
 
 def p99(workload: Workload, seen: Recorder) -> dict[str, float]:
-    """Of the others, in ms: TTFT, the P99 of a request's gaps, time for each output token."""
+    """Return P99 figures of the other tenants in ms: TTFT, P99 gap of a request, time for each output token."""
     others = workload.tenant > 0
     columns = seen.ttft_ns, seen.worst_ns, seen.e2e_ns / np.maximum(seen.tokens, 1)
     values = [float(np.percentile(column[others], 99)) / 1e6 for column in columns]
@@ -81,14 +81,14 @@ def p99(workload: Workload, seen: Recorder) -> dict[str, float]:
 
 
 def compare(policy: str, flood: float, span_s: float, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    """The share of the first tenant in the flood; the others' figures there, and while it sends just that."""
+    """Return the first tenant's share in the flood; the others' figures there, and while it sends just that."""
     workload, seen = run(policy, flood, span_s, seed)
     share = served(workload, seen, span_s)
     return share, p99(workload, seen), p99(*run(policy, share, span_s, seed))
 
 
 def medians(policy: str, flood: float, of_seeds: Iterable[tuple[float, dict[str, float], dict[str, float]]]) -> Row:
-    """A row of the table; `of_seeds`: compare() of each."""
+    """Return a row of the table. of_seeds: compare() of each seed."""
     shares, in_flood, held = zip(*of_seeds, strict=True)
 
     def median(rows: Iterable[dict[str, float]], name: str) -> float:

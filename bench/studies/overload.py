@@ -1,4 +1,4 @@
-"""How much a flooding tenant is felt by another on a running stack: section "Overload" of docs/operations.md.
+"""The effect of a flooding tenant on another, on a running stack: section "Overload" of docs/operations.md.
 
     python -m bench.studies.overload --url URL --quiet-key KEY --flood-key KEY
 
@@ -50,7 +50,7 @@ class Client:
         self._rng = np.random.default_rng(seed)
 
     async def send(self, key: str, due: float, seen: Seen) -> None:
-        """One request, to its end."""
+        """Send one request and read it to its end."""
         prompt = self._rng.integers(10, 200, PROMPT).tolist()
         body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
         headers = {"Authorization": f"Bearer {key}"}
@@ -64,7 +64,7 @@ class Client:
             await answer.read()
 
     async def open_loop(self, key: str, rps: float, span_s: float, seen: Seen) -> None:
-        """Poisson arrivals for span_s, then until the last has ended."""
+        """Send Poisson arrivals for span_s, then wait until the last has ended."""
         begin, running = time.monotonic(), []
         for at in np.sort(self._rng.uniform(0, span_s, self._rng.poisson(rps * span_s))):
             await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
@@ -72,7 +72,7 @@ class Client:
         await asyncio.gather(*running)
 
     async def saturation_rps(self, key: str, span_s: float) -> float:
-        """What is served at most, with AT_ONCE requests under way."""
+        """Return the highest served rate, with AT_ONCE requests in flight."""
         seen, end = Seen(), time.monotonic() + span_s
 
         async def one() -> None:
@@ -85,7 +85,7 @@ class Client:
 
 
 async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]:
-    """The three parts."""
+    """Measure the three parts."""
     span_s = options.span_s
 
     async def both(flood_rps: float) -> tuple[Seen, Seen]:

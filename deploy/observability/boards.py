@@ -1,4 +1,4 @@
-"""The two boards of Grafana, made from the tables below: `python -m deploy.observability.boards` writes them anew.
+"""Write Grafana's two boards from the tables below: `python -m deploy.observability.boards`.
 
 The Prometheus board asks metrics (docs/metrics.md), the Redis board the keys of docs/redis.md. A test compares both
 with what the services export and write.
@@ -19,7 +19,7 @@ G, S, W, T = "orcinus_gateway_", "orcinus_scheduler_", "orcinus_worker_", "orcin
 
 
 def quantiles(metric: str) -> list[tuple[str, str]]:
-    """p50, p95 and p99 of a histogram."""
+    """Return p50, p95 and p99 of a histogram."""
     return [
         (f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket[$__rate_interval])))", f"p{round(100 * q)}")
         for q in (0.5, 0.95, 0.99)
@@ -102,7 +102,7 @@ def chart(number: int, title: str, unit: str, source: dict[str, str], targets: l
 
 
 def numbers(panel: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
-    """Only these columns of the stream's entries, as numbers over their times."""
+    """Return only these columns of the stream's entries, as numbers over time."""
     kinds = [{"targetField": "$time", "destinationType": "time"}]
     kinds += [{"targetField": name, "destinationType": "number"} for name in fields]
     return {
@@ -141,7 +141,7 @@ def board(uid: str, title: str, panels: list[dict[str, Any]], variables: dict[st
 
 
 def boards() -> dict[str, dict[str, Any]]:
-    """File name -> board."""
+    """Return file name -> board."""
     prometheus = [
         chart(number, title, unit, PROMETHEUS, [{"expr": query, "legendFormat": legend} for query, legend in lines])
         for number, (title, unit, lines) in enumerate(PANELS)

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links out of docs/ (to results, to the README) become plain words, for the site has no such file.
+"""A hook of mkdocs that turns links out of docs/ into plain text, because the site lacks those files.
 
 tests/unit/test_docs.py checks that they exist in the checkout; every other link is checked by the strict build.
 """
@@ -12,5 +12,5 @@ _OUT = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs with the text of each page."""
+    """Return the text of a page with these links replaced; mkdocs calls it for each page."""
     return _OUT.sub(r"\1", markdown)

@@ -1,1 +1,1 @@
-"""How busy the stages of a pipeline are."""
+"""Utilisation of the stages of a pipeline."""

@@ -1,4 +1,4 @@
-"""How busy the stages of a pipeline are: a worker of pp ranks over Gloo, driven by the scheduler's core over gRPC.
+"""Utilisation of pipeline stages: a worker of pp ranks over Gloo, driven by the scheduler's core over gRPC.
 
     python -m bench.studies.pipeline [--stages 2,4] [--stage-ms 25] [--seconds 10] [--out FILE]
 
@@ -45,7 +45,7 @@ WARM_STEPS = 12  # of each microbatch, before the time is taken
 
 @contextlib.contextmanager
 def worker(stages: int, stage_ms: float) -> Iterator[tuple[str, str]]:
-    """The ranks of one replica; the leader's address and that of its metrics."""
+    """Start the ranks of one replica; yield the leader's address and that of its metrics."""
     port, metrics, store = free_ports(3)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
     settings = {
@@ -108,7 +108,7 @@ class Pipe:
             )
 
     def steps_until(self, enough: Any) -> int:
-        """Plans and applies until `enough(steps)`; how many results there were."""
+        """Plan and apply until `enough(steps)`; return the number of results."""
         count = 0
         while not enough(count):
             while (plan := self.core.plan(time.monotonic_ns(), self.replica)[0]) is not None:
@@ -126,7 +126,7 @@ class Pipe:
 
 
 def busy_s(metrics: str) -> dict[int, float]:
-    """Seconds that each rank has computed since it started."""
+    """Return the seconds that each rank has computed since its start."""
     with urllib.request.urlopen(metrics, timeout=5) as answer:  # noqa: S310 - our own loopback port
         families = text_string_to_metric_families(answer.read().decode())
     return {
@@ -140,7 +140,7 @@ def busy_s(metrics: str) -> dict[int, float]:
 def measure(
     channel: grpc.Channel, metrics: str, microbatches: int, lookahead: int, seconds: float, epoch: int
 ) -> dict[str, Any]:
-    """Steady decode for so many seconds."""
+    """Measure steady decode for this number of seconds."""
     pipe = Pipe(channel, microbatches, lookahead, epoch)
     pipe.steps_until(lambda steps: steps >= WARM_STEPS * microbatches)
     before, begun = busy_s(metrics), time.monotonic()
@@ -158,7 +158,7 @@ def measure(
 
 
 def run(stages: int, stage_ms: float, seconds: float) -> dict[str, Any]:
-    """All cases of one number of stages."""
+    """Run all cases with one number of stages."""
     with worker(stages, stage_ms) as (address, metrics), grpc.insecure_channel(address) as channel:
         grpc.channel_ready_future(channel).result(START_S)
         stub, by = worker_pb2_grpc.WorkerStub(channel), time.monotonic() + START_S
@@ -178,7 +178,7 @@ def run(stages: int, stage_ms: float, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser("python -m bench.studies.pipeline", description=__doc__)
     parser.add_argument("--stages", default="2,4", help="numbers of stages, with commas between")
     parser.add_argument("--stage-ms", type=float, default=25.0, help="what a stage takes for a step; synthetic")

@@ -36,7 +36,7 @@ class SlowParallelState(ParallelState):
     """What the last step took of this stage before it slept."""
 
     def fill(self) -> None:
-        """Sleeps for what is left of the stage's time."""
+        """Sleep for the rest of the stage's time."""
         self.computed_s = time.monotonic() - self.came
         time.sleep(max(0.0, STAGE_S - self.computed_s))
 
@@ -64,7 +64,7 @@ class SlowEngine(Engine):
 
 
 def run() -> int:
-    """As services.worker.main.run, which see."""
+    """Run a rank as services.worker.main.run does."""
     replaced: dict[str, Any] = {"ParallelState": SlowParallelState, "Engine": SlowEngine}
     with patch.multiple(main, **replaced):
         return main.run(build(WorkerSettings, {}))

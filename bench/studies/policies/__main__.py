@@ -1,4 +1,4 @@
-"""The measured tables of docs/policies.md: every preset over both traces at six loads, and `orcinus` against `static`.
+"""Make the tables of docs/policies.md: every preset over both traces at six loads, `orcinus` against `static`.
 
     python -m bench.studies.policies               runs everything; writes policies.json, page and pictures
     python -m bench.studies.policies --quick       the same in small in about a minute; prints, writes nothing
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(quick: bool) -> dict[str, Any]:
-    """All studies, `static` against `orcinus`, and the claims about both."""
+    """Return all studies, `static` against `orcinus`, and the claims about both."""
     begun = time.perf_counter()
 
     def run(jobs: list[Job]) -> list[Finished]:
@@ -69,7 +69,7 @@ def measured(quick: bool) -> dict[str, Any]:
 
 
 def literature() -> dict[str, Any]:
-    """T1 to T6."""
+    """Return the tables T1 to T6."""
     from services.simulator.literature.main import TABLES
 
     tables: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ def show() -> None:
 
 
 def _told(results: dict[str, Any]) -> int:
-    """Says on stderr what is missed; 1 when a run lost a request or a table is not reproduced."""
+    """Print missed claims on stderr; return 1 if a run lost a request or a table is not reproduced."""
     short = [row for row in results.get("rows", []) if row["finished"] < row["requests"]]
     for row in short:
         lost = row["requests"] - row["finished"]

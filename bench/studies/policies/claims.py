@@ -1,4 +1,4 @@
-"""What the measured tables are held to: each claim with its figures, computed from the rows and never written by hand.
+"""The claims about the measured tables, each with figures computed from the rows.
 
 Called by policies.py when it writes the result; the test computes them again from the committed rows.
 """
@@ -14,7 +14,7 @@ OURS = "orcinus"
 
 
 def claims(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry a claim: `claim`, `ours`, `other` (the policy `who`), `ratio` = ours / other, `goal`, `holds`."""
+    """Return an entry a claim: `claim`, `ours`, `other` (of policy `who`), `ratio` = ours / other, `goal`, `holds`."""
     found = []
     for head in results["studies"]:
         if head["study"] != "main":

@@ -1,4 +1,4 @@
-"""The pictures of docs/policies.md, from the committed results. Called by policies.py; needs matplotlib (`bench`)."""
+"""Plot the pictures of docs/policies.md from the committed results. Needs matplotlib (`bench`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DPI = 100
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes goodput-TRACE.png of each trace, and static.png; returns the paths."""
+    """Write goodput-TRACE.png for each trace, and static.png; return the paths."""
     written = []
     for head in results["studies"]:
         if head["study"] == "main":
@@ -33,7 +33,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _look(policy: str, number: int) -> dict[str, Any]:
-    """Ours black and thick; of the others ten colours, then the same ones dashed."""
+    """Return the style of a line: ours black and thick, ten colours for others, then the same dashed."""
     if policy == OURS:
         return {"color": "black", "linewidth": 2.5, "marker": "o", "zorder": 3}
     stroke = "-" if number < 10 else "--"

@@ -1,4 +1,4 @@
-"""What the tables of docs/policies.md run: studies, each a workload, a replica, policies and loads.
+"""The runs of the tables of docs/policies.md: studies, each a workload, a replica, policies and loads.
 
 Called by policies.py. A load is a multiple of the request rate that `orca` reaches on the same requests with the same
 replica when all arrive at once, measured in the same run; arrivals are the trace's own, stretched or compressed.
@@ -50,7 +50,7 @@ class Study:
 
 
 def replica(blocks: int = 0, max_seqs: int = 256) -> Setup:
-    """The device's own number of KV blocks for 0."""
+    """Return the size of a replica; 0 blocks uses the device's number."""
     roofline = Roofline(SHAPE, DEVICE)
     return Setup(
         blocks=blocks or roofline.kv_blocks(16),
@@ -66,7 +66,7 @@ def clock() -> RooflineClock:
 
 
 def studies(quick: bool) -> list[Study]:
-    """Those of the page, or the same ones small."""
+    """Return the studies of the page, or small versions of them."""
     many, fewer = (QUICK, QUICK) if quick else (REQUESTS, SMALLER)
     loads = QUICK_LOADS if quick else LOADS
     few_loads = QUICK_LOADS if quick else (0.75, 1.0, 1.25)
@@ -82,7 +82,7 @@ def studies(quick: bool) -> list[Study]:
 
 
 def run_studies(wanted: Sequence[Study], run: Runner) -> tuple[list[Row], list[Row]]:
-    """The studies with what was measured for them, and one row a run, in the order of the studies."""
+    """Return the studies with their measurements, and one row per run in their order."""
     time = clock()
     full = run([Job("orca", replace(one.spec, at_once=True), one.setup, time) for one in wanted])
     heads, jobs, labels = [], [], []
@@ -114,7 +114,7 @@ def run_studies(wanted: Sequence[Study], run: Runner) -> tuple[list[Row], list[R
 
 
 def _shown(result: dict[str, Any]) -> Row:
-    """What the page shows of a run's result, and of its classes where it has several."""
+    """Return the figures of a run that the page shows, and those of its classes if there are several."""
     keep = (
         "policy", "rate_scale", "requests", "finished", "throughput_tok_s", "output_tok_s", "request_rps",
         "goodput_rps", "preemptions", "recomputed_tokens", "swapped_bytes", "prefix_hit_tokens", "slo_violations",

@@ -1,4 +1,4 @@
-"""`orcinus` against `static` with its best batch size: the curve, where it crosses twice the unloaded latency, the end.
+"""`orcinus` against `static` at its best batch size: the curve, its crossing of twice the unloaded latency, the end.
 
 Called by policies.py. Throughput is in tokens a second, prompts included, from the first arrival to the last delivery.
 """
@@ -25,7 +25,7 @@ GOALS = {"latency": 10.0, "saturation": 2.0}
 
 
 def compare(quick: bool, run: Runner) -> Row:
-    """Everything the page says of `static`: `policies` has one entry each, with its saturation, crossing and curve."""
+    """Return the page's figures about `static`: an entry per policy with saturation, crossing and curve."""
     spec = Spec(trace=CHAT, requests=QUICK if quick else REQUESTS)
     all_of_it = replace(spec, requests=QUICK if quick else SATURATING)
     arrivals = build(spec).arrived_ns
@@ -33,7 +33,7 @@ def compare(quick: bool, run: Runner) -> Row:
     names = ["orcinus", *(f"static:batch=static-{n}" for n in (QUICK_BATCHES if quick else BATCHES))]
 
     def job(policy: str, rps: float) -> Job:
-        """At so many requests a second; all at once for 0."""
+        """Return a job with this number of requests a second; 0 means all at once."""
         given = replace(spec, rate_scale=rps / trace_rps) if rps else replace(all_of_it, at_once=True)
         return Job(policy, given, replica(), clock())
 
@@ -66,7 +66,7 @@ def compare(quick: bool, run: Runner) -> Row:
 
 
 def bound_tok_s(work: Workload) -> float:
-    """Tokens a second that no policy can exceed: as if one step computed everything and read the weights once.
+    """Return an upper bound of the token rate: one step computes everything and reads the weights once.
 
     What is left is the arithmetic of every token and the KV that each of them reads, by the roofline's formula.
     """

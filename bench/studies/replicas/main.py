@@ -49,7 +49,7 @@ class Counted:
 
 
 async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
-    """All slots of `count` sleep workers decode for so long."""
+    """Let all slots of `count` sleep workers decode for this time."""
     argv = [sys.executable, "-m", "bench.studies.replicas.worker", str(count), str(step_ms)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)  # noqa: ASYNC220
     try:
@@ -110,7 +110,7 @@ def _steps(fleet: Fleet) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Prints JSON."""
+    """Run the command and print JSON."""
     parser = argparse.ArgumentParser(prog="orcinus bench replicas", description=__doc__)
     parser.add_argument("--step-ms", type=float, default=20.0, help="how long a sleep worker sleeps for a step")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each number of replicas")

@@ -60,7 +60,7 @@ class SleepWorker(worker_pb2_grpc.WorkerServicer):
 
 
 async def serve(count: int, step_ms: float) -> None:
-    """Until cancelled."""
+    """Serve until cancelled."""
     servers = []
     for _ in range(count):
         server = grpc.aio.server()

@@ -1,1 +1,1 @@
-"""Prefill and decode replicas apart against the same number together."""
+"""Separate prefill and decode replicas against the same number of combined ones."""

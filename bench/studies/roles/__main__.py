@@ -1,4 +1,4 @@
-"""Prefill and decode replicas apart against the same number together, on a virtual clock.
+"""Separate prefill and decode replicas against the same number of combined ones, on a virtual clock.
 
 python -m bench.studies.roles            runs everything; writes roles.json and the tables of docs/roles.md
 python -m bench.studies.roles --quick    one small case; prints, writes nothing
@@ -51,7 +51,7 @@ PREDICTED = [
 
 
 def nominal_rps(work: Workload, roofline: Roofline) -> float:
-    """Requests a second that one replica could serve if prompts ran alone and outputs in steps of BATCH."""
+    """Return the rate that one replica could serve with prompts alone and outputs in steps of BATCH."""
     prompt, output = float(work.prompt.mean()), float(work.output.mean())
     context = prompt + output / 2
     prefill_ns = prompt * (roofline.step_ns(4096, 0, 0) / 4096) + roofline.step_ns(0, 0, prompt * prompt / 2)
@@ -60,7 +60,7 @@ def nominal_rps(work: Workload, roofline: Roofline) -> float:
 
 
 def cases(requests: int, quick: bool) -> list[tuple[str, float, bool, int]]:
-    """Mix, load, are limits told, replicas."""
+    """Yield mix, load, whether requests have limits, replicas."""
     if quick:
         return [("chat", 0.6, True, 2)]
     told = [(mix, load, True, 4) for mix in MIXES for load in LOADS]
@@ -69,7 +69,7 @@ def cases(requests: int, quick: bool) -> list[tuple[str, float, bool, int]]:
 
 
 def measure(requests: int, quick: bool) -> list[dict[str, Any]]:
-    """One entry a run."""
+    """Return one entry per run."""
     roofline, found = Roofline(SHAPE, DEVICE), []
     for mix, load, told, replicas in cases(requests, quick):
         spec = replace(MIXES[mix], requests=requests, seed=1, rate_rps=1.0)

@@ -1,4 +1,4 @@
-"""Real workers apart against the same number together, under `orcinus bench serve`.
+"""Separate prefill and decode workers against combined ones, under `orcinus bench serve`.
 
     python -m bench.studies.roles.real [--rounds 2] [--requests 40] [--rate 0.6] [--out FILE]
 
@@ -37,7 +37,7 @@ SHOWN = ("ttft_ms", "tbt_ms", "e2e_ms")
 
 
 def make_model(directory: Path) -> Path:
-    """The demo model's tokenizer, and a larger shape without weights."""
+    """Make a model with the demo model's tokenizer and a larger shape, without weights."""
     directory.mkdir()
     for file in DEMO_MODEL.iterdir():
         if file.suffix == ".json" and file.name != "config.json":
@@ -49,7 +49,7 @@ def make_model(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def stack(model: Path, directory: Path, mode: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Its address, and the pids of its services."""
+    """Yield the address of a stack, and the pids of its services."""
     port, ops_port = free_ports(2)
     argv = [
         *(sys.executable, "-m", "services.cli", "up", "--model", str(model), "--load-format", "dummy", *MODES[mode]),
@@ -72,7 +72,7 @@ def stack(model: Path, directory: Path, mode: str) -> Iterator[tuple[str, dict[s
 
 
 def until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Raises RuntimeError when the stack ends before, or takes longer than START_S."""
+    """Wait for the stack. Raises RuntimeError if it ends first or takes longer than START_S."""
     by = time.monotonic() + START_S
     while time.monotonic() < by and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own port
@@ -83,7 +83,7 @@ def until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def measure(model: Path, mode: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One run of the load generator against a stack of its own."""
+    """Run the load generator once against a new stack."""
     with tempfile.TemporaryDirectory() as directory, stack(model, Path(directory) / "run", mode) as (url, pids):
         argv = [
             *(sys.executable, "-m", "services.cli", "bench", "serve", "--url", url, "--json", "--warmup", "4"),
@@ -101,7 +101,7 @@ def measure(model: Path, mode: str, options: argparse.Namespace, seed: int) -> d
 
 
 def cpu_s(pids: dict[str, int]) -> dict[str, float]:
-    """Processor time of each worker so far."""
+    """Return the CPU time of each worker so far."""
     tick = os.sysconf("SC_CLK_TCK")
     fields = {
         name: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
@@ -112,7 +112,7 @@ def cpu_s(pids: dict[str, int]) -> dict[str, float]:
 
 
 def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure the median over the rounds, by mode."""
+    """Return the median of each figure over the rounds, by mode."""
     return {
         mode: {
             name: {
