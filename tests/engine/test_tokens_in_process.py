@@ -17,7 +17,7 @@ from shared.settings import WorkerSettings
 from tests.support import in_process
 from tests.support.models import Reference, make_llama
 
-REQUESTS = 32
+REQUESTS = 24
 PROMPT_TOKENS = (2, 40)
 OUTPUT_TOKENS = 10
 CHUNKS = (1, 7, 64, 0)  # tokens an iteration; 0: as many as the worker takes
@@ -59,21 +59,25 @@ def engine(model: Path, block_size: int, pool_tokens: int) -> Engine:
     )
 
 
-# The whole matrix runs under the default where memory is ample, and under the preset that preempts where it is not.
+# The C++ kernels (blocks of 16 tokens) run the whole matrix under the default where memory is ample, and under the
+# preset that preempts where it is not. The reference kernels (blocks of 4) are slow: pairs of values for these two.
 CASES = [
-    ("orcinus", "ample", MATRIX),
-    ("orcinus", "small", PAIRWISE),
-    ("sarathi", "ample", PAIRWISE),
-    ("sarathi", "small", MATRIX),
-    ("orca", "ample", PAIRWISE),
-    ("orca", "small", PAIRWISE),
+    ("orcinus", "ample", 16, MATRIX),
+    ("orcinus", "small", 16, PAIRWISE),
+    ("sarathi", "ample", 16, PAIRWISE),
+    ("sarathi", "small", 16, MATRIX),
+    ("orca", "ample", 16, PAIRWISE),
+    ("orca", "small", 16, PAIRWISE),
+    ("orcinus", "ample", 4, PAIRWISE),
+    ("sarathi", "small", 4, PAIRWISE),
 ]
 
 
-@pytest.mark.parametrize(("policy", "pool", "overlaps"), CASES, ids=[f"{policy}-{pool}" for policy, pool, _ in CASES])
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_greedy_tokens_are_the_references_in_the_whole_matrix(
-    reference: Reference, block_size: int, policy: str, pool: str, overlaps: tuple[tuple[int, int, int], ...]
+@pytest.mark.parametrize(
+    ("policy", "pool", "block_size", "overlaps"), CASES, ids=["-".join(map(str, case[:3])) for case in CASES]
+)
+def test_greedy_tokens_equal_transformers_in_the_whole_matrix(
+    reference: Reference, policy: str, pool: str, block_size: int, overlaps: tuple[tuple[int, int, int], ...]
 ) -> None:
     runner = engine(reference.path, block_size, POOLS[pool])
     preemptions = 0

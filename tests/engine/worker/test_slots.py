@@ -145,6 +145,7 @@ def test_a_step_without_chunks_is_answered(driver: Driver) -> None:
             "invalid_sampling",
             "not finite",
         ),
+        ({"sampling": {"logprobs": 22}}, "invalid_sampling", "at most 20"),
         ({"sampling": {"grammar": "none at all"}}, "grammar", "cannot be followed"),
         ({"sampling": {"banned_ids": pack(range(VOCAB))}}, "nothing_allowed", "no token to choose"),
     ],
