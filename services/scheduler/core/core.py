@@ -69,14 +69,14 @@ class Core:
         self._checkpoint_tokens = checkpoint_tokens
         self._next_policy: Policy | None = None
         self.replicas: list[Replica] = []
-        self._records: dict[str, Record] = {}
+        self.records: dict[str, Record] = {}  # of all requests, by id; not to be changed from outside
         self._parked: dict[str, Record] = {}  # of which something was set aside by park()
         self._names = Names()
-        self._waiting = WaitingQueue(self.policy.order)
-        self._state = SchedulerState(self.policy, self._waiting, max_seqs, lookahead, step_tokens)
+        self.waiting = WaitingQueue(self.policy.order)
+        self._state = SchedulerState(self.policy, self.waiting, max_seqs, lookahead, step_tokens)
         self._router = Router(self._state, affinity)
         self._planner = Planner(self._state, self._router)
-        self._results = Results(self, self._router, self._waiting, self._names, checkpoint_tokens, checkpoint_ns)
+        self._results = Results(self, self._router, self.waiting, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
         self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
@@ -92,7 +92,7 @@ class Core:
         others = any(r.prefix_cache is not None for r in self.alive)
         if self._prefix_cache and not others and (self._hasher is None or self._hasher.block_size != limits.block_size):
             self._hasher = Hasher(limits.block_size)
-            for record in self._records.values():
+            for record in self.records.values():
                 for sequence in record.sequences:
                     sequence.prefix.keys = NO_KEYS
         # One size of blocks has keys: a replica with another size shares no prefixes.
@@ -101,7 +101,7 @@ class Core:
         replica.table.stagger = max(self._checkpoint_tokens, 1)
         self.replicas[number : number + 1] = [replica]
         self._router.joined(replica, self.alive)
-        for sequence in list(self._waiting):
+        for sequence in list(self.waiting):
             finish, error = self._router.examine(sequence)
             if finish is not Finish.RUNNING:
                 self._drop(sequence, finish, error, self._pending)
@@ -116,25 +116,25 @@ class Core:
         self._moved += lost.transfers.swapped_blocks
         self._hit += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
         lost.alive = False
-        lose(lost, self.alive, self._records.values(), self._waiting, self._pending, now_ns)
+        lose(lost, self.alive, self.records.values(), self.waiting, self._pending, now_ns)
         self._router.lost(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """These requests run alone on one replica, the dock, and on no other; nobody else enters there. The dock is the
         next replica that joins and fits most, or that of assign_dock(), until it is lost or fits none who is left."""
-        self._router.confine({name: self._records[name] for name in request_ids if name in self._records})
+        self._router.confine({name: self.records[name] for name in request_ids if name in self.records})
 
     def assign_dock(self, now_ns: int) -> None:
         """If those confined wait for a dock, the replica that fits most of them becomes it, and is emptied."""
         if (chosen := self._router.assign_dock()) is not None:
-            clear(chosen, self._router.confined.values(), self._waiting, self._pending, now_ns)
+            clear(chosen, self._router.confined.values(), self.waiting, self._pending, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Add a request, with the outputs it has already after a restart. One that can never run ends at once.
 
         Raises ValueError for an id that is there already, no prompt, a class outside 0..3 or too many stop ids.
         """
-        if request.id in self._records:
+        if request.id in self.records:
             raise ValueError(f"request {request.id} is held already")
         if not 0 <= request.priority < CLASSES:
             raise ValueError(f"priority {request.priority} is not 0..{CLASSES - 1}")
@@ -145,7 +145,7 @@ class Core:
         record = Record(
             request, self._names.take(request.gateway), self._names.take(request.tenant), request.arrived_ns or now_ns
         )
-        self._records[request.id] = record
+        self.records[request.id] = record
         hasher = self._hasher
         for number, prompt in enumerate(request.prompts):
             keys = hasher.keys(prompt, request.salt) if hasher else NO_KEYS  # here, as it is no part of an iteration
@@ -168,14 +168,14 @@ class Core:
     def cancel(self, request_id: str, now_ns: int, finish: Finish = Finish.CANCELLED, error: str = "") -> Outcome:
         """End what still runs or waits of a request; slots and blocks are free for the next step. Any moment."""
         out = self.collector()
-        if record := self._records.get(request_id):
+        if record := self.records.get(request_id):
             self._end_all(record, finish, error, out)
         return out.build()
 
     def stop(self, request_id: str, choice: int, at_token: int, now_ns: int) -> Outcome:
         """End a sequence as STOP with its first `at_token` outputs: the gateway found a stop string."""
         out = self.collector()
-        record = self._records.get(request_id)
+        record = self.records.get(request_id)
         if record is None or not 0 <= choice < len(record.sequences):
             return out.build()
         sequence = record.sequences[choice]
@@ -189,7 +189,7 @@ class Core:
 
     def release(self, request_id: str, begun: bool = False) -> bool:
         """Forget a request, without its end. Return False if it has begun; with `begun` it is checkpointed instead."""
-        record = self._records.get(request_id)
+        record = self.records.get(request_id)
         if record is None or (not begun and (record.started or any(s.outputs.size for s in record.sequences))):
             return False
         for sequence in record.sequences:
@@ -213,7 +213,7 @@ class Core:
 
         What is in flight for it still counts. A sequence that is loading its KV runs on, so the caller asks again.
         """
-        if record := self._records.get(request_id):
+        if record := self.records.get(request_id):
             self._parked[request_id] = record
             for sequence in record.sequences:
                 if sequence.state is State.RUNNING and not self.replicas[sequence.replica].transfers.loads(
@@ -224,7 +224,7 @@ class Core:
                     self._pending.checkpoint(sequence)
                 elif sequence.state is State.WAITING:
                     sequence.state = State.PARKED
-                    self._waiting.drop(sequence)
+                    self.waiting.drop(sequence)
                     self._evict(sequence)
 
     def resume(self, request_id: str, now_ns: int) -> None:
@@ -236,7 +236,7 @@ class Core:
 
     def adopt(self, request_id: str, gateway: str) -> None:
         """Send the rows of a request to `gateway` from now on; what the former one got is in the next checkpoint."""
-        if record := self._records.get(request_id):
+        if record := self.records.get(request_id):
             old, record.gateway = record.gateway, self._names.take(gateway)
             self._names.give(old)
             record.request.gateway = gateway
@@ -279,7 +279,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, waits or is in flight, and plan() has nothing left to report."""
-        return not self._records and not self._pending and not any(r.inflight for r in self.replicas)
+        return not self.records and not self._pending and not any(r.inflight for r in self.replicas)
 
     @property
     def alive(self) -> list[Replica]:
@@ -288,16 +288,16 @@ class Core:
 
     @property
     def unfinished(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     @property
     def waiting_count(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def look_again_ns(self, replica: int) -> int:
         """Return from when `replica` may take a waiting sequence that is held for another now; 0 if there is none."""
         changes, until_ns = self.replicas[replica].nobody
-        return until_ns if changes == self._waiting.changes else 0
+        return until_ns if changes == self.waiting.changes else 0
 
     def predicted_ttft_ns(self, priority: int = CLASSES - 1) -> int:
         """Return the predicted time to first token of a request of that class that comes now; 0 before any step."""
@@ -305,7 +305,7 @@ class Core:
 
     def stats(self) -> dict[str, float | int]:
         """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""
-        fields = figures(self._state, self._router, self.alive, self._records.values(), self._parked.values())
+        fields = figures(self._state, self._router, self.alive, self.records.values(), self._parked.values())
         return fields | {
             "swapped_blocks": fields["swapped_blocks"] + self._moved,
             "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._hit,
@@ -320,9 +320,11 @@ class Core:
 
     def check(self) -> None:
         """Raise RuntimeError when an invariant of docs/protocol.md#steps is broken."""
-        self._waiting.check()
-        check_replicas(self.alive, self._records.values(), self.lookahead)
-        check_records(list(self._records.values()), sum(r.table.count for r in self.replicas), len(self._waiting))
+        self.waiting.check()
+        if len(self._deadlines) > 2 * len(self.records) + 64:
+            raise RuntimeError(f"{len(self._deadlines)} deadlines are kept for {len(self.records)} requests")
+        check_replicas(self.alive, self.records.values(), self.lookahead)
+        check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), len(self.waiting))
 
     # -- ends; also called by Results
 
@@ -351,12 +353,12 @@ class Core:
         self._forget(record)
 
     def _forget(self, record: Record) -> None:
-        del self._records[record.request.id]
+        del self.records[record.request.id]
         self._parked.pop(record.request.id, None)
         record.sequences.clear()  # they refer to the record: the garbage collector alone would free them
         self._names.give(record.gateway)
         self._names.give(record.tenant)
-        if len(self._deadlines) > 2 * len(self._records) + 64:
+        if len(self._deadlines) > 2 * len(self.records) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].left]
             heapq.heapify(self._deadlines)
 
@@ -366,7 +368,7 @@ class Core:
         if before is State.RUNNING:
             self.replicas[sequence.replica].release(sequence.slot)
         elif before is State.WAITING:
-            self._waiting.drop(sequence)
+            self.waiting.drop(sequence)
         self._evict(sequence)
 
     def _evict(self, sequence: Sequence) -> None:
@@ -391,7 +393,7 @@ class Core:
             return
         self.policy = self._state.policy = policy
         self._next_policy = None
-        self._waiting.rebuild(policy.order, now_ns)
+        self.waiting.rebuild(policy.order, now_ns)
         self._router.close(False)
         for replica in self.replicas:
             replica.refusal = replica.beneficiary = None
@@ -406,7 +408,7 @@ class Core:
             return
         finish, error = self._router.examine(sequence)
         if finish is Finish.RUNNING:
-            self._waiting.push(sequence, now_ns)
+            self.waiting.push(sequence, now_ns)
             return
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)

@@ -84,7 +84,7 @@ class Shard:
         self.quarantine.linked(f"worker-{number}", "another", self.house.now)
 
     def running(self, name: str) -> bool:
-        return name in self.core._records and self.core._records[name].sequences[0].slot >= 0
+        return name in self.core.records and self.core.records[name].sequences[0].slot >= 0
 
 
 def test_a_poisonous_request_kills_one_worker_at_a_time_and_all_others_run_on() -> None:

@@ -65,8 +65,7 @@ def test_running_prompts_of_lower_classes_are_not_before_those_who_may_take_slot
 
 
 def test_the_tokens_of_the_waiting_are_exact_when_one_gets_a_token_after_it_was_preempted() -> None:
-    h = house("sarathi", slots=4, blocks=8, block_size=2, context=32)
-    h.core.lookahead = h.core._state.lookahead = 1
+    h = house("sarathi", slots=4, blocks=8, block_size=2, context=32, lookahead=1)
     for index in range(3):
         h.add(request(f"{index}", 4, 10, seed=index, priority=index))
     h.finish()

@@ -31,7 +31,7 @@ def test_who_has_ended_is_forgotten_by_the_order(policy: str, roles: bool) -> No
     h = house(*((P, D) if roles else (BOTH, BOTH)), policy="orcinus:order=fair" if policy == "fair" else policy)
     two_tenants(h, 100)
     gc.collect()
-    held = {s for record in h.core._records.values() for s in record.sequences}
+    held = {s for record in h.core.records.values() for s in record.sequences}
     mine = [s for s in gc.get_objects() if isinstance(s, Sequence) and s.record.request.id in h.requests]
     assert len(h.ended) > 50 and len([s for s in mine if s not in held]) <= 16, "nobody but those of the last steps"
 
@@ -61,11 +61,11 @@ def test_who_is_swapped_out_where_he_alone_may_run_does_not_wait_for_all_prompts
     waits: dict[Sequence, int] = {}
     longest = 0
     for _ in range(250):
-        while sum(not record.started for record in h.core._records.values()) < 4:
+        while sum(not record.started for record in h.core.records.values()) < 4:
             number = len(h.requests)
             h.add(request(f"r{number}", 20, 10 if number % 3 else 50, seed=number))
         h.step_once()
-        swapped = [s for s in h.core._waiting if s.saved_at(0)]
+        swapped = [s for s in h.core.waiting if s.saved_at(0)]
         waits = {s: waits.get(s, 0) + 1 for s in swapped}
         longest = max(longest, *waits.values(), 0)
     assert h.core.stats()["preemptions"] > 10 and longest < 80

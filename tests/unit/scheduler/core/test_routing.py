@@ -36,7 +36,7 @@ def with_prefix(name: str, group: int, own: int, max_tokens: int = 8) -> NewRequ
 
 def where(h: House, name: str) -> int:
     """The replica on which it runs; -1: on none."""
-    (sequence,) = h.core._records[name].sequences
+    (sequence,) = h.core.records[name].sequences
     return sequence.replica if sequence.slot >= 0 else -1
 
 
@@ -157,7 +157,7 @@ def test_no_more_than_sixteen_later_ones_go_before_a_request_whose_own_replica_h
             pass
         h.answer(0)
         h.now += 10_000_000
-        if h.core._records.get("first") is None or where(h, "first") == 0:
+        if h.core.records.get("first") is None or where(h, "first") == 0:
             break
     assert sum(name.startswith("r") for name in h.ended) <= MOST_PASSED + LIMITS.slots
     run_to_end(h)
@@ -328,11 +328,11 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
     for number in range(3):
         while h.workers[number].queue:
             h.answer(number)
-    for name in [name for name in h.requests if name.startswith("r") and name in h.core._records]:
+    for name in [name for name in h.requests if name.startswith("r") and name in h.core.records]:
         if where(h, name) < 0:
             h.take(h.core.cancel(name, h.now))
     h.add(with_prefix("asked", rng.randint(0, 3), 77))
-    (sequence,) = h.core._records["asked"].sequences
+    (sequence,) = h.core.records["asked"].sequences
     since = [h.core._router.since(replica, sequence, h.now) for replica in h.core.replicas]
     times = []
     known = max(h.core.replicas, key=lambda replica: replica.model.observed)

@@ -273,7 +273,7 @@ def test_the_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
     h = house("sarathi", blocks=10, block_size=2, context=32)
     h.add(request("a", 4, 10, seed=1))
     h.add(request("b", 4, 10, seed=2))
-    h.core._records["b"].sequences[0].preemptions = PINNED_AFTER
+    h.core.records["b"].sequences[0].preemptions = PINNED_AFTER
     assert h.step() == {"a": (0, 4), "b": (0, 4)}
     for at in (4, 5):
         assert h.step() == {"a": (at, 1), "b": (at, 1)}

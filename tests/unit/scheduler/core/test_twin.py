@@ -236,7 +236,7 @@ class CoreTwin(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "house"):
             core = self.house.core  # what fits only a replica that is gone waits until one joins, and is judged then
-            fits = [any(not s.misfit(replica.limits) for replica in core.alive) for s in core._waiting]
+            fits = [any(not s.misfit(replica.limits) for replica in core.alive) for s in core.waiting]
             if not all(fits) or not self.house.workers:
                 self.house.join(self.limits)
             self.house.core.confine(())

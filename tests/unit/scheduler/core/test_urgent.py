@@ -170,7 +170,7 @@ def test_a_cancel_during_a_load_does_not_free_blocks_under_the_copy(lag: int) ->
         h.add(request(name, 4, 14, seed=seed))
     for _ in range(200):
         h.plan()
-        loading = list(h.core.replicas[0].transfers._loading)
+        loading = h.core.replicas[0].transfers.slots()
         if loading:
             sequence = h.core.replicas[0].table.sequence[loading[0]]
             h.take(h.core.cancel(sequence.record.request.id, h.now))
