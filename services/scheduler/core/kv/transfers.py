@@ -203,8 +203,7 @@ class Transfers:
         if out_gpu.size:
             alone = self._pool.drains(out_gpu)
             self._pool.drained(out_gpu[alone])
-            for block in out_gpu[~alone]:  # one by one, as several copies may refer to a block
-                self._pool.give(block[None])
+            self._give(out_gpu[~alone])
             self._kept.subtract(out_gpu[~alone].tolist())
             self.copied_out += out_gpu.size
         done: list[Load] = []
@@ -223,6 +222,13 @@ class Transfers:
                 self._loads.popleft()
                 self._complete(load, done)
         return done
+
+    def _give(self, blocks: Int32) -> None:
+        """Give references of copies back; a block that several copies refer to stands there several times."""
+        first = np.sort(np.unique(blocks, return_index=True)[1])
+        if first.size < blocks.size:
+            self._give(np.delete(blocks, first))
+        self._pool.give(blocks[first])
 
     def _complete(self, load: Load, done: list[Load]) -> None:
         if load.shared:
