@@ -1,35 +1,47 @@
 """Admission: waiting sequences enter a step.
 
-Called by the planner after the decodes and the chunks. Candidates are looked up, judged and entered together: a few
-vector operations for all of them, and Python only per sequence that enters or is set aside.
+The planner offers sequences that the constraints let through, in the order of the queue. A batch of them is looked up
+in the prefix cache, judged by memory and entered together: a few vector operations for all, and Python only per
+sequence that enters or is set aside.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from services.scheduler.core.kv.prefix_cache import MOST_ASIDE, PrefixCache, PrefixMatch
 from services.scheduler.core.outcome import OutcomeBuilder
-from services.scheduler.core.placement.eligibility import reads
-from services.scheduler.core.placement.router import MOST_PASSED, Router
+from services.scheduler.core.placement.constraints import can_load
+from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.base import Candidates, Pace
 from services.scheduler.core.policy.queues import LOOKED_AT
 from services.scheduler.core.preemption import Preempter
-from services.scheduler.core.replica import Refusal, Replica
+from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import Int64
 from services.scheduler.core.types import EMPTY, Enter, Int32, Priority
-from services.scheduler.core.waiting import Takers
+from services.scheduler.core.waiting import Scan
 
-Head = tuple[Sequence, Takers | None]  # of a queue, and which
-LAST = (1 << 62, True, 0, 0)  # behind every rank
-LOOK_PAST = 16  # waiting sequences of a queue at most that are for other replicas
+LOOK_PAST = 16  # sequences of a queue that one look skips at most
 LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
 NO_HIT = PrefixMatch(EMPTY, EMPTY)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences that are offered to one step, judged together."""
+
+    step: StepBuilder
+    scan: Scan
+    beneficiary: Sequence | None  # the only one that may enter, as running ones were preempted for it
+    room: int = -1  # sequences that may still enter; -1: not known before the first is offered
+    size: int = 0  # of this batch at most
+    spent: int = 0  # tokens that those taken may need
+    taken: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -69,25 +81,24 @@ class Admission:
         self._state = state
         self._router = router
         self._preempter = preempter
-        self._picker = Picker(state, router)
 
-    def make_room(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
-        """Before anything is planned: running sequences yield to an urgent head that was refused."""
+    def make_room(self, step: StepBuilder, out: OutcomeBuilder) -> None:
+        """Preempt running sequences, before anything is planned, for an urgent head that was refused."""
         replica, state = step.replica, self._state
-        refusal, prefix_cache = replica.refusal, replica.prefix_cache
-        if refusal is None or not state.waiting.urgent or state.closed or not state.policy.relief.takes:
+        memo, prefix_cache = replica.memo, replica.prefix_cache
+        if memo.refused < 0 or not state.waiting.urgent or state.closed or not state.policy.relief.takes:
             return
-        head = self._picker.first(replica, now_ns)
-        if head is None or head.number != refusal.number or head.priority > Priority.HIGH:
+        head = self._head(replica, step.now_ns)
+        if head is None or head.number != memo.refused or head.priority > Priority.HIGH:
             return
-        if not self._router.may_enter(replica, head):
+        if not self._router.placement.allows(replica, head):
             return
         if prefix_cache is not None and prefix_cache.owner_of(head, prefix_cache.match([head])[0].size) >= 0:
             return  # it would be set aside with the slot
         if step.tokens_left > replica.table.count:  # else it could not have a chunk
-            self._preempter.for_urgent(step, head, refusal.cost, now_ns, out)
+            self._preempter.for_urgent(step, head, memo.cost, step.now_ns, out)
             if replica.beneficiary is not None:
-                replica.refusal = None
+                memo.refused = -1
 
     def enter_loaded(self, step: StepBuilder) -> None:
         """Those whose KV has come from the host tier take part from this step on."""
@@ -102,137 +113,151 @@ class Admission:
             enter.computed = int(table.planned[slot])
             step.enters.append(enter)
 
-    def urgent_class(self, replica: Replica, now_ns: int) -> int:
-        """The class of a waiting sequence of class <= high that may enter: its prompt goes before running ones of lower
-        classes; the lowest class where there is none."""
-        state = self._state
+    def urgent_class(self, step: StepBuilder) -> int:
+        """Return the class of a waiting sequence of class <= high that may enter; the lowest class if there is none.
+
+        Its prompt goes before running ones of lower classes.
+        """
+        state, replica = self._state, step.replica
         if not (state.waiting.urgent and state.policy.relief.takes) or state.closed:
             return Priority.LOW
-        head = replica.beneficiary or self._picker.first(replica, now_ns)
+        head = replica.beneficiary or self._head(replica, step.now_ns)
         return head.priority if head is not None and head.priority <= Priority.HIGH else Priority.LOW
 
-    def admit(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
-        """The waiting enter in order, until the first for whom there is no slot, budget or memory.
+    def _head(self, replica: Replica, now_ns: int) -> Sequence | None:
+        """Return the head of the queue; with roles the first head of the replica's queues that may enter."""
+        placement, heads = self._router.placement, self._state.waiting.heads(replica.number, now_ns)
+        if placement.has_roles:
+            heads = [head for head in heads if placement.allows(replica, head)]
+        return heads[0] if heads else None
 
-        One who was preempted does not enter while a step of his is unanswered, and holds his place meanwhile.
-        """
-        self._admit(step.replica, step, now_ns, out)
-        if step.skipped:
-            self._state.waiting.put_back(step.skipped, now_ns)
-            step.skipped.clear()
-            step.able.clear()
-
-    def _admit(self, replica: Replica, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
-        state, waiting, prefix_cache = self._state, self._state.waiting, replica.prefix_cache
+    def open(self, step: StepBuilder) -> Batch | None:
+        """Return an empty batch, or None when no waiting sequence can enter."""
+        state, waiting, replica, now_ns = self._state, self._state.waiting, step.replica, step.now_ns
+        prefix_cache, placement = replica.prefix_cache, self._router.placement
         if prefix_cache is not None:
             prefix_cache.expire(now_ns)
             for sequence in prefix_cache.ready:
-                waiting.back(sequence, now_ns)
+                waiting.put_back(sequence, now_ns)
             prefix_cache.ready.clear()
-        beneficiary = replica.beneficiary
-        if beneficiary is not None and (
-            beneficiary.state is not State.WAITING or not self._router.may_enter(replica, beneficiary)
-        ):
-            beneficiary = replica.beneficiary = None
-        if state.closed and not self._router.hands:
-            return
-        if not len(waiting) or (step.preempted and beneficiary is None):
-            return
-        most = state.max_running(replica)
-        if replica.table.count >= most and not (waiting.urgent and state.policy.relief.takes):
-            return
+        chosen = replica.beneficiary
+        if chosen is not None and (chosen.state is not State.WAITING or not placement.allows(replica, chosen)):
+            chosen = replica.beneficiary = None
+        if state.closed and not placement.feeding:
+            return None
+        if not len(waiting) or (step.preempted and chosen is None):
+            return None
+        if replica.table.count >= state.max_running(replica) and not (waiting.urgent and state.policy.relief.takes):
+            return None
         if prefix_cache is not None and state.policy.order.prefixes and len(waiting) <= LOOKED_AT:
             prefix_cache.match([sequence for sequence in waiting if not sequence.swapped])
-        head = beneficiary or self._picker.next(replica, step, now_ns)
-        if head is None:
-            return
-        running, queued = replica.table.count, len(waiting)
+        look_past = LOOK_PAST
+        if chosen is None and placement.chooses:
+            memo = replica.memo
+            if memo.none_at == waiting.changes and now_ns < memo.none_until_ns:
+                return None
+            if placement.confined and placement.dock == replica.number:
+                if not placement.confined_waiting():
+                    return None
+                look_past = len(waiting)
+        return Batch(step, waiting.scan(replica.number, now_ns, look_past, step.passed_over), chosen)
+
+    def offer(self, batch: Batch, sequence: Sequence) -> bool:
+        """Take a waiting sequence into the batch, if there is room; return whether there is room for another."""
+        step = batch.step
+        if batch.room < 0 and not self._measure(batch, sequence):
+            return False
+        if sequence.pinned and batch.taken:  # judged alone
+            return False
+        batch.scan.take(sequence)
+        for other in step.passed_over:
+            other.route.passed += 1
+        if sequence.swapped and not can_load(step.replica, sequence):
+            self._router.evict(sequence)  # to compute it again here is cheaper than to wait there
+        batch.taken.append(sequence)
+        step.admitted.append(sequence)
+        batch.spent += 0 if sequence.swapped else max(sequence.known - sequence.prefix.hits, 1)
+        return not sequence.pinned and len(batch.taken) < batch.size and batch.spent < step.tokens_left
+
+    def stopped(self, batch: Batch, sequence: Sequence) -> None:
+        """Measure the room with a sequence that holds its place: it bounds the chunks that follow, too."""
+        if batch.room < 0:
+            self._measure(batch, sequence)
+
+    def _measure(self, batch: Batch, head: Sequence) -> bool:
+        """Find out how many may enter when `head` is the first; return whether it may itself, as far as is known."""
+        step, state, replica = batch.step, self._state, batch.step.replica
+        max_running, running, queued = state.max_running(replica), replica.table.count, len(state.waiting)
         step.seqs_left += state.max_step_seqs(replica, running + queued) - state.max_step_seqs(replica, running)
-        free = most - running
-        joins = state.policy.batch.max_new_seqs(replica, queued, most, head.record.arrived_ns, now_ns)
+        free = max_running - running
+        joins = state.policy.batch.max_new_seqs(replica, queued, max_running, head.record.arrived_ns, step.now_ns)
         room = min(free, step.seqs_left, joins)
         if free <= 0 and not head.unanswered:
             self._refuse(replica, head, 0)
-        again = replica.refusal is not None
-        if room <= 0 or step.tokens_left <= 0 or self._still_refused(replica, head):
-            return
-        self.budget(step, now_ns)
+        refused_before = replica.memo.refused >= 0
+        batch.room = 0
+        if room <= 0 or step.tokens_left <= 0:
+            return False
+        if replica.memo.still_refused(head, replica, state.counters.iteration):
+            return False
+        self.budget(step)
         if step.tokens_left <= 0:
-            return
-        if beneficiary is not None:
+            return False
+        if batch.beneficiary is not None:
             room, replica.beneficiary = 1, None
-        while (
-            room > 0 and step.tokens_left > 0
-        ):  # again where some need less than it seemed, or are judged by other rules
-            # Where the head was refused before, he alone is asked first: most often he is refused again.
-            candidates = self._candidates(replica, step, 1 if again else room, beneficiary, now_ns)
-            again = False
-            if candidates is None:
-                break
-            entered = self._judge(replica, step, candidates, now_ns, out) if candidates else 0
-            if entered < len(candidates) or beneficiary is not None or step.aside > MOST_ASIDE:
-                break
-            room -= entered
+        batch.room = room
+        batch.size = 1 if refused_before else room  # after a refusal try only the head: it is usually refused again
+        return True
 
-    def budget(self, step: StepBuilder, now_ns: int, depth: int = 0) -> None:
-        """Bound the step by what the policy leaves for prompts beside the decodes: once a step, and again for prompts
-        that enter with `depth` tokens cached."""
+    def enter(self, batch: Batch, out: OutcomeBuilder) -> bool:
+        """Let as many of the batch enter as memory and budget allow; return whether more may be offered."""
+        taken, step, replica = batch.taken, batch.step, batch.step.replica
+        if not taken:
+            return False
+        if replica.prefix_cache is None:
+            candidates = [Candidate(sequence, NO_HIT) for sequence in taken]
+        else:
+            candidates = self._look_up(step, replica.prefix_cache, taken)
+        entered = self._judge(step, candidates, out) if candidates else 0
+        batch.taken, batch.spent = [], 0
+        batch.room -= entered
+        batch.size = batch.room
+        if entered < len(candidates) or batch.beneficiary is not None or step.aside > MOST_ASIDE:
+            return False
+        return batch.room > 0 and step.tokens_left > 0  # some may need less than it seemed
+
+    def none_left(self, batch: Batch) -> None:
+        """Note that no further sequence is for this replica, and until when."""
+        router, step, memo = self._router, batch.step, batch.step.replica.memo
+        if batch.beneficiary is not None or not router.placement.chooses:
+            return
+        moments = [step.now_ns]
+        if batch.scan.skipped and not step.passed_over and not any(s.unanswered for s in batch.scan.skipped):
+            moments = [router.since(step.replica, sequence, step.now_ns) for sequence in batch.scan.skipped]
+        memo.none_at, memo.none_until_ns = self._state.waiting.changes, min(moments)
+
+    def budget(self, step: StepBuilder, depth: int = 0) -> None:
+        """Bound the step by what the policy leaves for prompts beside the decodes.
+
+        Done once a step, and again for prompts that enter with `depth` tokens cached.
+        """
         if depth or not step.budgeted:
             step.budgeted = True
             replica = step.replica
-            budget = replica.tokens.budget(replica, step.decodes, now_ns, self._state.step_tokens, depth)
+            budget = replica.tokens.budget(replica, step.decodes, step.now_ns, self._state.step_tokens, depth)
             step.tokens_left = min(step.tokens_left, budget - step.decodes.size - step.prefill_tokens)
 
-    def _still_refused(self, replica: Replica, head: Sequence) -> bool:
-        """Would the head be refused as in the last step? Nobody has left, and blocks have not become more."""
-        refusal = replica.refusal
-        if refusal is None:
-            return False
-        same = refusal.number == head.number and refusal.roster == replica.table.roster
-        if same and replica.available <= refusal.available and self._state.counters.iteration < refusal.again:
-            return True
-        replica.refusal = None
-        return False
-
     def _refuse(self, replica: Replica, head: Sequence, cost: int) -> None:
-        again = self._state.counters.iteration + LOOK_AGAIN
-        replica.refusal = Refusal(head.number, replica.table.roster, replica.available, cost, again)
+        replica.memo.refuse(head, replica, cost, self._state.counters.iteration + LOOK_AGAIN)
 
-    def _candidates(
-        self, replica: Replica, step: StepBuilder, room: int, beneficiary: Sequence | None, now_ns: int
-    ) -> list[Candidate] | None:
-        """The first of the waiting, at most `room` and about as many as the budget takes, or the one for whom others
-        yielded; they are popped. None if nobody may be asked, an empty list if all were set aside."""
-        waiting = self._state.waiting
-        taken: list[Sequence] = []
-        spent = 0
-        while len(taken) < room and spent < step.tokens_left:
-            sequence = beneficiary or self._picker.next(replica, step, now_ns)
-            if sequence is None or sequence.unanswered or (sequence.pinned and taken):  # pinned: judged alone
-                break
-            waiting.pop(sequence)
-            step.chosen = None
-            for other in step.able:
-                other.route.passed += 1
-            if sequence.swapped and not reads(replica, sequence):
-                self._router.evict(sequence)  # to compute it again here is cheaper than to wait there
-            taken.append(sequence)
-            spent += 0 if sequence.swapped else max(sequence.known - sequence.prefix.hits, 1)
-            if sequence.pinned:
-                break
-        if not taken:
-            return None
-        if replica.prefix_cache is None:
-            return [Candidate(sequence, NO_HIT) for sequence in taken]
-        return self._look_up(replica, replica.prefix_cache, step, taken, now_ns)
+    def _look_up(self, step: StepBuilder, prefix_cache: PrefixCache, taken: list[Sequence]) -> list[Candidate]:
+        """Return the sequences with what is cached for each.
 
-    def _look_up(
-        self, replica: Replica, prefix_cache: PrefixCache, step: StepBuilder, taken: list[Sequence], now_ns: int
-    ) -> list[Candidate]:
-        """What is cached for each; those whose next blocks somebody computes now are set aside until they are there."""
+        Those whose next blocks a running sequence computes now are set aside until the blocks are there.
+        """
         hits = prefix_cache.match(taken)
         candidates: list[Candidate] = []
-        starting: set[int] = set()  # keys of the first blocks to compute of those who start in this step
+        starting: set[int] = set()  # keys of the first blocks that are computed for those that start in this step
         for sequence, hit in zip(taken, hits, strict=True):
             if sequence.swapped:
                 candidates.append(Candidate(sequence, NO_HIT))
@@ -240,39 +265,40 @@ class Admission:
             blocks = hit.gpu.size + hit.host.size
             owner = prefix_cache.owner_of(sequence, blocks)
             if owner >= 0:
-                step.aside += 1
-                until = now_ns + self._prefill_ns(replica, step, owner)
-                prefix_cache.wait(sequence, owner, until)
-                self._state.waiting.aside(sequence)
+                prefix_cache.wait(sequence, owner, step.now_ns + self._prefill_ns(step, owner))
+                self._set_aside(step, sequence)
                 continue
             key = prefix_cache.next_key(sequence, blocks)
             if key in starting:  # looks again when the first has its slot
-                step.aside += 1
                 prefix_cache.ready.append(sequence)
-                self._state.waiting.aside(sequence)
+                self._set_aside(step, sequence)
                 continue
             if key:
                 starting.add(key)
             candidates.append(Candidate(sequence, hit))
         return candidates
 
-    def _prefill_ns(self, replica: Replica, step: StepBuilder, slot: int) -> int:
-        """How long the rest of a running prompt is predicted to take, at the pace of this step; 1 s if unknown."""
+    def _set_aside(self, step: StepBuilder, sequence: Sequence) -> None:
+        step.aside += 1
+        step.admitted.remove(sequence)
+        self._state.waiting.set_aside(sequence)
+
+    def _prefill_ns(self, step: StepBuilder, slot: int) -> int:
+        """Return how long the rest of a running prompt takes, as predicted for steps like this one; 1 s if unknown."""
+        replica = step.replica
         table = replica.table
         rest, budget = int(table.known[slot] - table.planned[slot]), max(step.tokens_left, 1)
         steps = -(-rest // budget) + self._state.lookahead + 1
         tokens = step.decodes.size + min(rest, budget)
         return int(steps * replica.model.predict(tokens, step.context, rest * rest / 2 / steps)) or 1_000_000_000
 
-    def _judge(
-        self, replica: Replica, step: StepBuilder, candidates: list[Candidate], now_ns: int, out: OutcomeBuilder
-    ) -> int:
-        """As many of the first candidates enter as memory and budget allow; the others stand where they stood."""
-        state = self._state
+    def _judge(self, step: StepBuilder, candidates: list[Candidate], out: OutcomeBuilder) -> int:
+        """Let as many of the first candidates enter as memory and budget allow; the others stand where they stood."""
+        state, replica = self._state, step.replica
         found = Found.of(candidates)
         entrants = self._entrants(replica, candidates, found)
         if depth := int(entrants.cached.max()):  # attention reads what is cached too
-            self.budget(step, now_ns, depth)
+            self.budget(step, depth)
         if candidates[0].sequence.pinned:
             reserved: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
@@ -287,10 +313,11 @@ class Admission:
             self._refuse(replica, candidates[0].sequence, cost)
         entering, lengths = self._chunks(step, candidates[:count], entrants)
         for candidate in candidates[len(entering) :]:
-            state.waiting.push(candidate.sequence, now_ns)
+            step.admitted.remove(candidate.sequence)
+            state.waiting.push(candidate.sequence, step.now_ns)
         if entering:
             state.policy.batch.joined(replica, len(entering))
-            self._enter_all(replica, step, entering, found, reserved, lengths, now_ns, out)
+            self._enter_all(step, entering, found, reserved, lengths, out)
         return len(entering)
 
     @staticmethod
@@ -330,12 +357,13 @@ class Admission:
         return candidates, lengths
 
     def _enter_all(
-        self, replica: Replica, step: StepBuilder, entering: list[Candidate], found: Found, reserved: Int64,
-        lengths: Int64, now_ns: int, out: OutcomeBuilder,
+        self, step: StepBuilder, entering: list[Candidate], found: Found, reserved: Int64, lengths: Int64,
+        out: OutcomeBuilder,
     ) -> None:  # fmt: skip
-        state, table, limits, sizes = self._state, replica.table, replica.limits, found.sizes[: len(entering)]
+        state, replica = self._state, step.replica
+        table, limits, sizes = replica.table, replica.limits, found.sizes[: len(entering)]
         blocks = found.blocks[: int(sizes.sum())]
-        slots = table.enter([c.sequence for c in entering], replica.next_step, step.microbatch, limits, now_ns)
+        slots = table.enter([c.sequence for c in entering], replica.next_step, step.microbatch, limits, step.now_ns)
         if blocks.size:  # shared before any is taken, so that none that was found is taken for another
             replica.pool.share(blocks)
             table.fill(slots, sizes.astype(np.int32), blocks)
@@ -351,12 +379,12 @@ class Admission:
             else:
                 step.enters.append(_enter(slot, sequence, candidate.hit.gpu, limits.block_size))
                 run.append(slot)
-            sequence.replica = replica.number
+            sequence.replica, sequence.route.passed = replica.number, 0
             if not sequence.record.started:
                 sequence.record.started = True
                 out.started.append(sequence.record.request.id)
         replica.reserve(slots, reserved[: slots.size])
-        if self._router.chooses:
+        if self._router.placement.chooses:
             self._router.entered([c.sequence for c in entering])
         if replica.prefix_cache is not None:
             replica.prefix_cache.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
@@ -377,93 +405,6 @@ class Admission:
             table.planned[slot] = int(table.held[slot]) * table.block_size
         table.hold(slot, sequence)
         sequence.saved = None
-
-
-class Picker:
-    """Looks at the waiting from the head. Those before the chosen stand aside in the step until the pass ends."""
-
-    def __init__(self, state: SchedulerState, router: Router) -> None:
-        self._state = state
-        self._router = router
-
-    def first(self, replica: Replica, now_ns: int) -> Sequence | None:
-        """The head, whoever is to take it; with roles the first of those heads that may enter here."""
-        waiting, router = self._state.waiting, self._router
-        if not router.roles:
-            return waiting.head(now_ns)
-        heads = [waiting.head(now_ns, turn) for turn in waiting.turns(replica.number)]
-        able = [head for head in heads if head is not None and router.may_enter(replica, head)]
-        return min(able, key=lambda head: waiting.rank(head, now_ns), default=None)
-
-    def next(self, replica: Replica, step: StepBuilder, now_ns: int) -> Sequence | None:
-        """The first of the waiting that is for this replica: his own among the first LOOK_PAST, else one that has
-        waited long enough for another. With roles of several queues, by rank."""
-        waiting, router = self._state.waiting, self._router
-        if not router.chooses:
-            return waiting.head(now_ns)
-        heads = [
-            (head, turn) for turn in waiting.turns(replica.number) if (head := waiting.head(now_ns, turn)) is not None
-        ]
-        if not heads:
-            return None
-        if step.chosen is not None:
-            return step.chosen
-        changes, until_ns = replica.nobody
-        if changes == waiting.changes and now_ns < until_ns:
-            return None
-        on_dock = bool(router.confined) and router.dock == replica.number
-        if on_dock and not router.waiting_on_dock():
-            return None
-        most = len(waiting) if on_dock else LOOK_PAST
-        late = next((sequence for sequence in step.able if sequence.route.passed >= MOST_PASSED), None)
-        head = self._best(replica, step, heads, most, now_ns) if late is None else None
-        if head is not None and head.unanswered:
-            return head
-        if late is not None or (head is None and step.able):
-            head = late or step.able[0]
-            step.able.remove(head)
-            step.skipped.remove(head)
-            waiting.put_back([head], now_ns)
-        elif head is None:
-            owing = any(sequence.unanswered for sequence in step.skipped)
-            moments = [router.since(replica, sequence, now_ns) for sequence in step.skipped if not owing]
-            replica.nobody = (waiting.changes, min(moments, default=now_ns))
-        step.chosen = head
-        return head
-
-    def _best(self, replica: Replica, step: StepBuilder, heads: list[Head], most: int, now_ns: int) -> Sequence | None:
-        """Of what _walk() finds in the queues with these heads."""
-        if len(heads) == 1:
-            return self._walk(replica, step, heads[0][1], most, now_ns)
-        best, best_rank = None, LAST
-        for rank, turn in sorted((self._state.waiting.rank(head, now_ns), turn) for head, turn in heads):
-            if rank >= best_rank:
-                break
-            found = self._walk(replica, step, turn, most, now_ns)
-            if found is not None and (its := self._state.waiting.rank(found, now_ns)) < best_rank:
-                best, best_rank = found, its
-        return best
-
-    def _walk(
-        self, replica: Replica, step: StepBuilder, turn: Takers | None, most: int, now_ns: int
-    ) -> Sequence | None:
-        """The first of one queue that it should take before those behind it, or that owes it a step; at most so many
-        are passed over."""
-        waiting, router = self._state.waiting, self._router
-        passed = sum(waiting.turn(other) == turn for other in step.skipped)
-        head = waiting.head(now_ns, turn)
-        while head is not None and not router.own(replica, head, now_ns):
-            if head.unanswered and head.replica == replica.number:
-                return head
-            if passed >= most:
-                return None
-            if router.takes(replica, head, now_ns):
-                step.able.append(head)
-            waiting.pass_over(head)
-            step.skipped.append(head)
-            passed += 1
-            head = waiting.head(now_ns, turn)
-        return head
 
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:

@@ -19,7 +19,7 @@ from services.scheduler.core.placement.router import Router
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import parse
-from services.scheduler.core.replica import Replica
+from services.scheduler.core.replica import AdmissionMemo, Replica
 from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
 from services.scheduler.core.state import SchedulerState
@@ -117,7 +117,7 @@ class Core:
         self._hit += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
         lost.alive = False
         lose(lost, self.alive, self.records.values(), self.waiting, self._pending, now_ns)
-        self._router.lost(self.alive)
+        self._router.changed(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """These requests run alone on one replica, the dock, and on no other; nobody else enters there. The dock is the
@@ -127,7 +127,7 @@ class Core:
     def assign_dock(self, now_ns: int) -> None:
         """If those confined wait for a dock, the replica that fits most of them becomes it, and is emptied."""
         if (chosen := self._router.assign_dock()) is not None:
-            clear(chosen, self._router.confined.values(), self.waiting, self._pending, now_ns)
+            clear(chosen, self._router.placement.confined.values(), self.waiting, self._pending, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Add a request, with the outputs it has already after a restart. One that can never run ends at once.
@@ -296,8 +296,8 @@ class Core:
 
     def look_again_ns(self, replica: int) -> int:
         """Return from when `replica` may take a waiting sequence that is held for another now; 0 if there is none."""
-        changes, until_ns = self.replicas[replica].nobody
-        return until_ns if changes == self.waiting.changes else 0
+        memo = self.replicas[replica].memo
+        return memo.none_until_ns if memo.none_at == self.waiting.changes else 0
 
     def predicted_ttft_ns(self, priority: int = CLASSES - 1) -> int:
         """Return the predicted time to first token of a request of that class that comes now; 0 before any step."""
@@ -396,7 +396,7 @@ class Core:
         self.waiting.rebuild(policy.order, now_ns)
         self._router.close(False)
         for replica in self.replicas:
-            replica.refusal = replica.beneficiary = None
+            replica.memo, replica.beneficiary = AdmissionMemo(), None
             replica.memory, replica.tokens = policy.parts_of(replica.number)
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:

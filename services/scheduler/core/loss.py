@@ -49,12 +49,12 @@ def lose(
         if sequence.saved_at(lost.number):
             sequence.lost = sequence.computed
             if sequence.state is State.WAITING:
-                waiting.unswapped(sequence, now_ns)
+                waiting.lose_saved(sequence, now_ns)
             else:
                 sequence.saved = None
     aside = lost.handed + (lost.prefix_cache.ready if lost.prefix_cache is not None else [])
     for sequence in aside:
-        waiting.back(sequence, now_ns)
+        waiting.put_back(sequence, now_ns)
     lost.handed.clear()
     lost.freed.clear()
 

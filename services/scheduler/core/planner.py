@@ -10,6 +10,8 @@ import numpy as np
 
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.outcome import OutcomeBuilder
+from services.scheduler.core.placement.base import Verdict
+from services.scheduler.core.placement.constraints import check
 from services.scheduler.core.placement.disaggregation import HandOver
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.preemption import Preempter
@@ -25,8 +27,9 @@ class Planner:
 
     def __init__(self, state: SchedulerState, router: Router) -> None:
         self._state = state
+        self._router = router
         self._preempter = Preempter(state, router)
-        self._hand_over = HandOver(state, router)
+        self._hand_over = HandOver(state, router.placement)
         self._admission = Admission(state, router, self._preempter)
 
     def plan(self, replica: Replica, now_ns: int, out: OutcomeBuilder) -> StepPlan | None:
@@ -50,19 +53,20 @@ class Planner:
     def _build(self, replica: Replica, microbatch: int, now_ns: int, out: OutcomeBuilder) -> StepBuilder:
         state, table = self._state, replica.table
         max_seqs = state.max_step_seqs(replica, table.count)
-        step = StepBuilder(replica, microbatch, max_seqs, replica.tokens.max_tokens(replica, state.step_tokens))
+        max_tokens = replica.tokens.max_tokens(replica, state.step_tokens)
+        step = StepBuilder(replica, microbatch, max_seqs, max_tokens, now_ns)
         if table.limited:
             self._preempter.for_latency_limits(step, now_ns, out)
         if len(state.waiting):
             state.policy.order.keep_slots(table, state.max_running(replica), len(state.waiting))
-            self._admission.make_room(step, now_ns, out)
+            self._admission.make_room(step, out)
         self._admission.enter_loaded(step)
         if replica.limits.role == PREFILL:
             self._hand_over.plan(replica, now_ns, out)
         self._decodes(step, now_ns, out)
-        urgent = self._admission.urgent_class(replica, now_ns)
+        urgent = self._admission.urgent_class(step)
         self._chunks(step, now_ns, Priority.REALTIME, urgent)
-        self._admission.admit(step, now_ns, out)
+        self._admit(step, out)
         if urgent < Priority.LOW:
             self._chunks(step, now_ns, urgent + 1, Priority.LOW)
         return step
@@ -99,7 +103,7 @@ class Planner:
         rows = np.flatnonzero(more)
         if not rows.size:
             return
-        self._admission.budget(step, now_ns)
+        self._admission.budget(step)
         if step.tokens_left <= 0:
             return
         rows = policy.order.sort(table, rows, now_ns)[: step.seqs_left]
@@ -108,6 +112,28 @@ class Planner:
         lengths = policy.batch.chunks(rest, before, step.tokens_left, not step.prefill_tokens, step.empty)
         if lengths.size:
             step.schedule(rows[: lengths.size], lengths)
+
+    def _admit(self, step: StepBuilder, out: OutcomeBuilder) -> None:
+        """Offer waiting sequences to the step until a constraint stops, admission refuses or none is left."""
+        admission, router, replica = self._admission, self._router, step.replica
+        batch = admission.open(step)
+        if batch is None:
+            return
+        with batch.scan as scan:
+            more = True
+            while more:
+                for sequence in [batch.beneficiary] if batch.beneficiary is not None else scan:
+                    verdict = check(step, sequence)
+                    if verdict is Verdict.STOP:
+                        admission.stopped(batch, sequence)
+                        break
+                    if verdict is Verdict.SKIP or (not router.prefers(replica, sequence) and scan.defer(sequence)):
+                        continue
+                    if not admission.offer(batch, sequence):
+                        break
+                else:
+                    admission.none_left(batch)
+                more = admission.enter(batch, out)
 
     def _commit(self, step: StepBuilder) -> StepPlan:
         """Commit the step; the policy's parts learn what it holds."""

@@ -33,7 +33,9 @@ class Preempter:
         """Release a row and let its sequence wait again; the KV goes to the host tier or is lost."""
         state, replica = self._state, step.replica
         if mode is None:
-            decodes = self._router.roles and replica.limits.role == DECODE  # without its KV it goes back to a prefill
+            decodes = (
+                self._router.placement.has_roles and replica.limits.role == DECODE
+            )  # without its KV it goes back to a prefill
             mode = Mode.SWAP if decodes else state.policy.relief.mode(replica, row)
         state.counters.preemptions += 1
         step.preempted += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.core.kv.prefix_cache import Prefix, PrefixCache
 from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.core.kv.transfers import Transfers
+from services.scheduler.core.placement.base import Constraint
 from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
 from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
@@ -75,14 +77,29 @@ class LastStep:
 
 
 @dataclass(slots=True)
-class Refusal:
-    """Why the head of the waiting did not enter: it lacked `cost` blocks, or a slot."""
+class AdmissionMemo:
+    """Why no sequence entered at the last look at the waiting ones, so that the next step need not look again."""
 
-    number: int
-    roster: int
-    available: int
-    cost: int
-    again: int  # iteration in which it is judged again whatever has changed
+    refused: int = -1  # number of the sequence that lacked `cost` blocks, or a slot; -1: none
+    cost: int = 0
+    roster: int = 0  # of the table then
+    available: int = 0  # blocks then
+    again: int = 0  # iteration in which it is judged again whatever has changed
+    none_at: int = -1  # none of the waiting is for this replica: at this count of WaitingQueue.changes,
+    none_until_ns: int = 0  # until this moment
+
+    def refuse(self, sequence: Sequence, replica: Replica, cost: int, again: int) -> None:
+        """Note that `sequence` was refused for lack of `cost` blocks, or of a slot (0)."""
+        self.refused, self.cost, self.again = sequence.number, cost, again
+        self.roster, self.available = replica.table.roster, replica.available
+
+    def still_refused(self, sequence: Sequence, replica: Replica, iteration: int) -> bool:
+        """Return whether `sequence` would be refused again: no row was freed and blocks have not become more."""
+        same = self.refused == sequence.number and self.roster == replica.table.roster
+        if same and replica.available <= self.available and iteration < self.again:
+            return True
+        self.refused = -1
+        return False
 
 
 class Replica:
@@ -113,9 +130,9 @@ class Replica:
         self.freed: list[int] = []  # slots to free in the next step
         self.departed: dict[int, list[Departed]] = {}
         self.reserved = 0
-        self.refusal: Refusal | None = None  # why the head of the waiting did not enter
-        self.beneficiary: Sequence | None = None  # others yielded for it; none enters before it is judged
-        self.nobody = (-1, 0)  # none of the waiting is for it: at this WaitingQueue.changes, until (ns)
+        self.constraints: list[Constraint[Any]] = []  # of sequences that would join a step
+        self.memo = AdmissionMemo()
+        self.beneficiary: Sequence | None = None  # sequences were preempted for it: no other enters before it does
         self.alive = True
         self.last = LastStep()
 

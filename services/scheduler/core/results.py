@@ -86,7 +86,7 @@ class Results:
         replica.answered(step)
         self._learn(replica, step, result)
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
-            self._router.regroup()
+            self._router.changed(self._router.placement.alive)
         if step.ends.size and replica.prefix_cache is not None:
             self._filled(replica, step, result.errors)
         present = table.generation[: samples.size] <= step.id  # rows that still have the sequence of the step

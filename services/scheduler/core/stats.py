@@ -61,7 +61,7 @@ def of_replica(state: SchedulerState, router: Router, replica: Replica) -> dict[
     """Return what one replica has and does now, and its prefix cache hits since it joined."""
     return {
         "number": replica.number,
-        "dock": int(replica.number == router.dock),
+        "dock": int(replica.number == router.placement.dock),
         "slots": state.max_running(replica),
         "running": replica.table.count,
         "loading": len(replica.transfers.slots()),
@@ -129,7 +129,7 @@ def behind(state: SchedulerState, router: Router, replicas: list[Replica], prior
     """
     queue = state.waiting
     ahead = before(state, queue.counts, priority)
-    if router.hands:
+    if router.placement.feeding:
         ahead -= before(state, queue.swapped_counts, priority)
     if urgent(state, priority):
         for table in [replica.table for replica in replicas]:

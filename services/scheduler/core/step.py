@@ -38,8 +38,9 @@ class Chunk(NamedTuple):
 class StepBuilder:
     """The next step of one replica and microbatch."""
 
-    def __init__(self, replica: Replica, microbatch: int, max_seqs: int, max_tokens: int) -> None:
+    def __init__(self, replica: Replica, microbatch: int, max_seqs: int, max_tokens: int, now_ns: int) -> None:
         """max_seqs, max_tokens: what the step may hold."""
+        self.now_ns = now_ns
         self.replica = replica
         self.microbatch = microbatch
         self.seqs_left = max_seqs
@@ -52,9 +53,8 @@ class StepBuilder:
         self.has_prompts = False  # some running rows have more than one token to go
         self.budgeted = False  # `tokens_left` is what the policy leaves for prompts
         self.aside = 0  # sequences set aside for a prefix that another one computes
-        self.chosen: Sequence | None = None  # of the waiting, for this replica, and not popped yet
-        self.able: list[Sequence] = []  # of `skipped`, those that might enter here, too
-        self.skipped: list[Sequence] = []  # the waiting before the first that this replica should take
+        self.admitted: list[Sequence] = []  # by constraints and admission; memory may refuse some yet
+        self.passed_over: list[Sequence] = []  # not admitted; what enters in front of them is counted
         self._starts: Int32 = EMPTY
         self._decoding: Bool = NO_MASK  # [high] the same as `decodes`
         self._context = 0

@@ -1,104 +1,113 @@
-"""PendingPrefix of every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
+"""Every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
 
-The policy's queue holds them in order; here they are counted. While replicas have roles, sequences whose KV lies in a
-host tier stand in queues of their own, one for each set of replicas that may take them (Apart), so that those that wait
-for one replica do not hide those that are for another.
+The policy's queue holds them in order; here they are counted, and `scan` shows them to a replica. While replicas have
+roles, sequences whose KV lies in a host tier stand in queues of their own (SwappedQueues), so that those that wait for
+one replica do not hide those that are for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from services.scheduler.core.outcome import OutcomeBuilder
+from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.policy.base import Order, Queue
 from services.scheduler.core.policy.queues import ByClass, by_arrival
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.types import CLASSES
 
-Takers = frozenset[int]  # numbers of replicas
+Takers = frozenset[int]  # numbers of the replicas that may take a sequence
+Key = Takers | None  # of a queue; None is the policy's
 
 
-class Apart:
-    """Owned by WaitingQueue. Made anew whenever the answers of `takers` may have changed."""
+class SwappedQueues:
+    """Swapped sequences in a queue for each set of replicas that may take them.
+
+    Made anew whenever the answers of `takers` may have changed.
+    """
 
     def __init__(self, order: Order, takers: Callable[[Sequence], Takers]) -> None:
-        """takers: who may take a sequence, now or when its KV can be read."""
+        """takers: return the replicas that may take a sequence, now or when its KV can be read."""
         self._order = order
         self._takers = takers
         self._queues: dict[Takers, Queue] = {}
-        self._turns: dict[int, tuple[Takers, ...]] = {}  # by replica
-        self._of: dict[Sequence, Takers] = {}
+        self._keys_of: dict[int, tuple[Takers, ...]] = {}  # by replica
+        self._key: dict[Sequence, Takers] = {}
 
-    def another(self, order: Order) -> Apart:
-        """An empty one for another policy's order."""
-        return Apart(order, self._takers)
+    def emptied(self, order: Order) -> SwappedQueues:
+        """Return empty ones for another policy's order."""
+        return SwappedQueues(order, self._takers)
 
     def __iter__(self) -> Iterator[Sequence]:
         for queue in self._queues.values():
             yield from queue
 
-    def turns(self, replica: int) -> tuple[Takers, ...]:
-        """The queues that are of interest to it."""
-        return self._turns.get(replica, ())
+    def keys(self, replica: int) -> tuple[Takers, ...]:
+        """Return the queues of sequences that a replica may take."""
+        return self._keys_of.get(replica, ())
 
-    def takers(self, sequence: Sequence) -> Takers:
-        """The queue in which it stands, or stood when it was passed over."""
-        return self._of[sequence]
+    def key(self, sequence: Sequence) -> Takers:
+        """Return the queue in which a sequence stands, or stood when it was skipped."""
+        return self._key[sequence]
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        """`sequence` waits here from now on, or again after pass_over()."""
-        takers = self._of.get(sequence)
-        if takers is None:
-            takers = self._of[sequence] = self._takers(sequence)
-        queue = self._queues.get(takers)
+        """Let `sequence` wait here, or again after skip()."""
+        key = self._key.get(sequence)
+        if key is None:
+            key = self._key[sequence] = self._takers(sequence)
+        queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[takers] = empty(self._order)
-            for replica in takers:
-                self._turns[replica] = (*self.turns(replica), takers)
+            queue = self._queues[key] = resumed_queue(self._order)
+            for replica in key:
+                self._keys_of[replica] = (*self.keys(replica), key)
         queue.push(sequence, now_ns)
 
-    def head(self, takers: Takers, now_ns: int) -> Sequence | None:
-        """Who is next of one queue."""
-        return self._queues[takers].head(now_ns)
+    def head(self, key: Takers, now_ns: int) -> Sequence | None:
+        """Return the next sequence of one queue."""
+        return self._queues[key].head(now_ns)
 
     def pop(self, sequence: Sequence) -> None:
-        """Takes the head of its queue out."""
-        self._queues[self._of.pop(sequence)].pop(sequence)
+        """Remove the head of a queue."""
+        self._queues[self._key.pop(sequence)].pop(sequence)
 
-    def pass_over(self, sequence: Sequence) -> None:
-        """Takes it out until it is pushed again, in the same step."""
-        self._queues[self._of[sequence]].drop(sequence)
+    def skip(self, sequence: Sequence) -> None:
+        """Remove a sequence until it is pushed again, in the same step."""
+        self._queues[self._key[sequence]].drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """It waits here no more."""
-        self._queues[self._of.pop(sequence)].drop(sequence)
+        """Remove a sequence that does not wait here any more."""
+        self._queues[self._key.pop(sequence)].drop(sequence)
 
     def check(self) -> None:
-        """Raises RuntimeError when a sequence stands where those do not look who may take it."""
-        if set(self._of) != set(self):
-            raise RuntimeError("the swapped that wait are not those that are known to")
-        for takers, queue in self._queues.items():
+        """Raise RuntimeError when a sequence stands where the replicas that may take it do not look."""
+        if set(self._key) != set(self):
+            raise RuntimeError("the swapped sequences in the queues are not those that have a key")
+        for key, queue in self._queues.items():
             for sequence in queue:
-                if self._of[sequence] != takers or self._takers(sequence) != takers:
-                    raise RuntimeError(f"{takers} look at {sequence.number}, {self._takers(sequence)} may take it")
+                if self._key[sequence] != key or self._takers(sequence) != key:
+                    raise RuntimeError(f"{key} look at {sequence.number}, {self._takers(sequence)} may take it")
 
 
-def empty(order: Order) -> Queue:
-    """A queue for those who had a slot before."""
+def resumed_queue(order: Order) -> Queue:
+    """Return an empty queue for sequences that had a slot before."""
     return ByClass([by_arrival() for _ in range(CLASSES)], order.age_ns) if order.by_class else by_arrival()
 
 
-ONE_QUEUE = (None,)
+POLICY_QUEUE = (None,)
 
 
 class WaitingQueue:
-    """The waiting. `counts`, `swapped_counts` and `class_tokens` (known tokens whose KV lies nowhere) by class and
-    `swapped` are exact at any moment."""
+    """All waiting sequences, in order and counted.
+
+    `counts`, `swapped_counts` and `class_tokens` (known tokens whose KV lies nowhere) by class and `swapped` are exact
+    at any moment.
+    """
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._queue = order.queue()  # once: the order remembers in it who was served, and who was taken out just now
-        self._apart: Apart | None = None  # of the swapped, while there are roles
+        self._queue = order.queue()  # once: the order remembers in it what was served, and what was just removed
+        self._swapped_queues: SwappedQueues | None = None  # while there are roles
         self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
         self.counts = [0] * CLASSES
         self.swapped_counts = [0] * CLASSES
@@ -112,7 +121,7 @@ class WaitingQueue:
 
     @property
     def urgent(self) -> bool:
-        """Does any of class <= high wait?"""
+        """Whether a sequence of class <= high waits."""
         return bool(self.counts[0] or self.counts[1])
 
     @property
@@ -122,137 +131,154 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._queue
-        if self._apart is not None:
-            yield from self._apart
+        if self._swapped_queues is not None:
+            yield from self._swapped_queues
         yield from self._aside.values()
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        """`sequence` waits from now on. A preempted one keeps its arrival, so it stands where it stood."""
+        """Let `sequence` wait. A preempted one keeps its arrival, so it stands where it stood."""
         sequence.state = State.WAITING
         self.changes += 1
-        self._of(sequence).push(sequence, now_ns)
+        self._queue_of(sequence).push(sequence, now_ns)
         self._count(sequence, 1)
 
     def requeue(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder, aside: bool = False) -> None:
-        """Let a sequence that has left its row wait again, in its old place, or outside the queue until back()."""
+        """Let a sequence that has left its row wait again, in its old place, or set aside until put_back()."""
         out.checkpoint(sequence)
         if aside:
             sequence.state = State.WAITING
-            self.aside(sequence)
+            self.set_aside(sequence)
         else:
             self.push(sequence, now_ns)
 
-    def turns(self, replica: int) -> tuple[Takers | None, ...]:
-        """The queues that a replica looks at: of the swapped those that are for it, and of all others."""
-        return ONE_QUEUE if self._apart is None else (*self._apart.turns(replica), None)
+    def scan(self, replica: int, now_ns: int, look_past: int, passed_over: list[Sequence]) -> Scan:
+        """Return the waiting sequences for one look of a replica, which skips at most `look_past` of a queue."""
+        return Scan(self, replica, now_ns, look_past, passed_over)
 
-    def turn(self, sequence: Sequence) -> Takers | None:
-        """The queue in which it stands or stood."""
-        return self._apart.takers(sequence) if self._apart is not None and sequence.swapped else None
+    def heads(self, replica: int, now_ns: int) -> list[Sequence]:
+        """Return the heads of the queues that a replica looks at: by class, swapped first, then by arrival."""
+        heads = [head for key in self.keys(replica) if (head := self.head(key, now_ns)) is not None]
+        if len(heads) > 1:
+            heads.sort(key=lambda head: self.rank(head, now_ns))
+        return heads
 
-    def head(self, now_ns: int, turn: Takers | None = None) -> Sequence | None:
-        """Who is next, of all classes; with roles of one queue."""
-        return self._queue.head(now_ns) if self._apart is None or turn is None else self._apart.head(turn, now_ns)
+    def keys(self, replica: int) -> tuple[Key, ...]:
+        """Return the queues that a replica looks at: of swapped sequences that it may take, and of all others."""
+        queues = self._swapped_queues
+        return POLICY_QUEUE if queues is None else (*queues.keys(replica), None)
+
+    def key(self, sequence: Sequence) -> Key:
+        """Return the queue in which a sequence stands or stood."""
+        queues = self._swapped_queues
+        return queues.key(sequence) if queues is not None and sequence.swapped else None
+
+    def head(self, key: Key, now_ns: int) -> Sequence | None:
+        """Return the next sequence of one queue."""
+        queues = self._swapped_queues
+        return self._queue.head(now_ns) if queues is None or key is None else queues.head(key, now_ns)
 
     def rank(self, sequence: Sequence, now_ns: int) -> tuple[int, bool, int, int]:
-        """The heads of several queues go by class, those before who had a slot once, then by arrival."""
+        """Return the place of a head among those of several queues; the least is first."""
         arrived_ns, lifted = sequence.record.arrived_ns, 0
         if self._order.by_class:
             waited = max(now_ns - arrived_ns, 0) // self._order.age_ns if self._order.age_ns else 0
             lifted = max(sequence.priority - waited, 0)
         return lifted, not sequence.swapped, arrived_ns, sequence.number
 
-    def _of(self, sequence: Sequence) -> Apart | Queue:
-        return self._apart if self._apart is not None and sequence.swapped else self._queue
-
     def pop(self, sequence: Sequence) -> None:
-        """Takes the head out: it enters a slot, or comes back by push() or aside()."""
+        """Remove a sequence that is about to enter a slot, or comes back by push() or set_aside()."""
         self.changes += 1
-        self._of(sequence).pop(sequence)
+        self._queue_of(sequence).pop(sequence)
         self._count(sequence, -1)
 
-    def pass_over(self, sequence: Sequence) -> None:
-        """The head is for another replica: while one looks on, until put_back()."""
-        if self._apart is not None and sequence.swapped:
-            self._apart.pass_over(sequence)
+    def skip(self, sequence: Sequence) -> None:
+        """Remove a head while a replica looks at those behind it, until unskip()."""
+        if self._swapped_queues is not None and sequence.swapped:
+            self._swapped_queues.skip(sequence)
         else:
-            self._queue.drop(sequence)  # not popped: what is taken counts, for fairness
+            self._queue.drop(sequence)  # not popped: that would count as served, for fairness
 
-    def put_back(self, passed: list[Sequence], now_ns: int) -> None:
-        """They stand where they stood."""
-        for sequence in passed:
-            self._of(sequence).push(sequence, now_ns)
+    def unskip(self, sequence: Sequence, now_ns: int) -> None:
+        """Let a skipped sequence stand where it stood."""
+        self._queue_of(sequence).push(sequence, now_ns)
 
-    def aside(self, sequence: Sequence) -> None:
-        """One that was popped, or has left its slot, waits outside the queue, until back()."""
+    def set_aside(self, sequence: Sequence) -> None:
+        """Let a sequence that was popped, or has left its slot, wait outside the queue until put_back()."""
         self._aside[sequence.number] = sequence
         self._count(sequence, 1)
 
-    def back(self, sequence: Sequence, now_ns: int) -> None:
-        """One that was set aside stands in the queue again; nothing happens if it has ended or was parked meanwhile."""
+    def put_back(self, sequence: Sequence, now_ns: int) -> None:
+        """Let a sequence that was set aside stand in the queue; do nothing if it has ended or was parked meanwhile."""
         if self._aside.pop(sequence.number, None) is not None:
             self._count(sequence, -1)
             self.push(sequence, now_ns)
 
     def drop(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended or is parked (its state says so already)."""
+        """Remove a sequence that has ended or is parked (its state says so already)."""
         self.changes += 1
         self._count(sequence, -1)
         if self._aside.pop(sequence.number, None) is None:
-            self._of(sequence).drop(sequence)
+            self._queue_of(sequence).drop(sequence)
 
     def grew(self, sequence: Sequence) -> None:
-        """A waiting sequence got a token of a step that was sent before it was preempted."""
+        """Count a token that a waiting sequence got from a step that was sent before it was preempted."""
         self.class_tokens[sequence.priority] += 1
 
-    def unswapped(self, sequence: Sequence, now_ns: int) -> None:
-        """A waiting sequence loses its KV in the host tier."""
-        apart = self._apart is not None and sequence.swapped and sequence.number not in self._aside
-        if apart:
-            self._of(sequence).drop(sequence)
+    def lose_saved(self, sequence: Sequence, now_ns: int) -> None:
+        """Take its KV in a host tier from a waiting sequence."""
+        moves = self._swapped_queues is not None and sequence.swapped and sequence.number not in self._aside
+        if moves:
+            self._queue_of(sequence).drop(sequence)
         self._count(sequence, -1)
         sequence.saved, sequence.route.generation = None, -1
         self._count(sequence, 1)
-        if apart:
+        if moves:
             self._queue.push(sequence, now_ns)
 
     def split(self, takers: Callable[[Sequence], Takers] | None) -> None:
-        """From now on the swapped stand in queues of their own by who may take them, or not. To be called whenever that
-        may have changed."""
-        if takers is None and self._apart is None:
+        """Let swapped sequences stand in queues by the replicas that may take them, or with all others (None).
+
+        To be called whenever the answers of `takers` may have changed.
+        """
+        if takers is None and self._swapped_queues is None:
             return
-        moved = [s for s in self._queue if s.swapped] if self._apart is None else list(self._apart)
+        moved = list(self._swapped_queues or (s for s in self._queue if s.swapped))
         for sequence in moved:
-            self._of(sequence).drop(sequence)
-        self._apart = Apart(self._order, takers) if takers is not None else None
+            self._queue_of(sequence).drop(sequence)
+        self._swapped_queues = SwappedQueues(self._order, takers) if takers is not None else None
         for sequence in sorted(moved, key=lambda s: s.number):
-            self._of(sequence).push(sequence, 0)  # who is late is found when the head is asked for
+            self._queue_of(sequence).push(sequence, 0)  # which ones are late is found when the head is asked for
 
     def rebuild(self, order: Order, now_ns: int) -> None:
-        """The waiting stand in another policy's order from now on."""
+        """Let all stand in another policy's order."""
         waiting, self._order = list(self), order
         self._queue = order.queue()
-        if self._apart is not None:
-            self._apart = self._apart.another(order)
+        if self._swapped_queues is not None:
+            self._swapped_queues = self._swapped_queues.emptied(order)
         self._aside.clear()
         for sequence in sorted(waiting, key=lambda s: s.number):
-            self._of(sequence).push(sequence, now_ns)
+            self._queue_of(sequence).push(sequence, now_ns)
 
     def check(self) -> None:
-        """Raises RuntimeError when the counts are not those of the queue."""
+        """Raise RuntimeError when the counts are not those of the queue."""
         waiting = list(self)
-        if self._apart is not None:
-            self._apart.check()
-        if any(s.swapped for s in self._queue) and self._apart is not None:
-            raise RuntimeError("a swapped sequence stands among those to compute")
+        if self._swapped_queues is not None:
+            self._swapped_queues.check()
+            if any(s.swapped for s in self._queue):
+                raise RuntimeError("a swapped sequence stands among those to compute")
         counts = [sum(s.priority == c for s in waiting) for c in range(CLASSES)]
         tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(CLASSES)]
         if counts != self.counts or tokens != self.class_tokens:
             raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted; {tokens}, {self.class_tokens}")
         swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(CLASSES)]
-        apart = len({s.number for s in waiting}) == len(waiting)
-        if swapped != self.swapped_counts or sum(swapped) != self.swapped or not apart:
-            raise RuntimeError("the swapped are counted wrongly, or a sequence waits twice")
+        if swapped != self.swapped_counts or sum(swapped) != self.swapped:
+            raise RuntimeError(f"{swapped} swapped sequences wait, {self.swapped_counts} are counted")
+        if len({s.number for s in waiting}) != len(waiting):
+            raise RuntimeError("a sequence waits twice")
+
+    def _queue_of(self, sequence: Sequence) -> SwappedQueues | Queue:
+        queues = self._swapped_queues
+        return queues if queues is not None and sequence.swapped else self._queue
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self.counts[sequence.priority] += sign
@@ -260,3 +286,93 @@ class WaitingQueue:
         self.class_tokens[sequence.priority] += sign * (sequence.known - sequence.computed)
         self.swapped += sign * sequence.swapped
         self.swapped_counts[sequence.priority] += sign * sequence.swapped
+
+
+class Scan:
+    """One look of a replica at the waiting sequences, in the order of the policy.
+
+    Iterate over it: a sequence that is neither taken nor deferred before the next one is asked for is skipped, and
+    stands in its old place again after close(). A loop that breaks goes on with the same sequence when it is entered
+    again. Deferred sequences come once more after all others, or before them when MAX_PASSED have gone before.
+    """
+
+    def __init__(
+        self, waiting: WaitingQueue, replica: int, now_ns: int, look_past: int, passed_over: list[Sequence]
+    ) -> None:
+        """passed_over: gets the deferred ones."""
+        self.skipped: list[Sequence] = []
+        self._waiting = waiting
+        self._replica = replica
+        self._now_ns = now_ns
+        self._look_past = look_past
+        self._passed_over = passed_over
+        self._deferred: list[Sequence] = []  # of `skipped`: to be yielded again
+        self._counts: dict[Key, int] = {}  # skipped sequences by queue
+        self._closed: set[Key] = set()  # queues of which no more are skipped
+        self._current: Sequence | None = None
+        self._at_end = False  # deferred ones enter one a step while none is behind them, so that others may take them
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sequence in self.skipped:
+            self._waiting.unskip(sequence, self._now_ns)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        while (sequence := self._next()) is not None:
+            self._current = sequence
+            yield sequence
+            if self._current is sequence:
+                self._skip(sequence)
+
+    def take(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queue: it is about to enter."""
+        if self.skipped and sequence in self.skipped:
+            self.skipped.remove(sequence)
+            self._deferred.remove(sequence)
+            self._passed_over.remove(sequence)
+            key = self._waiting.key(sequence)
+            self._counts[key] -= 1
+            self._closed.discard(key)
+            self._waiting.unskip(sequence, self._now_ns)
+        self._waiting.pop(sequence)
+        self._current = None
+        self._at_end = bool(self._deferred) and not self._waiting.heads(self._replica, self._now_ns)
+
+    def defer(self, sequence: Sequence) -> bool:
+        """Skip a sequence that may enter but had better not, to yield it again; return False at the second time."""
+        if sequence in self.skipped:
+            return False
+        if self._skip(sequence):
+            self._deferred.append(sequence)
+            self._passed_over.append(sequence)
+        self._current = None
+        return True
+
+    def _next(self) -> Sequence | None:
+        deferred, waiting, now_ns = self._deferred, self._waiting, self._now_ns
+        if self._at_end:
+            return None
+        for sequence in deferred:
+            if sequence.route.passed >= MAX_PASSED:
+                return sequence
+        keys = [key for key in waiting.keys(self._replica) if key not in self._closed]
+        heads = [head for key in keys if (head := waiting.head(key, now_ns)) is not None]
+        if len(heads) > 1:
+            return min(heads, key=lambda head: waiting.rank(head, now_ns))
+        return heads[0] if heads else deferred[0] if deferred else None
+
+    def _skip(self, sequence: Sequence) -> bool:
+        """Take a sequence out of the way; return False if enough of its queue have been skipped."""
+        if sequence in self._deferred:
+            self._deferred.remove(sequence)
+            return True
+        key = self._waiting.key(sequence)
+        if self._counts.get(key, 0) >= self._look_past:
+            self._closed.add(key)
+            return False
+        self._counts[key] = self._counts.get(key, 0) + 1
+        self._waiting.skip(sequence)
+        self.skipped.append(sequence)
+        return True

@@ -13,7 +13,7 @@ import time
 import grpc
 
 from services.scheduler.core.core import Core
-from services.scheduler.core.placement.eligibility import unread
+from services.scheduler.core.placement.disaggregation import unreadable
 from services.scheduler.core.replica import Replica
 from services.scheduler.requests.claims import Claims
 from services.scheduler.workers.link import (
@@ -45,7 +45,7 @@ class UnreadableWarnings:
 
     def look(self, core: Core, names: dict[int, str]) -> None:
         """Log new pairs. names: the linked workers by replica number."""
-        pairs = unread(core.alive)
+        pairs = unreadable(core.alive)
         for pair in pairs:
             reader, owner, why = pair
             if pair not in self._reported:

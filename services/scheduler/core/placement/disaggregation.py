@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from services.scheduler.core.outcome import OutcomeBuilder
-from services.scheduler.core.placement.router import Router
+from services.scheduler.core.placement.constraints import Placement
+from services.scheduler.core.placement.peers import obstacle
 from services.scheduler.core.replica import KV, Replica
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.table import DECODING
-from services.scheduler.core.types import PREFILL
+from services.scheduler.core.types import DECODE, PREFILL
 from services.scheduler.core.waiting import WaitingQueue
 
 
 class HandOver:
-    """Plans what leaves a prefill replica."""
+    """Plans which sequences leave a prefill replica."""
 
-    def __init__(self, state: SchedulerState, router: Router) -> None:
+    def __init__(self, state: SchedulerState, placement: Placement) -> None:
         self._state = state
-        self._router = router
+        self._placement = placement
 
     def plan(self, replica: Replica, now_ns: int, out: OutcomeBuilder) -> None:
-        """Those who have sampled and go on leave for a replica that decodes; its step has their swap-outs. Who finds no
-        room in the host tier, or whose prefix others wait for, decodes here until the next step."""
-        takers = [r for r in self._router.alive if replica is r.peers.readable.get(replica.number)]
-        takers = [taker for taker in takers if taker.limits.role != PREFILL]
-        if not takers or self._state.closed:  # closed: nobody may enter elsewhere
+        """Release rows that have sampled and go on elsewhere; the step has their swap-outs.
+
+        A row for which the host tier has no room, or whose prefix other sequences wait for, decodes here until the
+        next step.
+        """
+        readers = [r for r in self._placement.alive if replica is r.peers.readable.get(replica.number)]
+        takers = [reader for reader in readers if reader.limits.role != PREFILL]
+        if not takers or self._state.closed:  # closed: no sequence may enter elsewhere
             return
-        table, high, counters = replica.table, replica.table.high, self._state.counters
-        host, router = replica.host, self._router
+        table, high, counters, host = replica.table, replica.table.high, self._state.counters, replica.host
         ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
         ready &= table.phase[:high] == DECODING
         first = table.known[:high] == table.entered[:high] + 1
@@ -38,11 +43,11 @@ class HandOver:
         for slot in slots[np.argsort(table.arrived[slots], kind="stable")].tolist():
             sequence: Sequence = table.sequence[slot]
             if not replica.can_swap(slot):
-                counters.not_handed += int(first[slot] and router.goes(sequence, takers))
+                counters.not_handed += int(first[slot] and self._goes_on(sequence, takers))
                 continue
             if replica.prefix_cache is not None and replica.prefix_cache.awaited(slot):
                 continue
-            if not router.goes(sequence, takers):
+            if not self._goes_on(sequence, takers):
                 continue
             counters.handed += 1
             counters.handed_blocks += int(table.held[slot])
@@ -50,13 +55,37 @@ class HandOver:
             replica.handed.append(sequence)
             self._state.waiting.requeue(sequence, now_ns, out, aside=True)
 
+    def _goes_on(self, sequence: Sequence, takers: list[Replica]) -> bool:
+        """Return whether one of `takers` could go on with a running sequence.
+
+        Asked in each step, so a "no" is kept with the sequence until there are other replicas.
+        """
+        placement = self._placement
+        if sequence.route.stays == placement.generation:
+            return False
+        if any(placement.could(taker, sequence) for taker in takers):
+            return True
+        sequence.route.stays = placement.generation
+        return False
+
 
 def release(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
-    """Those handed over whose last token and copies are there stand in the queue."""
+    """Let handed-over sequences stand in the queue whose last token and copies are there."""
     owing = []
     for sequence in replica.handed:
         if sequence.state is State.WAITING and (sequence.unanswered or not replica.transfers.saved(sequence)):
             owing.append(sequence)
         else:
-            waiting.back(sequence, now_ns)
+            waiting.put_back(sequence, now_ns)
     replica.handed = owing
+
+
+def unreadable(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:
+    """Return which decode replica cannot read which prefill replica, and why."""
+    found = []
+    for reader in (r for r in replicas if r.limits.role == DECODE):
+        for owner in (r for r in replicas if r.limits.role == PREFILL):
+            if not reader.peers.hopes(owner):
+                why = obstacle(reader.limits, owner.limits) or "it could not map the other one's host tier"
+                found.append((reader, owner, why))
+    return found

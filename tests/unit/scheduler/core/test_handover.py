@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.core.core import Core
+from services.scheduler.core.placement.constraints import Fits
 from services.scheduler.core.policy.base import Mode
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
@@ -125,14 +126,14 @@ def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
 def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
     """Mode often in so many steps of the prefill replica a replica is asked whether it could run a sequence."""
     calls = 0
-    could = h.core._router.could
+    holds = Fits.holds
 
-    def counted(replica: Replica, sequence: Sequence) -> bool:
+    def counted(self: Fits, replica: Replica, sequence: Sequence) -> bool:
         nonlocal calls
         calls += 1
-        return could(replica, sequence)
+        return holds(self, replica, sequence)
 
-    monkeypatch.setattr(h.core._router, "could", counted)
+    monkeypatch.setattr(Fits, "holds", counted)
     for _ in range(steps):
         assert h.plan(0) is not None
         h.answer(0)
@@ -220,7 +221,7 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
     h.answer(0)
     out = h.core.collector()
     preempter = Preempter(h.core._state, h.core._router)
-    preempter.preempt(StepBuilder(h.core.replicas[0], 0, 0, 0), 0, h.now, out, Mode.SWAP)
+    preempter.preempt(StepBuilder(h.core.replicas[0], 0, 0, 0, h.now), 0, h.now, out, Mode.SWAP)
     h.take(out.build())
     assert h.core.stats()["swapped"] == 1
     h.plan(0)

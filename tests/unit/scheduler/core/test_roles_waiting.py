@@ -101,9 +101,13 @@ def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
     for i in range(2):
         h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
     until(h, lambda: h.core.replicas[1].table.count == 2, h.step_once)
-    picker, decode = h.core._planner._admission._picker, h.core.replicas[1]
     h.add(request("realtime", 8, 4, seed=9, priority=0))
-    assert picker.first(decode, h.now) is None and picker.first(h.core.replicas[0], h.now) is not None
+    for _ in range(3):
+        h.plan(1)
+        h.answer(1)
+    assert h.core.stats()["preemptions"] == 0 and "realtime" not in h.started
+    h.step_once()
+    assert "realtime" in h.started
     h.finish()
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from services.scheduler.core.core import Core
 from services.scheduler.core.placement import router as routing
-from services.scheduler.core.placement.router import MOST_PASSED, NEVER, TIMED
+from services.scheduler.core.placement.base import MAX_PASSED
+from services.scheduler.core.placement.router import NEVER, TIMED
 from services.scheduler.core.types import Finish, Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
 
@@ -87,7 +88,7 @@ def test_a_request_without_a_prefix_goes_where_less_is_to_do() -> None:
     warmed(h)
     for number in range(4):
         h.add(request(f"busy{number}", 20, 60, seed=number))
-        h.core.replicas[1].nobody = (-1, 0)
+        h.core.replicas[1].memo.none_at = -1
     h.plan(0)
     busy = [where(h, f"busy{number}") for number in range(4)]
     h.plan(1)
@@ -150,7 +151,7 @@ def test_no_more_than_sixteen_later_ones_go_before_a_request_whose_own_replica_h
     h = house()
     warmed(h)
     h.add(with_prefix("first", 1, 50, max_tokens=4))
-    for number in range(3 * MOST_PASSED):
+    for number in range(3 * MAX_PASSED):
         h.add(with_prefix(f"r{number}", 0, 100 + number, max_tokens=4))
     for _ in range(4000):  # replica 1 plans nothing
         while h.plan(0) is not None:
@@ -159,7 +160,7 @@ def test_no_more_than_sixteen_later_ones_go_before_a_request_whose_own_replica_h
         h.now += 10_000_000
         if h.core.records.get("first") is None or where(h, "first") == 0:
             break
-    assert sum(name.startswith("r") for name in h.ended) <= MOST_PASSED + LIMITS.slots
+    assert sum(name.startswith("r") for name in h.ended) <= MAX_PASSED + LIMITS.slots
     run_to_end(h)
 
 
@@ -231,7 +232,7 @@ def test_a_dock_is_emptied_where_no_replica_joins() -> None:
     h.core.confine({"r0"})
     h.core.resume("r0", h.now)
     h.core.assign_dock(h.now)
-    dock = h.core._router.dock
+    dock = h.core._router.placement.dock
     for _ in range(4):
         h.step_once()
     assert where(h, "r0") == dock
@@ -264,7 +265,7 @@ def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
     h.core.assign_dock(h.now)
     for _ in range(3):
         h.step_once()
-    assert where(h, "r0") == 1 and h.core._router.dock == 1
+    assert where(h, "r0") == 1 and h.core._router.placement.dock == 1
     h.core.confine(())
     run_to_end(h)
     assert len(h.published["r0", 0]) == 60
@@ -273,10 +274,10 @@ def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
 def test_a_replica_that_joins_is_the_dock_only_if_no_other_fits_more_of_those_on_trial() -> None:
     h = of_two_sizes()
     assert h.join(SMALL) == 0
-    assert h.core._router.dock == -1
+    assert h.core._router.placement.dock == -1
     h.core.confine({"r1", "r2"})
     assert h.join(SMALL) == 3
-    assert h.core._router.dock == 3
+    assert h.core._router.placement.dock == 3
     h.core.confine(())
     run_to_end(h)
 
@@ -286,14 +287,14 @@ def test_the_dock_moves_on_for_those_on_trial_who_do_not_fit_it() -> None:
     h.lose(1)
     h.core.confine({"r0", "r1", "r2"})
     h.core.assign_dock(h.now)
-    assert h.core._router.dock == 2
+    assert h.core._router.placement.dock == 2
     assert h.join(LIMITS) == 0
-    assert h.core._router.dock == 2, "two of them fit it"
+    assert h.core._router.placement.dock == 2, "two of them fit it"
     h.step_once()
     assert where(h, "r0") == -1
     h.core.confine({"r0"})  # the others got a token each
     h.core.assign_dock(h.now)
-    assert h.core._router.dock == 0
+    assert h.core._router.placement.dock == 0
     h.step_once()
     assert where(h, "r0") == 0
     h.core.confine(())
@@ -308,8 +309,8 @@ def test_no_replica_is_emptied_for_those_on_trial_who_fit_none() -> None:
     h.core.confine({"r0"})
     h.core.assign_dock(h.now)
     h.step_once()
-    assert where(h, "bystander") == 2 and h.core._router.dock == -1
-    assert h.join(LIMITS) == 0 and h.core._router.dock == 0
+    assert where(h, "bystander") == 2 and h.core._router.placement.dock == -1
+    assert h.join(LIMITS) == 0 and h.core._router.placement.dock == 0
     h.core.confine(())
     run_to_end(h)
 

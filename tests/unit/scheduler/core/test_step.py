@@ -31,7 +31,7 @@ def test_rollback_leaves_a_row_as_if_refused_tokens_were_never_planned(drafts: i
     for scheduled in (1, 1 + drafts):
         h = decoding(block_size)
         replica, table = h.core.replicas[0], h.core.replicas[0].table
-        builder = StepBuilder(replica, 0, 8, 64)
+        builder = StepBuilder(replica, 0, 8, 64, h.now)
         builder.schedule(ROW, np.array([scheduled]))
         plan = builder.commit()
         assert plan.chunk_lengths.tolist() == [scheduled]
@@ -60,7 +60,7 @@ def test_rollback_refuses_to_take_back_applied_tokens() -> None:
 
 def test_a_row_is_scheduled_once_a_step() -> None:
     h = decoding(4)
-    builder = StepBuilder(h.core.replicas[0], 0, 8, 64)
+    builder = StepBuilder(h.core.replicas[0], 0, 8, 64, h.now)
     builder.schedule(ROW, np.array([1]))
     with pytest.raises(ValueError, match="already in step"):
         builder.schedule(ROW, np.array([1]))

@@ -1,0 +1,146 @@
+"""Constraints of a step, by one that only these tests know: at most so many distinct tags run on a replica.
+
+That is the shape of a limit on adapters: a class of a few lines, appended to the list of each replica.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+from services.scheduler.core.core import Core
+from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.step import StepBuilder
+from services.scheduler.core.types import Limits
+from tests.unit.scheduler.core.twin import House, request
+
+LIMITS = Limits(slots=32, blocks=400, block_size=4, max_model_len=160, max_step_tokens=256)
+POLICIES = ["orcinus", "vllm", "sglang", "orca", "sarathi:order=fair"]
+
+
+def tag(sequence: Sequence) -> str:
+    return sequence.record.request.id.partition("-")[0]
+
+
+@dataclass
+class MaxTags(Constraint[StepBuilder]):
+    limit: int
+
+    def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
+        table = step.replica.table
+        tags = {tag(other) for other in [*table.sequence[table.active], *step.admitted]}
+        return Verdict.OK if len(tags | {tag(sequence)}) <= self.limit else Verdict.SKIP
+
+
+class Tagged(House):
+    """A house in which each replica runs at most `limit` tags, and every step is looked at."""
+
+    def __init__(self, replicas: int, limit: int, policy: str = "orcinus", **settings: object) -> None:
+        super().__init__(Core(policy, **({"lookahead": 0} | settings)), LIMITS)  # type: ignore[arg-type]
+        self.limit = limit
+        for _ in range(replicas - 1):
+            self.join(LIMITS)
+        for replica in self.core.replicas:
+            replica.constraints.append(MaxTags(limit))
+
+    def plan(self, replica: int = 0):  # type: ignore[no-untyped-def]
+        step = super().plan(replica)
+        if step is not None:
+            rows = self.core.replicas[replica].table.sequence[step.chunk_slots]
+            assert len({tag(sequence) for sequence in rows.tolist()}) <= self.limit
+        return step
+
+    def add_all(self, names: Iterable[str], max_tokens: int = 6) -> None:
+        for name in names:
+            self.add(request(name, 6, max_tokens, seed=len(self.requests)))
+
+    def running(self) -> set[str]:
+        tables = [replica.table for replica in self.core.replicas]
+        return {sequence.record.request.id for table in tables for sequence in table.sequence[table.active].tolist()}
+
+    def until_started(self, name: str) -> None:
+        for _ in range(500):
+            if name in self.started:
+                return
+            self.step_once()
+        raise AssertionError(f"{name} did not start")
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_later_sequences_with_admitted_tags_pass_the_others(replicas: int) -> None:
+    h = Tagged(replicas, limit=1)
+    tags = [f"tag{i}" for i in range(replicas)]
+    h.add_all([f"{each}-0" for each in tags], max_tokens=40)
+    h.step_once()
+    h.add_all(["other-0", "other-1", *(f"{each}-1" for each in tags)])
+    for _ in range(4):
+        h.step_once()
+    assert {f"{each}-1" for each in tags} <= set(h.started)
+    assert not any(name.startswith("other") for name in h.started)
+    assert h.core.waiting_count == 2
+    h.finish()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sequences_of_other_tags_keep_their_place(policy: str, replicas: int) -> None:
+    h = Tagged(replicas, limit=1, policy=policy)
+    h.add_all([f"tag{i}-0" for i in range(replicas)], max_tokens=20)
+    h.step_once()
+    h.add_all(["first-0", "second-0", "third-0"])
+    h.finish()
+    waited = [name for name in h.started if not name.startswith("tag")]
+    assert waited == ["first-0", "second-0", "third-0"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_skipped_sequence_does_not_starve_while_admitted_tags_arrive(policy: str, replicas: int) -> None:
+    h = Tagged(replicas, limit=1, policy=policy)
+    tags = [f"tag{i}" for i in range(replicas)]
+    h.add_all([f"{each}-first" for each in tags], max_tokens=30)
+    h.step_once()
+    h.add_all(["other-0"])
+    for turn in range(200):
+        if "other-0" in h.started:
+            break
+        h.add_all([f"{each}-{turn}" for each in tags], max_tokens=30)
+        h.step_once()
+    before = h.started.index("other-0") - replicas
+    assert 1 <= before <= MAX_PASSED + replicas, "at most one look of each other replica lies between"
+    h.finish()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_end_under_random_tags_preemption_and_lookahead(seed: int) -> None:
+    """The house compares every output with what the sequence alone would get."""
+    rng = random.Random(seed)
+    replicas = rng.choice((1, 1, 2, 3))
+    h = Tagged(
+        replicas, rng.choice((1, 2, 3)), rng.choice(POLICIES), lookahead=rng.choice((0, 1, 2)),
+        microbatches=rng.choice((1, 2)), max_seqs=rng.choice((0, 5)),
+    )  # fmt: skip
+    for number in range(40):
+        h.add_all([f"tag{rng.randrange(5)}-{number}"], max_tokens=rng.randint(1, 30))
+        if rng.random() < 0.4:
+            h.step_once()
+    h.finish()
+
+
+def test_a_constraint_that_stops_lets_no_sequence_enter() -> None:
+    class Closed(Constraint[StepBuilder]):
+        def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
+            return Verdict.STOP if tag(sequence) == "red" else Verdict.OK
+
+    h = Tagged(1, limit=9)
+    h.core.replicas[0].constraints.append(Closed())
+    h.add_all(["blue-0", "red-0", "blue-1"])
+    h.step_once()
+    h.step_once()
+    assert h.started == ["blue-0"]
+    h.core.replicas[0].constraints.pop()
+    h.finish()
