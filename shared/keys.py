@@ -1,13 +1,15 @@
 """The names of all Redis keys.
 
-All keys of one model carry the literal hash tag `{model}`, so they share one Cluster slot. docs/redis.md lists the
+All keys of one model carry one literal hash tag (`hash_tag`), so they share one Cluster slot. docs/redis.md lists the
 writers and the lifetime of each key.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 CLASSES = ("realtime", "high", "normal", "low")
 GROUP = "schedulers"
@@ -27,15 +29,28 @@ def model_tag(name: str) -> str:
     return tag
 
 
+@lru_cache(maxsize=64)
+def hash_tag(name: str) -> str:
+    """Return what stands inside the braces: the name or, where it is more than its tag, the tag and a digest.
+
+    Names that differ only in case or in characters that a tag cannot hold have different digests.
+
+    >>> hash_tag("demo-model"), hash_tag("Qwen/Qwen3-0.6B")
+    ('demo-model', 'qwen-qwen3-0.6b-fb68f5a6d13f')
+    """
+    tag = model_tag(name)
+    return tag if tag == name else f"{tag}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The key names of one served model."""
+    """The key names of one served model, which is given by its exact name."""
 
     model: str
 
     @property
     def prefix(self) -> str:
-        return f"orcinus:{{{self.model}}}:"
+        return f"orcinus:{{{hash_tag(self.model)}}}:"
 
     def requests(self, class_name: str) -> str:
         return f"{self.prefix}requests:{class_name}"

@@ -14,6 +14,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
+from shared.hub import as_hub_name, find_snapshot, is_repository, repository_of
 from shared.keys import Keys, model_tag
 from shared.security.tls import readable
 
@@ -40,8 +41,13 @@ class CommonSettings(BaseSettings):
     redis_username: str = Field("", description="Redis ACL user, if the URL has none; empty means the default user")
     redis_password: SecretStr | None = Field(None, description="Redis password, if the URL has none")
     redis_ca: Path | None = Field(None, description="file with the CA that signed Redis's certificate, for rediss://")
-    model: Path = Field(DEMO_MODEL, description="Hugging Face model directory")
-    served_model_name: str = Field("", description="model id in /v1/models; empty means the name of the directory")
+    model: Path = Field(
+        DEMO_MODEL,
+        description="Hugging Face model directory, or ORG/NAME[@REVISION] of the Hub; an existing directory goes first",
+    )
+    served_model_name: str = Field(
+        "", description="model id in /v1/models; empty means ORG/NAME, or the name of the directory"
+    )
     shard: str = Field("shard-0", pattern=r"^[a-z0-9._-]+$", description="shard of the scheduler")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")
@@ -52,13 +58,24 @@ class CommonSettings(BaseSettings):
         description="OpenTelemetry collector for traces, http://host:4318; empty means no traces",
     )
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path(cls, value: object) -> object:
+        """Keep `./org/name` a path: Path drops the dot, and `org/name` may be a name of the Hub."""
+        return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
+
     @model_validator(mode="after")
     def _name(self) -> CommonSettings:
+        """Replace a Hub name by the directory of its snapshot, where there is one, and name the model after it."""
+        name = as_hub_name(self.model)
+        if name is not None and (snapshot := find_snapshot(name)) is not None:
+            self.model = snapshot
         if not self.served_model_name:
-            self.served_model_name = model_tag(self.model.resolve().name)
-        elif model_tag(self.served_model_name) != self.served_model_name:
+            repository = name.repository if name is not None else repository_of(self.model)
+            self.served_model_name = repository or model_tag(self.model.resolve().name)
+        elif model_tag(self.served_model_name) != self.served_model_name and not is_repository(self.served_model_name):
             raise ValueError(
-                f"served model name {self.served_model_name!r}: only [a-z0-9._-] are allowed; "
+                f"served model name {self.served_model_name!r}: only [a-z0-9._-] or ORG/NAME is allowed; "
                 f"try {model_tag(self.served_model_name)!r}"
             )
         return self
@@ -155,6 +172,11 @@ class GatewaySettings(CommonSettings):
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "none"] = Field(
         "auto",
         description="format of the model's tool calls; auto takes it from the chat template",
+    )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="temperature, top_p, top_k, min_p and repetition_penalty of requests that leave them out; model "
+        "takes them from generation_config.json, openai uses 1, 1, 0, 0 and 1",
     )
     max_choices: int = Field(128, ge=1, description="sequences of one request (prompts x n)")
     client_buffer_events: int = Field(

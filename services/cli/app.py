@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli import keys as cli_keys
+from services.cli import models
 from services.cli.options import build, settings_command
 from shared.errors import ConfigurationError
+from shared.hub import require_local
 from shared.options import Values, env_name, shown, source
 from shared.settings import (
     BatchSettings,
@@ -46,6 +48,9 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
+app.command("pull")(models.pull)
+app.command("list")(models.list_models)
+app.command("rm")(models.rm)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -98,10 +103,19 @@ def _serve_gateway(settings: GatewaySettings, place: Place | None = None) -> int
     return run(settings, place)
 
 
+def _use(settings: CommonSettings) -> None:
+    """Refuse a model that is not on this machine; keep `orcinus rm` from one that is."""
+    from services.hub.store import hold
+
+    require_local(settings.model)
+    hold(settings.model)
+
+
 @settings_command(app, "gateway", GatewaySettings)
 def gateway(values: Values) -> None:
     """Run the HTTP gateway."""
     settings = build(GatewaySettings, values)
+    _use(settings)
     if settings.processes > 1:
         from services.gateway.processes.parent import run as run_several
 
@@ -122,6 +136,7 @@ def scheduler(values: Values) -> None:
 def worker(values: Values) -> None:
     """Run a worker."""
     settings = build(WorkerSettings, values)
+    _use(settings)
     from services.worker.main import run
 
     raise typer.Exit(run(settings))

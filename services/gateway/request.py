@@ -33,6 +33,17 @@ class Limits:
     max_choices: int = 128
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values of sampling that a request leaves out: OpenAI's, or those of the model's generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 @dataclass(slots=True)
 class GenerationSpec:
     """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""

@@ -16,14 +16,17 @@ from typing import Any
 
 from pydantic_settings import BaseSettings
 
+from services.hub.store import hold
 from services.launcher import redis_server
 from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
+from services.launcher.model_check import expected_bytes, memory_problem, model_problem, read_config, size_problem
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
 from services.launcher.service import ServiceSpec
 from services.launcher.supervisor import Supervisor
 from shared.errors import ConfigurationError
+from shared.hub import as_hub_name, parse_name
 from shared.options import Values, build, env_name, fields_of, flag, without_password
 from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
@@ -36,13 +39,15 @@ CPU_KV_FRACTION = 0.2  # of free memory: what the workers of one machine take to
 def up(values: Values, stop_with_parent: bool = False) -> int:
     """Runs until stopped. Returns the exit code; raises ConfigurationError before anything was started."""
     values = _absolute_paths(values)
-    launcher = build(LauncherSettings, values)
-    gateway = build(GatewaySettings, values)
-    scheduler = build(SchedulerSettings, values)
-    worker = build(WorkerSettings, values)
-    _check(launcher, gateway, worker)
     if stop_with_parent:
         _die_with_parent()
+    launcher = build(LauncherSettings, values)
+    scheduler = build(SchedulerSettings, values)
+    _check(launcher, build(GatewaySettings, values), build(WorkerSettings, values))
+    _fetch_model(launcher, build(WorkerSettings, values))
+    gateway, worker = build(GatewaySettings, values), build(WorkerSettings, values)  # which find the model now
+    _check_model(launcher, worker)
+    hold(worker.model)
     screen = Screen()
     if problem := unused_gpu(worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
@@ -103,20 +108,6 @@ def port_problem(host: str, port: int) -> str:
     return ""
 
 
-def model_problem(model: Path, load_format: str) -> str:
-    """What a model directory lacks at first sight; empty when nothing. The worker looks closer.
-
-    load_format as --load-format: dummy needs no weights.
-    """
-    if not model.is_dir():
-        return f"model directory {model} does not exist"
-    if not (model / "config.json").exists():
-        return f"model directory {model} has no config.json"
-    if load_format != "dummy" and not any(model.glob("*.safetensors")):
-        return f"model directory {model} has no *.safetensors weights"
-    return ""
-
-
 def cuda_problem() -> str:
     """What DEVICE=cuda lacks at first sight; empty when nothing. `orcinus doctor` and the worker look closer."""
     if not device_files():
@@ -149,9 +140,35 @@ def greeting(gateway: GatewaySettings) -> list[str]:
     return [f"Orcinus serves {gateway.served_model_name} at {url}/v1", f"{curl} -d {shlex.quote(body)}"]
 
 
-def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
+def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
+    """Fetch a model that is given by its Hub name, unless it is on this machine. Raise ConfigurationError.
+
+    What its config.json and the sizes of its files tell is checked before the weights are fetched.
+    """
+    name = as_hub_name(worker.model)
+    if name is None:
+        return
+    from services.hub.fetch import pull  # half a second, for a network that most starts do not need
+    from services.hub.progress import Bars
+
+    def look(snapshot: Path, weights_bytes: int) -> None:
+        held = expected_bytes(read_config(snapshot), weights_bytes, worker)
+        if problem := size_problem(str(name), held, worker, len(launcher.roles())):
+            raise ConfigurationError(problem)
+
+    bars = Bars()
+    bars.note(f"{name} is not on this machine: fetching it")
+    pull(name, bars, before_weights=look)
+
+
+def _check_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
     if problem := model_problem(worker.model, worker.load_format):
-        raise ConfigurationError(f"{problem}; give a Hugging Face directory with MODEL=, --model or ORCINUS_MODEL")
+        raise ConfigurationError(f"{problem} (MODEL=, --model or ORCINUS_MODEL)")
+    if problem := memory_problem(worker.model, worker, len(launcher.roles())):
+        raise ConfigurationError(problem)
+
+
+def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()
@@ -263,6 +280,8 @@ def _child_env(
     if password is not None:
         env["ORCINUS_REDIS_PASSWORD"] = password
     env["ORCINUS_MODEL"] = str(gateway.model.absolute())
+    env["ORCINUS_SERVED_MODEL_NAME"] = gateway.served_model_name
+    env |= {"HF_HUB_OFFLINE": "1", "HF_TOKEN": ""}  # services fetch nothing
     if gateway.api_key_file is not None:
         env["ORCINUS_API_KEY_FILE"] = str(gateway.api_key_file.absolute())
     if "drain_s" not in gateway.model_fields_set:
@@ -273,9 +292,15 @@ def _child_env(
 
 def _absolute_paths(values: Values) -> Values:
     """Services run in another directory than the one where paths were typed."""
+
+    def is_name(name: str, value: str) -> bool:
+        """Tell a Hub name from a path: `./org/name` is never one."""
+        return name == "model" and parse_name(value) is not None and not Path(value).exists()
+
     paths = {name for name, field in fields_of(*CLASSES).items() if "Path" in str(field.annotation)}
     return {
-        name: str(Path(value).expanduser().absolute()) if name in paths else value for name, value in values.items()
+        name: str(Path(value).expanduser().absolute()) if name in paths and not is_name(name, value) else value
+        for name, value in values.items()
     }
 
 

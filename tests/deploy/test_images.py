@@ -116,6 +116,33 @@ def test_only_the_front_is_published_and_only_gateways_are_between_it_and_the_re
     assert services()["keys"]["network_mode"] == "none"
 
 
+def test_one_service_fetches_a_model_and_the_others_only_read_it() -> None:
+    found = services()
+    networks = yaml.safe_load((ROOT / "compose.yaml").read_text())["networks"]
+    assert [name for name, one in found.items() if "egress" in one.get("networks", [])] == ["pull"]
+    assert not (networks["egress"] or {}).get("internal")
+    assert found["pull"]["networks"] == ["egress"] and found["pull"]["volumes"] == ["hub:/hub"]
+    for name in ("worker", "scheduler", "gateway", "ops"):
+        one = found[name]
+        assert "hub:/hub:ro" in one["volumes"] and "edge" not in one["networks"]
+        assert one["environment"]["HF_HUB_OFFLINE"] == "1" and "HF_TOKEN" not in one["environment"]
+        assert one["environment"]["HF_HOME"] == found["pull"]["environment"]["HF_HOME"] == "/hub"
+        assert one["environment"]["ORCINUS_MODEL"].startswith("${PULL:-")
+        if name != "ops":
+            assert one["depends_on"]["pull"] == {"condition": "service_completed_successfully"}
+    assert "/hub" in (ROOT / "deploy" / "Dockerfile").read_text()
+
+
+def test_without_a_name_the_service_that_fetches_ends_at_once(tmp_path: Path) -> None:
+    shell, _, script = services()["pull"]["entrypoint"]
+    (tmp_path / "orcinus").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "orcinus").chmod(0o755)
+    for name, said in (("", ""), ("acme/tiny@v1", "pull -- acme/tiny@v1\n")):
+        env = {"PULL": name, "PATH": f"{tmp_path}:/bin:/usr/bin"}
+        done = subprocess.run([shell, "-c", script.replace("$$", "$")], env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, said)
+
+
 def test_a_front_passes_on_the_port_that_a_gateway_has() -> None:
     gateway, config = services()["gateway"]["environment"], (ROOT / "deploy" / "front.cfg").read_text()
     for name, port in (("front", gateway["ORCINUS_PORT"]), ("front-grpc", gateway["ORCINUS_GRPC_PORT"])):

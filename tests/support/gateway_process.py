@@ -24,7 +24,7 @@ class GatewayProcess:
     def __init__(self, directory: Path, model: Path, redis_url: str, **settings: Any) -> None:
         self.port, self.ops_port = free_port(), free_port()
         self.url, self.ops_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.ops_port}"
-        self.name = model.name
+        self.name = str(settings.get("served_model_name", model.name))
         self.keys = Keys(self.name)
         values = {
             "redis_url": redis_url, "model": model, "port": self.port, "ops_port": self.ops_port, "drain_s": 5,

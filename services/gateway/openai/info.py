@@ -43,7 +43,7 @@ def router(gateway: Gateway) -> APIRouter:
         """The served model."""
         return json_response({"object": "list", "data": [model_card()]})
 
-    @routes.get("/v1/models/{model_id}", responses={200: _STATUS, **errors(404)})
+    @routes.get("/v1/models/{model_id:path}", responses={200: _STATUS, **errors(404)})
     async def model(model_id: str) -> Response:
         """One model."""
         check_model(model_id, served)

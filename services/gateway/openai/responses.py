@@ -33,7 +33,7 @@ from services.gateway.openai.document import body_of, errors, event_stream
 from services.gateway.openai.response import collect, result, status
 from services.gateway.openai.sse import EventStream
 from services.gateway.openai.validate import chat_spec
-from services.gateway.request import GenerationSpec
+from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
 
@@ -280,7 +280,9 @@ INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
 """Finish reasons that leave a response incomplete -> what `incomplete_details` calls them."""
 
 
-def shell(body: ResponsesBody, response_id: str, created: int) -> dict[str, Any]:
+def shell(
+    body: ResponsesBody, response_id: str, created: int, defaults: SamplingDefaults = SamplingDefaults()
+) -> dict[str, Any]:
     """Return a response before its first token: what it is to be."""
     text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
     return {
@@ -300,11 +302,11 @@ def shell(body: ResponsesBody, response_id: str, created: int) -> dict[str, Any]
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}} | text,
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
@@ -342,12 +344,14 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     return finished(shell, items, reason, answer["usage"])
 
 
-def of_record(state: dict[str, Any], model: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+def of_record(
+    state: dict[str, Any], model: str, answer: dict[str, Any] | None, defaults: SamplingDefaults = SamplingDefaults()
+) -> dict[str, Any]:
     """Return a response made from its record; fields that only its body had are lost. state: as of `GET
     /v1/requests/{id}`. answer: the chat completion, of a response that ended well.
     """
     body = ResponsesBody(model=model, input="", background=state["background"])
-    begun = shell(body, state["id"], answer["created"] if answer else state["enqueued_ms"] // 1000)
+    begun = shell(body, state["id"], answer["created"] if answer else state["enqueued_ms"] // 1000, defaults)
     if answer is not None:
         return of_chat(begun, answer)
     if state["status"] != "finished":
@@ -511,7 +515,7 @@ def router(gateway: Gateway) -> APIRouter:
         body = await read_body(request, ResponsesBody)
         spec = await _spec(gateway, body)
         await take_headers(request, spec)
-        response = shell(body, spec.id, spec.created)
+        response = shell(body, spec.id, spec.created, gateway.model.defaults)
         if spec.background:
             await gateway.begin_background(spec, request.state.caller, started)
             return json_response(response | {"status": "queued"})
@@ -562,4 +566,5 @@ async def _found(gateway: Gateway, response_id: str, tenant: str) -> dict[str, A
     if not response_id.startswith(ids.BEGINNINGS[KIND]) or record.get(b"tenant", b"").decode() != tenant:
         raise unknown_request(response_id)
     answer = await result(response_id, record, gateway.dispatcher, gateway.model)
-    return of_record(status(response_id, record), gateway.settings.served_model_name, answer)
+    served = gateway.settings.served_model_name
+    return of_record(status(response_id, record), served, answer, gateway.model.defaults)

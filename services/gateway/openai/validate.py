@@ -379,6 +379,7 @@ def _spec(
 
 def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:
     bias: dict[int, float] = {}
+    defaults = model.defaults
     for name, value in (body.logit_bias or {}).items():
         if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= model.vocab_size:
             raise invalid(
@@ -386,14 +387,14 @@ def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb
             )
         bias[int(name)] = value
     return queue_pb2.Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
         seed=ids.seed() if body.seed is None else body.seed % (2 * INT64),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
         logprobs=logprobs,
         bias_ids=pack(list(bias)) if bias else b"",
         bias_values=pack_float(list(bias.values())) if bias else b"",

@@ -6,6 +6,7 @@ Loaded once from a Hugging Face directory; a directory that cannot be served rai
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from services.gateway.errors import ApiError, invalid
+from services.gateway.request import SamplingDefaults
 from services.gateway.text.chat_template import ChatTemplate, Message
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
@@ -22,14 +24,22 @@ from services.gateway.text.tools.formats import format_of
 from shared.end_of_text import end_ids
 from shared.errors import ModelError
 
+log = logging.getLogger("orcinus.gateway")
+
 
 class ModelText:
     """Text of one model, in and out."""
 
-    def __init__(self, directory: Path, template_timeout_s: float = 2.0, tool_parser: str = "auto") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        template_timeout_s: float = 2.0,
+        tool_parser: str = "auto",
+        sampling_defaults: str = "model",
+    ) -> None:
         """template_timeout_s: what the chat template may take for one conversation. Raise ModelError.
 
-        tool_parser: how the model writes calls of tools, as the setting says.
+        tool_parser: how the model writes calls of tools, as the setting says; sampling_defaults: as that setting.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -48,6 +58,7 @@ class ModelText:
             if (text := _token_text(tokenizer_config.get(name))) is not None
         }  # fmt: skip
         self.eos_ids = end_ids(directory)
+        self.defaults = _defaults(directory) if sampling_defaults == "model" else SamplingDefaults()
         self.tool_format = "none" if tool_parser == "auto" else tool_parser
         self._chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
         self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
@@ -103,6 +114,29 @@ class ModelText:
             return ChatTemplate(source, self.tokenizer, names, timeout_s)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
+
+
+_BOUNDS = {
+    "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, (1 << 31) - 1), "min_p": (0, 1),
+    "repetition_penalty": (1e-9, 2),
+}  # fmt: skip
+"""Least and most of each value, as of a request (openai/bodies.py)."""
+
+
+def _defaults(directory: Path) -> SamplingDefaults:
+    """Return the sampling that generation_config.json recommends; do_sample has no part in it."""
+    config = _read_json(directory, "generation_config.json")
+    found: dict[str, Any] = {}
+    for name, (least, most) in _BOUNDS.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            path = directory / "generation_config.json"
+            log.warning("%s: %s is %r, not a number from %g to %g; it is passed over", path, name, value, least, most)
+            continue
+        found[name] = max(0, int(value)) if name == "top_k" else float(value)
+    return SamplingDefaults(**found)
 
 
 def _context(directory: Path, config: dict[str, Any]) -> int:

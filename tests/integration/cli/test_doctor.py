@@ -15,8 +15,8 @@ from kernels.cpu import build
 from services.launcher import doctor, redis_server
 from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Facts
+from services.launcher.model_check import model_problem
 from services.launcher.rundir import RunDir
-from services.launcher.up import model_problem
 from shared.settings import GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
 from tests.support.recorded_gpus import machine
@@ -25,9 +25,18 @@ from tests.support.waiting import free_port
 
 def model_directory(path: Path) -> Path:
     path.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (path / name).write_bytes(b"{}")
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}))
+    (path / "tokenizer.json").write_text("{}")
+    write_weights(path / "model.safetensors", rows=2)
     return path
+
+
+def write_weights(path: Path, rows: int) -> None:
+    """Write one tensor of `rows` x 1 MiB in bfloat16, all zeros in a sparse file."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [rows, 1 << 19], "data_offsets": [0, rows << 20]}}).encode()
+    with path.open("wb") as weights:
+        weights.write(len(header).to_bytes(8, "little") + header)
+        weights.truncate(8 + len(header) + (rows << 20))
 
 
 def free_ports() -> int:
@@ -167,10 +176,11 @@ def test_a_gpu_that_is_not_asked_for_is_not_looked_at(tmp_path: Path, monkeypatc
 
 def test_weights_that_do_not_fit_in_memory_fail(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model")
-    assert doctor.check_memory(model).status == "ok"
-    with (model / "model.safetensors").open("wb") as weights:
-        weights.truncate(1 << 43)  # sparse
-    assert doctor.check_memory(model).status == "fail"
+    settings = WorkerSettings(model=model, device="cpu")
+    assert doctor.check_memory(settings).status == "ok"
+    write_weights(model / "model.safetensors", rows=1 << 22)  # 4 TiB
+    found = doctor.check_memory(settings)
+    assert found.status == "fail" and "needs 4096.5 GiB" in found.fix
 
 
 def test_report_for_people_shows_status_and_fix(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def _type(annotation: Any) -> str:
 
 def redis() -> str:
     """Return every Redis key and the name of every script."""
-    keys = Keys("MODEL")
+    keys = Keys("model")
     patterns = []
     for name, member in inspect.getmembers(Keys):
         if name.startswith("_") or name == "model":
@@ -188,6 +188,7 @@ def redis() -> str:
             key = member(keys, *(f"<{index}>" for index, _ in enumerate(parameters, 1)))
             patterns += key if isinstance(key, list) else [key]
     scripts = [path.stem for path in (ROOT / "shared" / "lua").glob("*.lua")]
+    patterns = [pattern.replace("{model}", "{MODEL}") for pattern in patterns]
     return "# keys\n" + _lines(patterns) + "\n# scripts\n" + _lines(scripts)
 
 

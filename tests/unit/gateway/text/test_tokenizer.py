@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from services.gateway.errors import ApiError
+from services.gateway.request import SamplingDefaults
 from services.gateway.text.tokenizer import ModelText
 from shared.errors import ModelError
 from shared.settings import DEMO_MODEL
@@ -91,6 +92,22 @@ def test_the_oracle_itself_would_have_been_injected(tmp_path: Path) -> None:
     injected = theirs(model).apply_chat_template(evil, tokenize=True, return_dict=False)
     assert list(injected) != ModelText(model).encode_chat(evil, add_generation_prompt=False)
     assert list(injected).count(3) > ModelText(model).encode_chat(evil, add_generation_prompt=False).count(3)
+
+
+def test_sampling_defaults_are_those_of_the_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    assert ModelText(model).defaults == SamplingDefaults()
+    stated = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    (model / "generation_config.json").write_text(json.dumps({**stated, "do_sample": True, "eos_token_id": 1}))
+    assert ModelText(model).defaults == SamplingDefaults(**stated)
+    assert ModelText(model, sampling_defaults="openai").defaults == SamplingDefaults()
+
+
+def test_sampling_default_that_no_request_may_have_is_passed_over(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    stated = {"temperature": 9, "top_p": "high", "top_k": -1, "min_p": None, "repetition_penalty": True}
+    (model / "generation_config.json").write_text(json.dumps(stated))
+    assert ModelText(model).defaults == SamplingDefaults()
 
 
 def _model(_cache: dict[str, ModelText] = {}) -> ModelText:  # noqa: B006 - one for all examples

@@ -1,0 +1,252 @@
+"""Look into a model directory before anything starts: can it be served here, and if not, what helps?
+
+`orcinus up`, `orcinus pull`, `orcinus list` and `orcinus doctor` ask. It needs no torch; the worker reads the same
+files more closely. Nothing of the directory is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.launcher.gpu_facts import device_files, gather_driver
+from services.worker.models.registry import FAMILIES
+from shared.errors import ModelError
+from shared.hub import repository_of, require_local
+from shared.settings import WorkerSettings
+
+GIB = 1 << 30
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs.github.com/spec/"
+HEADER_BYTES = 100 << 20
+WORK_BYTES = GIB // 2
+"""Beside the weights: processes, the smallest KV pool, the largest step."""
+
+NO_GGUF = "GGUF files cannot be served yet, only fetched; serve a repository or directory with safetensors"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EMBEDDINGS = ("embed", "wte", "wpe")  # parts of names of tables, which --quantize int8 leaves alone
+
+
+def model_problem(model: Path, load_format: str) -> str:
+    """Return why a model directory cannot be served, with the remedy; empty when it can, as far as can be seen here.
+
+    load_format as --load-format: dummy needs no weights.
+    """
+    try:
+        read_model(model, load_format)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What config.json and the headers of the weights say."""
+
+    dtype: str
+    tensors: dict[str, tuple[int, ...]]  # shape by name; empty for dummy weights
+
+    def held_bytes(self, worker: WorkerSettings) -> int:
+        """Return the memory that the weights take with these settings, all ranks of one replica together."""
+        item = _held_item_bytes(self.dtype, worker)
+        total = 0
+        for name, shape in self.tensors.items():
+            is_matrix = len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
+            total += math.prod(shape) * (1 if worker.quantize == "int8" and is_matrix else item)
+        return total
+
+
+def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
+    """Return the facts of a model directory. Raise ModelError for one that cannot be served, with the remedy."""
+    _check_directory(model)
+    config = read_config(model)
+    tensors: dict[str, tuple[int, ...]] = {}
+    if load_format != "dummy":
+        for file in _weight_files(model):
+            tensors.update(_shapes(file))
+    if not (model / "tokenizer.json").is_file():
+        raise ModelError(f"{model / 'tokenizer.json'}: missing; save the fast tokenizer into the directory")
+    _refuse_pointer(model / "tokenizer.json")
+    return ModelFacts(_dtype(config), tensors)
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """Return config.json. Raise ModelError when no worker computes its architecture, or not with such weights."""
+    where = model / "config.json"
+    config = _read_json(where)
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(
+            f"{where}: architecture {name!r} is not supported; choose a model of one of {', '.join(FAMILIES)}"
+        )
+    if given := config.get("quantization_config"):
+        method = given.get("quant_method", "?") if isinstance(given, dict) else given
+        raise ModelError(
+            f"{where}: quantization_config ({method}) is not supported; choose the unquantized model, "
+            "and --quantize int8 if it is too large"
+        )
+    return config
+
+
+def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSettings) -> int:
+    """Return what weights of that size on disk will take in memory, roughly: for a model that is not here yet."""
+    dtype = _dtype(config)
+    held = 1 if worker.quantize == "int8" else _held_item_bytes(dtype, worker)
+    return weights_bytes * held // ITEM_BYTES.get(dtype, 4)
+
+
+def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> str:
+    """Return that the model does not fit, with both sizes and the remedy; empty when it fits. Raise ModelError."""
+    facts = read_model(model, worker.load_format)
+    return size_problem(repository_of(model) or str(model), facts.held_bytes(worker), worker, replicas)
+
+
+def size_problem(name: str, held_bytes: int, worker: WorkerSettings, replicas: int = 1) -> str:
+    """The same for weights of that size, a part of them in each of several replicas."""
+    if _on_gpu(worker):
+        ranks = worker.tp * worker.pp
+        devices = gather_driver().devices[:1]  # the first stands for all
+        needed, free, remedy = held_bytes // ranks, sum(device.total_bytes for device in devices), "more ranks (TP=)"
+        if not devices or needed <= free:
+            return ""
+    else:
+        needed, free = replicas * held_bytes + WORK_BYTES, free_memory()
+        remedy = "--quantize int8" + ("" if replicas == 1 else " or fewer replicas")
+        if needed <= free:
+            return ""
+    return (
+        f"{name}: needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free; choose a smaller model, {remedy}, "
+        "or a machine with more memory"
+    )
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that can still be taken: of the machine, or of the container where that is less."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        if limit != "max":
+            free = min(free, int(limit) - used + int(stat["inactive_file"]))  # pages of files make room
+    except (OSError, ValueError, KeyError):
+        pass
+    return max(0, free)
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
+    """Return the bytes of a number of a checkpoint of that type in the worker's memory."""
+    if worker.dtype != "auto":
+        dtype = worker.dtype
+    elif dtype == "float16" and not _on_gpu(worker):
+        dtype = "float32"
+    return ITEM_BYTES.get(dtype, 4)
+
+
+def _on_gpu(worker: WorkerSettings) -> bool:
+    return worker.device == "cuda" or (worker.device == "auto" and worker.kernels == "auto" and device_files())
+
+
+def _check_directory(model: Path) -> None:
+    require_local(model)
+    if model.is_file():
+        if model.suffix == ".gguf":
+            raise ModelError(f"{model}: {NO_GGUF}")
+        raise ModelError(f"model {model}: a file, not a directory; give the directory with config.json")
+    if not model.is_dir():
+        raise ModelError(f"model directory {model} does not exist; give a Hugging Face directory or ORG/NAME")
+    if not (model / "config.json").exists():
+        if any(model.glob("*.gguf")):
+            raise ModelError(f"model directory {model}: {NO_GGUF}")
+        raise ModelError(f"model directory {model} has no config.json; give the directory that has one")
+
+
+def _weight_files(model: Path) -> Iterator[Path]:
+    if (model / SINGLE).is_file():
+        yield model / SINGLE
+        return
+    if not (model / INDEX).is_file():
+        _refuse_other_weights(model)
+    names = _read_json(model / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{model / INDEX}: no weight_map; fetch the file again")
+    for name in sorted({str(name) for name in names.values()}):
+        if Path(name).name != name:
+            raise ModelError(f"{model / INDEX}: {json.dumps(name)} is no file name; fetch the file again")
+        if not (model / name).is_file():
+            raise ModelError(f"{model / name}: a part of the weights that is missing; {_again(model)}")
+        yield model / name
+
+
+def _refuse_other_weights(model: Path) -> None:
+    if pickles := sorted([*model.glob("*.bin"), *model.glob("*.pt"), *model.glob("*.pth")]):
+        raise ModelError(
+            f"{pickles[0]}: pickled weights, which run code when they are read; choose a model with safetensors, "
+            "or convert them with transformers' save_pretrained"
+        )
+    if any(model.glob("*.gguf")):
+        raise ModelError(f"model directory {model}: {NO_GGUF}")
+    raise ModelError(f"model directory {model} has no *.safetensors weights; {_again(model)}")
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a safetensors file, checked against the file's size."""
+    _refuse_pointer(file)
+    try:
+        with file.open("rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            length = int.from_bytes(source.read(8), "little")
+            if size < 8 or length > min(size - 8, HEADER_BYTES):
+                raise ValueError("cut off, or not a safetensors file")
+            header = json.loads(source.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+        if 8 + length + max(ends, default=0) > size:
+            raise ValueError(f"cut off: {size} of {8 + length + max(ends)} bytes")
+        return {name: tuple(int(number) for number in entry["shape"]) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file}: {error}; {_again(file.parent)}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    _refuse_pointer(path)
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}; {_again(path.parent)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: no JSON object; {_again(path.parent)}")
+    return value
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Raise ModelError for the text that git leaves in place of a large file."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(POINTER))
+    except OSError as error:
+        raise ModelError(f"{path}: not readable: {error}; {_again(path.parent)}") from error
+    if begin == POINTER:
+        raise ModelError(
+            f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in the directory, "
+            "or use `orcinus pull ORG/NAME`"
+        )
+
+
+def _again(model: Path) -> str:
+    """Return the remedy for a file that is damaged or missing."""
+    repository = repository_of(model)
+    return f"run `orcinus pull {repository}` to complete it" if repository else "fetch it again"

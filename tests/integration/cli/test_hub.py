@@ -1,0 +1,394 @@
+"""`orcinus pull`, `list` and `rm` against a stand-in for the Hub: what comes whole, goes on and is refused, and how."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from services.cli.app import app
+from services.launcher.model_check import ModelFacts, model_problem
+from shared.errors import ConfigurationError
+from shared.settings import CommonSettings, WorkerSettings
+from tests.support.hub import StandInHub
+from tests.support.launcher import ROOT, clean_env
+
+NAME = "acme/tiny"
+TOKEN = "hf_do-not-show"
+WEIGHTS_BYTES = 3 << 20
+
+
+def weights() -> bytes:
+    """Return safetensors with one tensor of bytes that do not repeat."""
+    size = WEIGHTS_BYTES
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}).encode()
+    numbers = b"".join(hashlib.sha256(b"%d" % index).digest() for index in range(size // 32))
+    return len(header).to_bytes(8, "little") + header + numbers
+
+
+def files(**more: bytes) -> dict[str, bytes]:
+    config = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    return {
+        "config.json": json.dumps(config).encode(), "tokenizer.json": b"{}", "README.md": b"# Tiny",
+        "model.safetensors": weights(), "pytorch_model.bin": b"pickle", **more,
+    }  # fmt: skip
+
+
+class Machine:
+    """A user with an empty cache, whose Hub is the stand-in."""
+
+    def __init__(self, home: Path, hub: StandInHub) -> None:
+        self.home, self.hub = home, hub
+        self.directory = home / "hub" / "models--acme--tiny"
+
+    def run(self, *args: str, code: int = 0, typed: str = "", token: str = "", **settings: Any) -> str:
+        """Run the command in this process and return all that it prints. settings: constants of huggingface_hub, which
+        reads them from the environment when it is imported."""
+        url = self.hub.url
+        values = {
+            "ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(self.home / "hub"), "HF_TOKEN_PATH": str(self.home / "token"),
+            "AGENT_HARNESSES_PATH": str(self.home / "harnesses"), "HF_HUB_DISABLE_XET": True,
+            "DOWNLOAD_CHUNK_SIZE": 1 << 16, **settings,
+        }  # fmt: skip
+        with patch.multiple(constants, **values), patch.dict(os.environ, {"HF_TOKEN": token}):
+            done = CliRunner().invoke(app, args, input=typed)
+        said = done.output
+        if isinstance(done.exception, ConfigurationError):
+            said, done.exit_code = f"{said}error: {done.exception}", 2
+        return self._checked(said, done.exit_code, code)
+
+    def run_process(self, *args: str, code: int = 0, before: str = "true", **env: str) -> str:
+        """The same in a process of its own. before: a command of the shell that starts it."""
+        settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.hub.url, "HF_HUB_DISABLE_XET": "1", **env}
+        command = ["bash", "-c", f'{before}; exec "$0" "$@"', sys.executable, "-m", "services.cli", *args]
+        done = subprocess.run(command, cwd=ROOT, env=clean_env(**settings), capture_output=True, text=True, timeout=120)
+        return self._checked(done.stdout + done.stderr, done.returncode, code)
+
+    def _checked(self, said: str, found: int, code: int) -> str:
+        assert found == code, said
+        assert TOKEN not in said and "signature=" not in said and "Traceback" not in said
+        return said
+
+    def snapshot(self, revision: str = "main") -> Path:
+        return self.directory / "snapshots" / (self.directory / "refs" / revision).read_text()
+
+
+@pytest.fixture
+def hub() -> Iterator[StandInHub]:
+    with StandInHub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def machine(tmp_path: Path, hub: StandInHub) -> Machine:
+    return Machine(tmp_path / "home", hub)
+
+
+def test_pull_fetches_what_is_served_and_no_pickles(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = machine.hub.add(NAME, files())
+    said = machine.run_process("pull", NAME, HF_TOKEN=TOKEN, HF_DEBUG="1", HF_HUB_VERBOSITY="debug")
+    snapshot = machine.snapshot()
+    assert snapshot.name == there.commit and "3.0 MiB" in said
+    assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == {
+        name: there.files[name] for name in ("config.json", "tokenizer.json", "model.safetensors")
+    }
+    storage = [seen for seen in machine.hub.seen if seen.is_storage]
+    assert storage and all(seen.authorization is None for seen in storage)  # another host gets no token
+    of_it = [seen for seen in machine.hub.seen if NAME in seen.path]
+    assert {seen.authorization for seen in of_it} == {f"Bearer {TOKEN}"}
+    assert all(TOKEN not in path.read_text(errors="replace") for path in machine.home.rglob("*") if path.is_file())
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(machine.home / "hub"))
+    settings = CommonSettings(model=Path(NAME))
+    assert (settings.model, settings.served_model_name) == (snapshot, NAME)
+
+
+def test_second_pull_asks_for_no_content(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    machine.run("pull", NAME)
+    machine.hub.seen.clear()
+    assert "0 bytes of them fetched now" in machine.run("pull", NAME)
+    assert not machine.hub.fetched()
+
+
+def test_a_cut_connection_goes_on_in_the_same_run(machine: Machine) -> None:
+    there = machine.hub.add(NAME, files())
+    machine.hub.trouble.cut_after["model.safetensors"] = 1 << 20
+    machine.run("pull", NAME)
+    assert (machine.snapshot() / "model.safetensors").read_bytes() == there.files["model.safetensors"]
+    ranges = [seen.range for seen in machine.hub.seen if seen.is_storage]
+    assert ranges[0] is None and ranges[1] is not None and len(ranges) == 2
+
+
+def test_a_run_that_failed_is_continued_by_the_next(machine: Machine) -> None:
+    there = machine.hub.add(NAME, files())
+    done = 1 << 20
+    blob = machine.directory / "blobs" / hashlib.sha256(there.files["model.safetensors"]).hexdigest()
+    said = machine.run_process("pull", NAME, code=2, before="ulimit -f 1024")  # as on a full disk
+    assert "cannot be written" in said and "goes on from there" in said
+    assert not blob.exists() and not (machine.directory / "refs").exists()  # half a model has no name
+    assert "run `orcinus pull acme/tiny`" in machine.run("list") and "can be served" not in machine.run("list")
+    machine.hub.seen.clear()
+    assert f"going on at {done >> 20}.0 MiB" in machine.run("pull", NAME)
+    assert [seen.range for seen in machine.hub.seen if seen.is_storage] == [f"bytes={done}-"]
+    assert blob.read_bytes() == there.files["model.safetensors"]
+    assert machine.hub.fetched() == {"model.safetensors": 1}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("model.safetensors", "SHA-256"), ("tokenizer.json", "Git SHA-1")])
+def test_content_with_another_digest_is_removed_and_refused(machine: Machine, name: str, kind: str) -> None:
+    machine.hub.add(NAME, files())
+    machine.hub.trouble.wrong.add(name)
+    said = machine.run("pull", NAME, code=2)
+    assert f"{name}: {kind} is not" in said and "HF_ENDPOINT" in said
+    assert not (machine.directory / "refs").exists()
+    machine.hub.trouble.wrong.clear()
+    machine.run("pull", NAME)
+    assert machine.snapshot().is_dir()
+
+
+def test_a_file_that_another_tool_left_damaged_is_fetched_again(machine: Machine) -> None:
+    there = machine.hub.add(NAME, files())
+    blob = machine.directory / "blobs" / hashlib.sha256(there.files["model.safetensors"]).hexdigest()
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(b"cut off")
+    assert "damaged" in machine.run("pull", NAME)
+    assert blob.read_bytes() == there.files["model.safetensors"]
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    machine.hub.trouble.stated_size["model.safetensors"] = 1 << 60
+    said = machine.run("pull", NAME, code=2)
+    assert f"needs {1 << 30}.0 GiB of disk" in said and "HF_HOME" in said
+    assert not machine.hub.fetched()
+
+
+def test_gated_model_says_what_to_accept_where(machine: Machine) -> None:
+    machine.hub.add(NAME, files(), gated=True)
+    machine.hub.token = TOKEN
+    said = machine.run("pull", NAME, code=2)
+    assert f"gated; accept its conditions at {machine.hub.url}/{NAME} and set HF_TOKEN" in said
+    assert "with the account of HF_TOKEN" in machine.run("pull", NAME, code=2, token="hf_other")
+    machine.run("pull", NAME, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("acme/none", "neither a directory here nor a model at"),
+        (f"{NAME}@v9", "has no revision v9"),
+        ("tiny", "not a name of the Hub; write ORG/NAME"),
+        ("acme/../tiny", "not a name of the Hub"),
+    ],
+)
+def test_missing_model_is_said_plainly(machine: Machine, name: str, said: str) -> None:
+    machine.hub.add(NAME, files())
+    assert said in machine.run("pull", name, code=2)
+
+
+def test_revision_is_fetched_beside_main(machine: Machine) -> None:
+    old = machine.hub.add(NAME, files(**{"tokenizer.json": b'{"old": 1}'}), refs=("v1",))
+    machine.hub.add(NAME, files())
+    machine.run("pull", NAME)
+    machine.run("pull", f"{NAME}@v1")
+    machine.run("pull", f"{NAME}@{old.commit}")
+    assert machine.snapshot("v1").name == old.commit != machine.snapshot().name
+    assert machine.hub.fetched()["model.safetensors"] == 1  # the same weights
+    machine.run("rm", "--yes", f"{NAME}@v1")
+    assert (machine.snapshot() / "model.safetensors").read_bytes() == weights()
+
+
+def test_sharded_weights_come_as_the_index_names_them(machine: Machine) -> None:
+    parts = {f"model-0000{number}-of-00002.safetensors": weights() + bytes(number) for number in (1, 2)}
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}).encode()}
+    there = files(**parts, **index, **{"consolidated.safetensors": b"twice"})
+    del there["model.safetensors"]
+    machine.hub.add(NAME, there)
+    machine.run("pull", NAME)
+    assert {path.name for path in machine.snapshot().glob("*.safetensors")} == set(parts)
+
+
+def test_repository_without_safetensors_is_refused_by_what_it_has(machine: Machine) -> None:
+    pickled, gguf = files(), files(**{"tiny-q4.gguf": b"GGUF" + bytes(100)})
+    for there in (pickled, gguf):
+        del there["model.safetensors"]
+    machine.hub.add("acme/pickled", pickled)
+    machine.hub.add("acme/gguf", gguf)
+    assert "pickled weights only (pytorch_model.bin)" in machine.run("pull", "acme/pickled", code=2)
+    assert "`orcinus pull acme/gguf --file tiny-q4.gguf`" in machine.run("pull", "acme/gguf", code=2)
+    assert "GGUF files there: tiny-q4.gguf" in machine.run("pull", "acme/gguf", "--file", "x.gguf", code=2)
+    assert "not a GGUF file" in machine.run("pull", "acme/gguf", "--file", "pytorch_model.bin", code=2)
+    assert "GGUF files cannot be served yet" in machine.run("pull", "acme/gguf", "--file", "tiny-q4.gguf")
+    assert "GGUF files cannot be served yet" in machine.run("up", "--model", "acme/gguf", code=2)
+    assert machine.hub.fetched()["pytorch_model.bin"] == 0
+
+
+def test_too_many_requests_are_waited_for(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    machine.hub.trouble.too_many = 2
+    assert "the Hub answers 429 for its files; trying again in 0 s" in machine.run("pull", NAME)
+    machine.hub.trouble.too_many = 99
+    assert "refuses more requests for now (429)" in machine.run("pull", f"{NAME}@main", code=2)
+
+
+def test_offline_uses_what_is_here_and_asks_nobody(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    assert "HF_HUB_OFFLINE forbids" in machine.run("pull", NAME, code=2, HF_HUB_OFFLINE=True)
+    machine.run("pull", NAME)
+    machine.hub.seen.clear()
+    assert "0 bytes of them fetched now" in machine.run_process("pull", NAME, HF_HUB_OFFLINE="1")
+    assert not machine.hub.seen
+
+
+def test_hub_that_cannot_be_reached_is_named(machine: Machine) -> None:
+    said = machine.run("pull", NAME, code=2, ENDPOINT="http://127.0.0.1:9")
+    assert "the Hub at http://127.0.0.1:9 cannot be reached" in said
+    machine.hub.add(NAME, files())
+    machine.run("pull", NAME)
+    assert "what is on this machine stays in use" in machine.run("pull", NAME, ENDPOINT="http://127.0.0.1:9")
+
+
+def test_up_refuses_before_the_weights_are_fetched(machine: Machine) -> None:
+    there = files(**{"config.json": b'{"architectures": ["MambaForCausalLM"]}'})
+    machine.hub.add("acme/mamba", there)
+    assert "architecture 'MambaForCausalLM' is not supported" in machine.run("up", "--model", "acme/mamba", code=2)
+    assert machine.hub.fetched()["model.safetensors"] == 0
+    assert "neither a directory here nor a model at" in machine.run("up", "--model", "no/such", code=2)
+    machine.hub.seen.clear()
+    for service in ("gateway", "worker"):
+        said = machine.run(service, "--model", "acme/other", code=2)
+        assert "fetch it with `orcinus pull acme/other`" in said
+    assert not machine.hub.seen  # services never fetch
+
+
+def test_list_shows_size_revision_origin_and_state(machine: Machine) -> None:
+    assert "no models in" in machine.run("list")
+    machine.hub.add(NAME, files())
+    machine.run("pull", NAME)
+    (row,) = json.loads(machine.run("list", "--json"))["models"]
+    assert (row["name"], row["refs"], row["origin"], row["problem"]) == (NAME, ["main"], "orcinus", "")
+    assert row["bytes"] > WEIGHTS_BYTES
+    assert "can be served" in machine.run("list")
+
+
+def test_rm_asks_and_removes_all_of_it(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    machine.run("pull", NAME)
+    assert "nothing was removed" in machine.run("rm", NAME, code=1, typed="n\n")
+    assert machine.snapshot().is_dir()
+    assert "removed 3 files" in machine.run("rm", NAME, typed="y\n")
+    assert not machine.directory.exists()
+    assert "no such model on this machine" in machine.run("rm", NAME, code=2, typed="y\n")
+
+
+def test_rm_refuses_a_model_that_is_served(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    machine.run("pull", NAME)
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom services.hub.store import hold\n"
+        "hold(Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(machine.snapshot())]
+    serving = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert serving.stdin and serving.stdout and serving.stdout.readline() == "held\n"
+    assert "in use by a process that serves it" in machine.run("rm", "--yes", NAME, code=2)
+    assert "in use" in machine.run("list")
+    serving.communicate()
+    machine.run("rm", "--yes", NAME)
+
+
+def test_rm_leaves_what_another_tool_fetched(machine: Machine) -> None:
+    there = machine.hub.add(NAME, files())
+    program = (
+        "import sys\nfrom huggingface_hub import snapshot_download\n"
+        "snapshot_download('acme/tiny', allow_patterns=['model.safetensors', 'README.md'])\n"
+    )
+    env = clean_env(HF_HOME=str(machine.home), HF_ENDPOINT=machine.hub.url, HF_HUB_DISABLE_XET="1")
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, timeout=120, check=True)
+    assert json.loads(machine.run("list", "--json"))["models"][0]["origin"] == "another tool"
+    assert "nothing of it was fetched by orcinus" in machine.run("rm", "--yes", NAME, code=2)
+    machine.run("pull", NAME)
+    said = machine.run("rm", "--yes", NAME)
+    assert "2 files (3.0 MiB) were fetched by another tool and stay" in said and "removed 2 files" in said
+    assert {path.name for path in machine.snapshot().iterdir()} == {"model.safetensors", "README.md"}
+    assert (machine.snapshot() / "model.safetensors").read_bytes() == there.files["model.safetensors"]
+    assert "also those that another tool fetched" in machine.run("rm", "--yes", "--others", NAME)
+    assert not machine.directory.exists()
+
+
+def test_two_pulls_at_once_do_not_mix(machine: Machine) -> None:
+    machine.hub.add(NAME, files())
+    lock = machine.home / "hub" / ".locks" / "models--acme--tiny" / "orcinus-pull.lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another process fetches it" in machine.run("pull", NAME, code=2)
+
+
+def _broken(directory: Path, name: str, content: bytes | None) -> Path:
+    directory.mkdir()
+    for file, found in files().items():
+        if file != "pytorch_model.bin":
+            (directory / file).write_bytes(found)
+    path = directory / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return directory
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+_BROKEN: dict[str, tuple[str, bytes | None, str]] = {
+    "a pointer for the weights": ("model.safetensors", _POINTER, "a Git LFS pointer, not the file itself"),
+    "a pointer for the tokenizer": ("tokenizer.json", _POINTER, "`git lfs pull`"),
+    "a pointer for the config": ("config.json", _POINTER, "a Git LFS pointer"),
+    "broken JSON": ("config.json", b'{"architectures": [', "not readable as JSON"),
+    "no object": ("config.json", b"[]", "no JSON object"),
+    "weights cut off": ("model.safetensors", weights()[:-1], "cut off"),
+    "no tokenizer": ("tokenizer.json", None, "missing; save the fast tokenizer"),
+    "quantized": (
+        "config.json", b'{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq"}}',
+        "quantization_config (gptq) is not supported",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _BROKEN)
+def test_directory_is_recognised_for_what_is_wrong(tmp_path: Path, case: str) -> None:
+    name, content, said = _BROKEN[case]
+    assert said in model_problem(_broken(tmp_path / "model", name, content), "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("pytorch_model.bin", "pickled weights"), ("x.gguf", "GGUF files cannot be served yet")]
+)
+def test_other_weights_are_recognised(tmp_path: Path, name: str, said: str) -> None:
+    model = _broken(tmp_path / "model", "model.safetensors", None)
+    (model / name).write_bytes(b"x")
+    assert said in model_problem(model, "auto")
+
+
+def held(stored: str, **settings: Any) -> int:
+    facts = ModelFacts(stored, {"embed_tokens.weight": (10, 4), "layers.0.up.weight": (4, 4), "norm.weight": (4,)})
+    return facts.held_bytes(WorkerSettings(device="cpu", **settings))
+
+
+def test_size_is_that_of_the_weights_as_they_are_held() -> None:
+    assert held("bfloat16") == 2 * 60
+    assert held("float16") == 4 * 60  # widened on a CPU
+    assert held("float32", dtype="bfloat16") == 2 * 60
+    assert held("bfloat16", quantize="int8") == 2 * 44 + 16
