@@ -57,17 +57,17 @@ PLAIN = {
     "max_output_tokens": "longest output; 0: as much as the context allows",
     "kv_blocks": "KV blocks; 0: from kv_memory_fraction",
 }
-"""Where the declaration has no description, or one that needs the option's name beside it."""
+"""Texts for fields without a description, or with one that needs the option's name beside it."""
 
 
 def own_fields(settings: type[BaseSettings]) -> dict[str, FieldInfo]:
-    """The fields that a class adds to its base."""
+    """Return the fields that a class adds to its base."""
     inherited = CommonSettings.model_fields if settings is not CommonSettings else {}
     return {name: field for name, field in settings.model_fields.items() if name not in inherited}
 
 
 def meaning(name: str, field: FieldInfo) -> str:
-    """The field's text; "None" for one that nobody described, which a test refuses."""
+    """Return the field's text; "None" for a field without one, which a test refuses."""
     return PLAIN.get(name) or str(field.description)
 
 
@@ -157,20 +157,20 @@ def choices(part: str) -> str:
 
 
 VARIANTS = {
-    "swapped-first": "the same, and the swapped before all that wait (vLLM)",
-    "fits": "the same with nothing kept free: who fits now enters (TensorRT-LLM, lmdeploy)",
-    "reserve": "the blocks of prompt and `max_tokens` at admission; nobody ever lacks memory (Orca, TGI)",
-    "static": "a batch is formed when nothing runs, and nobody joins before all of it has ended (FasterTransformer)",
+    "swapped-first": "the same, with swapped sequences before all waiting ones (vLLM)",
+    "fits": "the same with nothing kept free: a sequence that fits now enters (TensorRT-LLM, lmdeploy)",
+    "reserve": "the blocks of prompt and `max_tokens` at admission; a running sequence never lacks memory (Orca, TGI)",
+    "static": "a batch is formed when nothing runs, and no sequence joins until it has ended (FasterTransformer)",
     "request": "the same, formed when N wait (32) or the first of them has waited for 50 ms (Triton)",
     "capped": "chunks of at most N tokens, multiples of 64",
     "skip": "no prompt is run with less than N tokens left of the budget (SGLang)",
     "shrinking": "chunks, multiples of 64, that shrink behind each N tokens of their prompt",
     "slots": "chunks; at most N sequences run",
     "chunked": "prompts in chunks of what the decodes leave of the budget, multiples of N (Sarathi)",
-    "fair": "of the tenants the one that was given the fewest tokens, inside a tenant by arrival",
-    "newest": "who arrived last (vLLM, Sarathi)",
-    "last-started": "who entered last (TensorRT-LLM)",
-    "least-lost": "of the lowest class the one with the fewest tokens to compute again",
-    "least-output": "who has the fewest outputs, of these the one with the longest input (SGLang)",
+    "fair": "the tenant that got the fewest tokens; inside a tenant by arrival",
+    "newest": "the sequence that arrived last (vLLM, Sarathi)",
+    "last-started": "the sequence that entered last (TensorRT-LLM)",
+    "least-lost": "in the lowest class the sequence with the fewest tokens to compute again",
+    "least-output": "the sequence with the fewest outputs; among these the one with the longest input (SGLang)",
 }
-"""Choices that share a class with another one, or whose class says it in other words."""
+"""Texts of choices that share a class, or have another text in their class."""

@@ -66,7 +66,13 @@ def parser() -> argparse.ArgumentParser:
     add("--restart-s", type=float, default=120.0, metavar="S", help="until it serves again; 120")
     add("--autoscale", type=_range, metavar="MIN:MAX", help="the rule of deploy/kubernetes/overlays/autoscaling")
     add("--startup-s", type=float, default=180.0, metavar="S", help="until a new replica serves; 180")
-    add("--price", type=float, default=0.0, metavar="P", help="of an hour of a replica of speed 1; 0: no cost is told")
+    add(
+        "--price",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="price of an hour of a replica of speed 1; 0 shows no cost",
+    )
     add("--seed", type=int, default=0)
     add("--calibrate", action="store_true", help="compare with the scheduler's own core, instead (some minutes)")
     add("--json", action="store_true", help="one object on stdout, nothing else")

@@ -52,20 +52,20 @@ class Scaler:
 
     def __init__(self, rule: Rule, there: int) -> None:
         self.rule = rule
-        self._asked: list[tuple[float, int]] = [(0.0, there)]  # what the metrics asked for, and when
+        self._targets: list[tuple[float, int]] = [(0.0, there)]  # time and number of replicas that the metrics ask for
         self._changes: list[tuple[float, int]] = []  # when replicas were added (+) or taken (-)
 
     def wanted(self, now_s: float, there: int, age_s: float, sequences: int) -> int:
         """Return the number of replicas from now on."""
         rule = self.rule
         ratios = (age_s / rule.age_s, sequences / (rule.sequences * there))
-        asked = max(there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio) for ratio in ratios)
-        asked = min(max(asked, rule.least), rule.most)
-        self._asked.append((now_s, asked))
+        target = max(there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio) for ratio in ratios)
+        target = min(max(target, rule.least), rule.most)
+        self._targets.append((now_s, target))
         oldest = now_s - max(rule.up_window_s, rule.down_window_s)
-        self._asked = [(at, count) for at, count in self._asked if at >= oldest]
-        up = min(count for at, count in self._asked if at >= now_s - rule.up_window_s)
-        down = max(count for at, count in self._asked if at >= now_s - rule.down_window_s)
+        self._targets = [(at, count) for at, count in self._targets if at >= oldest]
+        up = min(count for at, count in self._targets if at >= now_s - rule.up_window_s)
+        down = max(count for at, count in self._targets if at >= now_s - rule.down_window_s)
         found = there
         if up > there:
             added = self._changed(now_s, rule.up_period_s, 1)

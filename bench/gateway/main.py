@@ -95,7 +95,7 @@ class Run:
         bodies = [_body(endpoint, self._stack.keys.model) for _ in range(count)]
         streams = Streams(self._stack.port, bodies, PATHS[endpoint])
         try:
-            publisher.claim(count, lambda: streams.poll(0.0))  # what is refused is told there
+            publisher.claim(count, lambda: streams.poll(0.0))  # reports refused requests
             late_s: list[float] = []
             drive = self._saturate if case == "saturation" else self._at_rate
             drive(streams, WARM_S, late_s)
@@ -187,13 +187,13 @@ def _waits(waits_s: list[float], late_s: list[float], period_s: float) -> dict[s
 def check(figures: dict[str, Any]) -> None:
     """Raise WrongLimitError if the bench and not the gateway limits the figures."""
     beside = figures["client_and_publisher_ran"] + figures["client_and_publisher_waited"]
-    told = f"clients and publisher used or waited for {beside:.0%} of their core, Redis {figures['redis_ran']:.0%}"
+    context = f"clients and publisher used or waited for {beside:.0%} of their core, Redis {figures['redis_ran']:.0%}"
     idle = 1 - figures["gateway_ran"] - figures["gateway_waited"]
     if figures["case"] == "saturation" and idle > IDLE_MOST:
-        raise WrongLimitError(f"at {figures['tokens_s']:,} tokens/s the gateway was idle for {idle:.0%}; {told}")
+        raise WrongLimitError(f"at {figures['tokens_s']:,} tokens/s the gateway was idle for {idle:.0%}; {context}")
     if figures.get("late_iterations", 0.0) > LATE_MOST:
         late = figures["late_iterations"]
-        raise WrongLimitError(f"{late:.0%} of the iterations were published half a period late or more; {told}")
+        raise WrongLimitError(f"{late:.0%} of the iterations were published half a period late or more; {context}")
 
 
 def _body(endpoint: str, model: str) -> bytes:

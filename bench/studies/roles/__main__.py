@@ -24,7 +24,7 @@ from services.simulator.workload.workload import Workload
 
 RESULT = RESULTS / "roles.json"
 SHAPE, DEVICE = "llama-8b", "h100"
-TTFT_SLO_MS, TBT_SLO_MS = 2000.0, 100.0  # limits of goodput; told to the scheduler, or not
+TTFT_SLO_MS, TBT_SLO_MS = 2000.0, 100.0  # limits of goodput; requests carry them, or not
 BATCH = 64  # sequences that share a decode step where the nominal rate is computed
 LOADS = (0.3, 0.6, 0.9)  # of the nominal rate
 MIXES = {
@@ -60,25 +60,25 @@ def nominal_rps(work: Workload, roofline: Roofline) -> float:
 
 
 def cases(requests: int, quick: bool) -> list[tuple[str, float, bool, int]]:
-    """Yield mix, load, whether requests have limits, replicas."""
+    """Return mix, load, whether requests have limits, and replicas of each case."""
     if quick:
         return [("chat", 0.6, True, 2)]
-    told = [(mix, load, True, 4) for mix in MIXES for load in LOADS]
-    untold = [("long prompts", load, False, 4) for load in LOADS[1:]]
-    return told + untold + [(mix, 0.6, True, 2) for mix in ("chat", "long prompts")]
+    limited = [(mix, load, True, 4) for mix in MIXES for load in LOADS]
+    unlimited = [("long prompts", load, False, 4) for load in LOADS[1:]]
+    return limited + unlimited + [(mix, 0.6, True, 2) for mix in ("chat", "long prompts")]
 
 
 def measure(requests: int, quick: bool) -> list[dict[str, Any]]:
     """Return one entry per run."""
     roofline, found = Roofline(SHAPE, DEVICE), []
-    for mix, load, told, replicas in cases(requests, quick):
+    for mix, load, limited, replicas in cases(requests, quick):
         spec = replace(MIXES[mix], requests=requests, seed=1, rate_rps=1.0)
         rate = load * replicas * nominal_rps(build(spec), roofline)
-        limits: dict[str, Any] = {"ttft_slo_ms": {"": TTFT_SLO_MS}, "tbt_slo_ms": {"": TBT_SLO_MS}} if told else {}
+        limits: dict[str, Any] = {"ttft_slo_ms": {"": TTFT_SLO_MS}, "tbt_slo_ms": {"": TBT_SLO_MS}} if limited else {}
         work = build(replace(spec, rate_rps=rate, **limits))
         for cast in FOUR if replicas == 4 else TWO:
             begun = time.perf_counter()
-            row = {"mix": mix, "load": load, "rate_rps": round(rate, 2), "limits": told, "replicas": replicas}
+            row = {"mix": mix, "load": load, "rate_rps": round(rate, 2), "limits": limited, "replicas": replicas}
             row |= simulate(cast, work, roofline)
             row["wall_s"] = round(time.perf_counter() - begun, 1)
             print(json.dumps(row), file=sys.stderr, flush=True)
