@@ -46,14 +46,14 @@ class Batch:
 
 @dataclass(slots=True)
 class Candidate:
-    """One of the waiting, with what is cached for it."""
+    """A sequence of the batch, with what is cached for it."""
 
     sequence: Sequence
     hit: PrefixMatch
 
     @property
     def loads(self) -> bool:
-        """Has its KV to come from the host tier first?"""
+        """Whether its KV has to come from a host tier first."""
         return self.sequence.swapped or self.hit.host.size > 0
 
 
@@ -67,7 +67,7 @@ class Found:
 
     @classmethod
     def of(cls, candidates: list[Candidate]) -> Found:
-        """What was found for these."""
+        """Return what was found for `candidates`, at least one."""
         sizes: Int64 = np.array([candidate.hit.gpu.size for candidate in candidates], np.int64)
         ends: Int64 = np.cumsum(sizes)
         blocks = np.concatenate([candidate.hit.gpu for candidate in candidates]) if ends[-1] else EMPTY
@@ -101,7 +101,7 @@ class Admission:
                 memo.refused = -1
 
     def enter_loaded(self, step: StepBuilder) -> None:
-        """Those whose KV has come from the host tier take part from this step on."""
+        """Let the rows run from this step on whose KV has come from a host tier."""
         replica = step.replica
         if not replica.transfers.arrived:
             return
@@ -341,7 +341,7 @@ class Admission:
     def _chunks(
         self, step: StepBuilder, candidates: list[Candidate], entrants: Candidates
     ) -> tuple[list[Candidate], Int64]:
-        """Who may enter with the tokens that are left, and the first chunks of those that need not load."""
+        """Return the candidates for which tokens are left, and the first chunks of those that need not load."""
         if not candidates:
             return [], np.zeros(0, np.int64)
         before = entrants.cached[: len(candidates)]
@@ -393,7 +393,7 @@ class Admission:
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
-        """The row gets blocks for its KV on the host, of this replica or a peer, and waits until it is there."""
+        """Take blocks for KV that lies in a host tier, here or of a peer; the row waits until the copies are made."""
         table, sequence, saved = replica.table, candidate.sequence, candidate.sequence.saved
         host = saved.blocks if saved is not None else candidate.hit.host
         gpu = replica.pool.take(host.size)
@@ -408,6 +408,6 @@ class Admission:
 
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:
-    """How the worker is told of a sequence all of whose `blocks` hold computed KV."""
+    """Return the entry of a sequence for the worker; all its `blocks` hold computed KV."""
     request, prompt = sequence.record.request, sequence.prompt.size
     return Enter(slot, request, sequence.choice, sequence.tokens(), prompt, blocks.size * block_size, blocks)

@@ -1,4 +1,4 @@
-"""A worker is gone: what its replica held waits again, with the tokens that were applied.
+"""Loss of a worker: what its replica held waits again, with the tokens that were applied.
 
 Called by Core.lose. Swapped KV goes with the worker, steps in flight are forgotten. What it was loading from the host
 tier of another replica is still there; what another one was loading from its tier may be anything.
@@ -24,13 +24,13 @@ def lose(
     out: OutcomeBuilder,
     now_ns: int,
 ) -> None:
-    """Empties `lost` into the waiting. others: the replicas that are left; records: of all requests."""
+    """Let all sequences of `lost` wait again. others: the replicas that are left; records: of all requests."""
     lost.inflight.clear()
     lost.inflight_of.clear()
     for departed in [gone for each in lost.departed.values() for gone in each]:
         departed.sequence.unanswered = 0
     lost.departed.clear()
-    waiting.changes += 1  # those who owed a step may enter now
+    waiting.changes += 1  # sequences that owed it a step may enter now
     for slot in np.flatnonzero(lost.table.active).tolist():
         load = lost.transfers.from_peer(slot)
         sequence = lost.release(slot)
@@ -60,7 +60,7 @@ def lose(
 
 
 def clear(replica: Replica, but: Iterable[Record], waiting: WaitingQueue, out: OutcomeBuilder, now_ns: int) -> None:
-    """What runs there waits again, but for the sequences of these requests and those whose KV is just coming back."""
+    """Let what runs on `replica` wait again, except sequences of the requests `but` and those that load their KV."""
     stay = {id(record) for record in but}
     for slot in np.flatnonzero(replica.table.active).tolist():
         sequence = replica.table.sequence[slot]
