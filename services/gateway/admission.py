@@ -1,20 +1,28 @@
-"""Decide whether there is room for a request, and word the refusal.
+"""Admit requests: decide whether there is room, begin, resume and adopt their delivery, word the refusals.
 
-Class `low` is shed first: bounds of queue and wait are a share of the settings by class. gateway.py calls `refuse_late`
-before anything is written; enqueue.lua checks `Bounds`, since it alone sees every gateway.
+Class `low` is shed first: bounds of queue and wait are a share of the settings by class. `Admission` compares a request
+with the last look at Redis before anything is written; enqueue.lua checks `Bounds`, since it alone sees every gateway.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.auth import Caller
-from services.gateway.cluster import RETRY_MOST_S, Forecast
-from services.gateway.errors import ApiError, memory_low
+from services.gateway.auth import Caller, Keyring
+from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, STALE_S, Cluster, Forecast
+from services.gateway.delivery.background import BackgroundTasks
+from services.gateway.delivery.dispatcher import Dispatcher
+from services.gateway.delivery.stream import Generation, Position, RequestStream
+from services.gateway.errors import ApiError, invalid, memory_low, taken_over, unavailable
+from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.tracing import Tracing
 from shared.settings import GatewaySettings
 
 CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
@@ -39,6 +47,10 @@ class Bounds:
         share = settings.tenant_queue_share if caller.has_others else 1.0
         late = overloaded(forecast, spec, settings.max_wait_s) if forecast else None
         return cls(spec.priority, spec.prompt_tokens, class_tokens, int(share * class_tokens), late)
+
+    @property
+    def is_late(self) -> bool:
+        return self.late is not None
 
     def refusal(self, answer: list[Any], retry_after_s: Callable[[float], float]) -> ApiError | None:
         """Return the error for the answer of enqueue.lua; None when the request was accepted. retry_after_s: maps
@@ -120,3 +132,162 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None
 def rest_s(forecast: Forecast, limit_ms: float) -> float:
     """Return the seconds after which the remaining wait is within the limit."""
     return min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000))
+
+
+class Admission:
+    """Bring requests into this gateway: new ones, those of clients that return, and those of gateways that are gone."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        model: ModelText,
+        keyring: Keyring,
+        cluster: Cluster,
+        dispatcher: Dispatcher,
+        background: BackgroundTasks,
+        metrics: Metrics,
+        tracing: Tracing | None,
+    ) -> None:
+        """tracing: None where no collector is set."""
+        self._settings = settings
+        self._model = model
+        self._keyring = keyring
+        self._cluster = cluster
+        self._dispatcher = dispatcher
+        self._background = background
+        self._metrics = metrics
+        self._tracing = tracing
+        self.draining = False
+        """Set once the process is to end: every request is refused."""
+
+    async def begin(self, spec: GenerationSpec, caller: Caller, started: float, last_event: str = "") -> Generation:
+        """Admit and enqueue a request; continue one that an Idempotency-Key names and that was enqueued before.
+
+        started: time.monotonic() at its arrival. last_event: the last event of it that the client has read. Raise
+        ApiError; the Generation must be closed.
+        """
+        tenant = caller.tenant
+        spec.priority = caller.priority(spec.priority)
+        if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
+            return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
+        forecast = self._forecast(spec.priority)
+        try:
+            self.admit(spec, forecast)
+        except ApiError:
+            if not (spec.survives_client and await self._dispatcher.record(spec.id)):
+                raise
+            return await self.resume(spec.id, tenant, started, same_as=spec)  # an old request is no new work
+        stream = self._open_stream(spec)
+        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
+        generation.span = self._tracing.begin(spec, started) if self._tracing is not None else None
+        bounds = Bounds.of(self._settings, spec, caller, forecast)
+        delivery = spec.to_delivery(self._model.text.tail)
+        try:
+            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds)
+            if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
+                raise refusal
+        except ApiError:
+            self._dispatcher.close(stream)
+            raise
+        except BaseException:
+            generation.close()
+            raise
+        if answer[0] == b"duplicate" and spec.survives_client:
+            self._dispatcher.close(stream)
+            return await self.resume(spec.id, tenant, started, same_as=spec)
+        self._metrics.prompt_tokens.inc(spec.prompt_tokens)
+        return generation
+
+    async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
+        """Begin a request that runs without a client; spec.background is set. Raise ApiError."""
+        self._background.keep(await self.begin(spec, caller, started))
+
+    async def adopt(self, request_id: str, gateway: str) -> None:
+        """Adopt a background request, if `gateway` was the last to read it. Raise ApiError."""
+        record = await self._dispatcher.record(request_id)
+        if record.get("gateway") == gateway:
+            self._background.keep(
+                await self.resume(request_id, record.get("tenant", ""), time.monotonic(), left_by=gateway)
+            )
+
+    async def resume(
+        self,
+        request_id: str,
+        tenant: str,
+        started: float,
+        last_event: str = "",
+        same_as: GenerationSpec | None = None,
+        left_by: str = "",
+    ) -> Generation:
+        """Deliver a request that exists, wherever it was delivered before, from `last_event` on.
+
+        same_as: the request that the client sent again. left_by: read it in the background, if that gateway was the
+        last to do so. Raise ApiError; the Generation must be closed.
+        """
+        record = await self._dispatcher.raw_record(request_id)
+        if b"delivery" not in record or record.get(b"tenant", b"").decode() != tenant:
+            raise unknown_request(request_id)
+        spec = GenerationSpec.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+        if same_as is not None and spec.body_sha256 != same_as.body_sha256:
+            raise ApiError(
+                409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"
+            )
+        position = Position.parse(last_event, request_id, spec.choices) if last_event else None
+        spec.stream = not left_by and (same_as is None or same_as.stream)
+        if spec.stream and spec.keep:
+            raise invalid(
+                "request_id",
+                "request_id: a request with best_of cannot be streamed; the best choice is known at its end",
+            )
+        stream = self._open_stream(spec)
+        left = functools.partial(self._background.left.add, request_id) if spec.background and not left_by else None
+        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, left)
+        if left_by and request_id in self._dispatcher.streams:
+            raise taken_over()  # a client here has it, or is about to
+        self._refuse_while_draining()  # here: from now on `drain` knows the stream
+        try:
+            found = await self._dispatcher.adopt(stream, tenant, left_by)
+        except BaseException:
+            self._dispatcher.close(stream)
+            raise
+        if not found:  # it expired just now
+            self._dispatcher.close(stream)
+            raise unknown_request(request_id)
+        self._metrics.resumed.inc()
+        return generation
+
+    def _forecast(self, priority: str) -> Forecast | None:
+        """Return the wait that is predicted for a class; None when unknown, or when Redis was read too long ago."""
+        snapshot = self._cluster.snapshot
+        if snapshot is None or time.monotonic() - snapshot.at > STALE_S:
+            return None
+        return snapshot.forecasts.get(priority)
+
+    def admit(self, spec: GenerationSpec, forecast: Forecast | None) -> None:
+        """Raise ApiError 429 or 503 when new work cannot be accepted. enqueue.lua checks the bounds of the queue."""
+        cluster = self._cluster
+        self._refuse_while_draining()
+        if cluster.redis_error or cluster.snapshot is None:
+            raise unavailable(f"Redis does not answer: {cluster.redis_error}", "redis_unavailable", 2)
+        if cluster.snapshot.memory_share > MEMORY_MOST:
+            raise memory_low(cluster.snapshot.memory_share)
+        if not cluster.snapshot.leases:
+            raise unavailable("no scheduler is alive", "no_scheduler", 2)
+        if not self._keyring.read:
+            raise unavailable("the keys have not been read yet", "keys_unread", 2)
+        if forecast is not None:
+            refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
+            refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
+
+    def _refuse_while_draining(self) -> None:
+        if self.draining:
+            raise unavailable("the gateway is shutting down", "shutting_down", 5)
+
+    def _open_stream(self, spec: GenerationSpec) -> RequestStream:
+        bound = self._settings.client_buffer_events if spec.stream else 0
+        return RequestStream(spec.id, spec.choices, bound, survives=spec.survives_client)
+
+
+def unknown_request(request_id: str) -> ApiError:
+    """Return the 404; the same for a request of another tenant."""
+    return ApiError(404, f"request {request_id[:80]!r} not found", param="request_id", code="request_not_found")

@@ -1,31 +1,28 @@
-"""The public and the ops application over one Gateway."""
+"""Build the public and the ops application over one Gateway: routes, what wraps them, and errors of no route.
+
+`PageHeaders` and `HostNames` guard the ops port, whose pages a browser shows: without a key it listens on loopback
+only, and a page of the web that was reached by DNS rebinding names the attacker's host in `Host`.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI, Request
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
-from services.gateway.http.middleware import (
-    OPEN_PATHS,
-    BodyLimit,
-    CutSlow,
-    HostNames,
-    PageHeaders,
-    RequestContext,
-    RequireKey,
-)
-from services.gateway.openai import completions as routes_generate
-from services.gateway.openai import document as schema
-from services.gateway.openai import info as routes_info
-from services.gateway.openai import responses as routes_responses
+from services.gateway.http.protocol import BodyLimit, CutSlow, RequestContext
+from services.gateway.openai import chat, completions, document, info, requests, responses, tokenization
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.openai.responses import ResponsesBody
 from shared.settings import is_loopback
@@ -35,16 +32,11 @@ BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
-    routers = (
-        routes_generate.router(gateway),
-        routes_responses.router(gateway),
-        routes_info.router(gateway),
-        routes_info.ops_router(gateway, on_public_port=True),
-    )
     app = _app(gateway, "Orcinus", needs_key=True)
-    for router in routers:
-        _include(app, router)
-    schema.install(app, BODIES, OPEN_PATHS)
+    for endpoint in (completions, chat, requests, responses, tokenization, info):
+        _include(app, endpoint.router(gateway))
+    _include(app, info.ops_router(gateway, on_public_port=True))
+    document.install(app, BODIES, OPEN_PATHS)
     return app
 
 
@@ -55,7 +47,7 @@ def ops_app(gateway: Gateway) -> FastAPI:
     names = [name.strip().lower() for name in settings.ops_names.split(",") if name.strip()]
     guards = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
     app = _app(gateway, "Orcinus ops", not open_here, guards)
-    _include(app, routes_info.ops_router(gateway, on_public_port=False))
+    _include(app, info.ops_router(gateway, on_public_port=False))
     _include(app, dashboard.router(gateway))
     return app
 
@@ -79,7 +71,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
     ]
     return FastAPI(
         title=title,
-        version=routes_info.VERSION,
+        version=info.VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -119,3 +111,59 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(error.status_code, str(error.detail))
     found.headers.update(error.headers or {})
     return await _api_error(request, found)
+
+
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class PageHeaders:
+    """Add PAGE_HEADERS to every answer that has not set its own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in PAGE_HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, stamped if scope["type"] == "http" else send)
+
+
+class HostNames:
+    """403 unless `Host` is an address, localhost or one of `names`."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = frozenset({"localhost", *names})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._known(Headers(scope=scope).get("host", "")):
+            text = "host not allowed on the ops port; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
+            await ApiError(403, text, code="host_not_allowed").send(send)
+            return
+        await self._app(scope, receive, send)
+
+    def _known(self, host: str) -> bool:
+        name = host.lower()
+        if not name.endswith("]"):
+            head, colon, port = name.rpartition(":")
+            name = head if colon and port.isdecimal() else name
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True

@@ -12,10 +12,13 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import ApiError
 from shared.keys import CLASSES
@@ -26,6 +29,8 @@ from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
+OPEN_PATHS = frozenset({"/health", "/ready", "/health/live", "/health/ready", "/health/progress"})
+"""Paths of the public port that need no key."""
 EVERY_S = 1.0
 USED_EVERY_S = 60.0
 """How coarse `last used` is."""
@@ -208,6 +213,28 @@ class Keyring:
                 record = KeyRecord(name.decode(), "", "", "", revoked_s=1)
             found[name.decode()] = record
         return found
+
+
+class RequireKey:
+    """Require a key on every path but `open_paths`; a gateway without configured keys requires none."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._keyring.identify(Headers(scope=scope).get("authorization"))
+        except ApiError as error:
+            await error.send(send)
+            return
+        scope["state"]["caller"] = caller
+        scope["state"]["tenant"] = caller.tenant
+        await self._app(scope, receive, send)
 
 
 def _refused(why: str) -> ApiError:

@@ -1,6 +1,7 @@
 """Read the state of the stack from Redis once a second: leases, workers, stats, memory.
 
-One task with a connection of its own; handlers only look at the last snapshot. It also writes the gateway's heartbeat.
+One task with a connection of its own; a request only reads attributes of the last snapshot, which holds limits and
+forecasts computed when it was made. The task also writes the gateway's heartbeat.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from redis.exceptions import RedisError
 
 from services.gateway.progress import Progress, Seen
 from services.gateway.request import Limits
-from shared.keys import Keys
+from shared.keys import CLASSES, Keys
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 
@@ -45,12 +46,15 @@ class Snapshot:
     memory_used: int = 0
     memory_most: int = 0
     queue: dict[str, str] = field(default_factory=dict)
-    steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step it tells
+    steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step that it names
     renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
+    memory_share: float = field(init=False)
+    forecasts: dict[str, Forecast] = field(init=False)  # by class; none for a class that no shard predicts
 
-    @property
-    def memory_share(self) -> float:
-        return self.memory_used / self.memory_most if self.memory_most else 0.0
+    def __post_init__(self) -> None:
+        self.memory_share = self.memory_used / self.memory_most if self.memory_most else 0.0
+        found = {priority: self._forecast(priority) for priority in CLASSES}
+        self.forecasts = {priority: forecast for priority, forecast in found.items() if forecast is not None}
 
     @property
     def seen(self) -> Seen:
@@ -62,6 +66,38 @@ class Snapshot:
     def total(self, name: str) -> float:
         """Return the sum of one field of `stats` over all shards."""
         return sum(_number(stats.get(name)) for stats in self.stats.values())
+
+    def limits(self, fallback: Limits) -> Limits:
+        """Return the limits that every worker meets; those of `fallback`, the model's, while no worker is known."""
+        found = [*self.workers.values(), *self.stats.values()]
+
+        def least(name: str) -> int:
+            return min((value for record in found if (value := int(_number(record.get(name)))) > 0), default=0)
+
+        context = least("max_model_len") or fallback.max_model_len
+        return Limits(
+            max_model_len=min(context, fallback.max_model_len),
+            max_input_tokens=least("max_input_tokens"),
+            max_output_tokens=least("max_output_tokens"),
+            max_choices=fallback.max_choices,
+        )
+
+    def _forecast(self, priority: str) -> Forecast | None:
+        """Return the lowest wait that a led shard predicts for a request of that class. Return None, and so refuse no
+        request, when one of the shards has nothing to run before it, has not measured its prefill rate, or has been
+        silent.
+        """
+        found = []
+        for shard in self.leases & self.stats.keys():
+            stats = self.stats[shard]
+            queued = int(_number(stats.get(f"queued_tokens_{priority}")))
+            rate = _number(stats.get("prefill_tok_s"))
+            if not queued or not rate or self.at - self.renewed.get(shard, 0.0) > STALE_S:
+                return None
+            predicted_ms = _number(stats.get(f"predicted_ttft_ms_{priority}"))
+            behind, starts_s = int(_number(stats.get(f"behind_{priority}"))), _number(stats.get("starts_s"))
+            found.append(Forecast(predicted_ms, queued, rate, behind, starts_s))
+        return min(found, key=lambda each: each.ttft_ms, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +133,7 @@ class Cluster:
         self._beats: set[str] = set()
         self._progress = Progress(time.monotonic())
         self.snapshot: Snapshot | None = None
+        self.limits = fallback  # that every worker meets, as of the last look
         self.redis_error = "Redis has not answered yet"
         self.write_error = ""
         self.active = 0  # requests that this gateway delivers
@@ -111,6 +148,7 @@ class Cluster:
             started = time.monotonic()
             try:
                 self.snapshot = await self.look()
+                self.limits = self.snapshot.limits(self._fallback)
                 if self.redis_error:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
@@ -136,22 +174,6 @@ class Cluster:
     def note_unreachable(self, error: str) -> None:
         """Refuse new work until the next look at Redis succeeds; called by a task that saw Redis fail."""
         self.redis_error = error
-
-    @property
-    def limits(self) -> Limits:
-        """The limits that every worker meets; those of the model while no worker is known."""
-        found = [*self.snapshot.workers.values(), *self.snapshot.stats.values()] if self.snapshot else []
-
-        def least(name: str) -> int:
-            return min((value for record in found if (value := int(_number(record.get(name)))) > 0), default=0)
-
-        context = least("max_model_len") or self._fallback.max_model_len
-        return Limits(
-            max_model_len=min(context, self._fallback.max_model_len),
-            max_input_tokens=least("max_input_tokens"),
-            max_output_tokens=least("max_output_tokens"),
-            max_choices=self._fallback.max_choices,
-        )
 
     def reason_not_ready(self) -> str:
         """Return an empty text when new work would be served."""
@@ -186,26 +208,6 @@ class Cluster:
         """
         rate = sum(self._drain_tok_s(stats) for stats in self._led())
         return float(min(RETRY_MOST_S, max(1, math.ceil(waiting_tokens / rate)))) if rate > 0 else 1.0
-
-    def forecast(self, priority: str) -> Forecast | None:
-        """Return the lowest wait that a led shard predicts for a request of that class. Return None, and so refuse no
-        request, when one of the shards has nothing to run before it, has not measured its prefill rate, or has been
-        silent.
-        """
-        now, seen = time.monotonic(), self.snapshot
-        if seen is None or now - seen.at > STALE_S:
-            return None
-        found = []
-        for shard in seen.leases & seen.stats.keys():
-            stats = seen.stats[shard]
-            queued = int(_number(stats.get(f"queued_tokens_{priority}")))
-            rate = _number(stats.get("prefill_tok_s"))
-            if not queued or not rate or now - seen.renewed.get(shard, 0.0) > STALE_S:
-                return None
-            predicted_ms = _number(stats.get(f"predicted_ttft_ms_{priority}"))
-            behind, starts_s = int(_number(stats.get(f"behind_{priority}"))), _number(stats.get("starts_s"))
-            found.append(Forecast(predicted_ms, queued, rate, behind, starts_s))
-        return min(found, key=lambda each: each.ttft_ms, default=None)
 
     def _drain_tok_s(self, stats: dict[str, str]) -> float:
         """Return prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and

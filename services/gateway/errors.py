@@ -1,7 +1,7 @@
 """The errors a client can see, in OpenAI's shape: {"error": {message, type, param, code}}.
 
-Handlers raise ApiError; middleware and the exception handlers of app.py turn it into a response, openai/sse.py into an
-SSE event when the first byte has left already.
+Handlers raise ApiError; the exception handlers of app.py turn it into a response, openai/answers.py into an event when
+the first byte has left already.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+from starlette.types import Send
 
 from shared.errors import OrcinusError
 from shared.grammars import NOT_FOLLOWED
@@ -56,8 +57,16 @@ class ApiError(OrcinusError):
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
     def json(self) -> bytes:
-        """`body` as JSON."""
+        """Return `body` as JSON."""
         return orjson.dumps(self.body())
+
+    async def send(self, send: Send) -> None:
+        """Send the whole answer, from pure ASGI."""
+        body = self.json()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

@@ -1,16 +1,26 @@
-"""Define one checked request, as all of the gateway reads it, and the limits that it is checked against.
+"""Define one checked request, as all of the gateway reads it, its limits and its wire forms.
 
-This is the one definition of a request's fields. A field of a body that has the same name here is copied by
-openai/validate.py; a field that `queue_pb2.Request` or `queue_pb2.Delivery` has under the same name is copied by
-delivery/codec.py. A new per-request field needs no code in between.
+`GenerationSpec` is the one definition of a request's fields. A field of a body that has the same name here is copied by
+openai/bodies.py; a field that `queue_pb2.Request` or `queue_pb2.Delivery` has under the same name is copied here. A new
+field of a request needs no code in between.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from google.protobuf.message import Message
 
 from protos import queue_pb2
+from shared.columns import pack, unpack
+from shared.keys import CLASSES
 from shared.logprobs import record_bytes
+from shared.redis_client import PROMPT_APART_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +35,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limit of the workers, from their records, else from the model's config."""
+    """Limits of the workers, from their records, else from the model's config."""
 
     max_model_len: int
     max_input_tokens: int = 0  # 0 means as much as the context allows
@@ -85,14 +95,12 @@ class GenerationSpec:
 
     @property
     def survives_client(self) -> bool:
-        """Return whether the request runs on when its connection is gone, since the client can come back for the
-        answer.
-        """
+        """Whether the request continues without its connection, since the client can return for the answer."""
         return self.is_named or self.background
 
     @property
     def is_named(self) -> bool:
-        """Return whether an Idempotency-Key names the request: sent again, it is the same request."""
+        """Whether an Idempotency-Key names the request: sent again, it is the same request."""
         return bool(self.body_sha256)
 
     @property
@@ -108,3 +116,73 @@ class GenerationSpec:
     def cost_tokens(self) -> int:
         """Return the tokens that the tenant's bucket pays in advance: the prompts and the longest possible output."""
         return self.prompt_tokens + self.choices * self.max_tokens
+
+    def to_request(self, gateway: str, tenant: str, salt: bytes) -> tuple[queue_pb2.Request, bytes]:
+        """Return the message for `requests:{class}` and, when they are big, the prompts for a key of their own."""
+        prompts = queue_pb2.Prompts(tokens=[pack(prompt) for prompt in self.prompts])
+        apart = 4 * self.prompt_tokens > PROMPT_APART_BYTES
+        fields: dict[str, Any] = {name: getattr(self, name) for name in REQUEST_FIELDS}
+        fields["class"] = CLASSES.index(self.priority)
+        request = queue_pb2.Request(
+            **fields,
+            tenant=tenant,
+            gateway=gateway,
+            prompts=None if apart else prompts,
+            prompts_apart=apart,
+            stop_token_ids=pack(self.stop_ids),
+            cache_salt=salt,
+            created_ms=time.time_ns() // 1_000_000,
+        )
+        return request, prompts.SerializeToString() if apart else b""
+
+    def to_delivery(self, tail: Callable[[Sequence[int], bool], list[int]]) -> bytes:
+        """Return all that another gateway needs to continue the delivery; kept in the request's record.
+
+        tail: the part of a prompt on which the text of its continuation depends (`TokenText.tail`).
+        """
+        return queue_pb2.Delivery(
+            **{name: getattr(self, name) for name in DELIVERY_FIELDS},
+            stop_ids=pack(self.stop_ids),
+            prompt_tails=[pack(tail(prompt, self.skip_special_tokens)) for prompt in self.prompts],
+            prompt_texts=self.prompt_texts if self.echo else [],
+            logprobs=0 if self.logprobs is None else self.logprobs + 1,
+            tools_json=b"" if self.tools is None else orjson.dumps(dataclasses.asdict(self.tools)),
+        ).SerializeToString()
+
+    @classmethod
+    def from_delivery(cls, request_id: str, stored: bytes, priority: str) -> GenerationSpec:
+        """Return the spec to deliver the rest. It cannot be enqueued: prompts and sampling are not stored."""
+        wire = queue_pb2.Delivery.FromString(stored)
+        fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
+        fields["stop"] = list(wire.stop)
+        return cls(
+            **fields,
+            id=request_id,
+            prompts=[unpack(tail).tolist() for tail in wire.prompt_tails],
+            prompt_texts=list(wire.prompt_texts),
+            max_tokens=0,
+            stop_ids=unpack(wire.stop_ids).tolist(),
+            sampling=queue_pb2.Sampling(logprobs=wire.logprobs or int(wire.keep > 0)),
+            priority=priority,
+            logprobs=wire.logprobs - 1 if wire.logprobs else None,
+            tools=_tools(wire.tools_json),
+        )
+
+
+SPEC_FIELDS = frozenset(field.name for field in dataclasses.fields(GenerationSpec))
+
+
+def _common(message: type[Message], *coded: str) -> tuple[str, ...]:
+    """Return the fields that a message and the spec have under one name, except those `coded` in another form."""
+    return tuple(field.name for field in message.DESCRIPTOR.fields if field.name in SPEC_FIELDS.difference(coded))
+
+
+REQUEST_FIELDS = _common(queue_pb2.Request, "prompts")
+DELIVERY_FIELDS = _common(queue_pb2.Delivery, "stop_ids", "prompt_texts", "logprobs")
+
+
+def _tools(stored: bytes) -> ToolUse | None:
+    if not stored:
+        return None
+    use = orjson.loads(stored)
+    return ToolUse(use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False))

@@ -1,4 +1,4 @@
-"""One line of `orcinus doctor`."""
+"""Define one line of `orcinus doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`status` is ok, warn or fail; `fix` says what to do."""
+    """One line. `status` is ok, warn or fail; `fix` says what to do."""
 
     name: str
     status: str

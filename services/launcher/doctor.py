@@ -1,4 +1,4 @@
-"""`orcinus doctor`: what a local stack needs on this machine, each line ok, warn or fail, with what to do."""
+"""Run `orcinus doctor`: check what a local stack needs here, each line ok, warn or fail, with what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TESTED = ((3, 11), (3, 12))
 
 
 def examine(values: Values) -> list[Check]:
-    """Every check, none of which changes anything. Raises ConfigurationError when a setting cannot be read."""
+    """Return every check, none of which changes anything. Raise ConfigurationError when a setting cannot be read."""
     launcher = build(LauncherSettings, values)
     gateway = build(GatewaySettings, values)
     worker = build(WorkerSettings, values)
@@ -95,27 +95,27 @@ def check_redis(gateway: GatewaySettings) -> Check:
     found = re.search(r"v=(\d+)\.(\d+)\.(\S+)", text)
     if found is None:
         return Check("redis", "fail", f"{binary} does not run", "sudo apt-get install redis-server")
-    detail = f"{'.'.join(found.groups())} ({binary}), started by us"
+    detail = f"{'.'.join(found.groups())} ({binary}), started by the launcher"
     if (int(found[1]), int(found[2])) < redis_server.OLDEST:
         return Check("redis", "fail", f"{detail}: older than 6.2", "sudo apt-get install redis-server")
     return Check("redis", "ok", detail)
 
 
 def check_gpu(device: str, model: Path) -> list[Check]:
-    """One line without a GPU; with one, a line for each thing that must fit."""
+    """Return one line without a GPU; with one, a line for each thing that must fit."""
     return judge(Facts() if device == "cpu" else gather(), device, _weights_bytes(model))
 
 
 def check_ports(gateway: GatewaySettings, run_dir: Path) -> list[Check]:
-    ours = RunDir(run_dir).owner()
+    launcher = RunDir(run_dir).owner()
     checks = []
     ports = [("port", gateway.host, gateway.port), ("ops port", gateway.ops_host, gateway.ops_port)]
     if gateway.grpc_port:
         ports.append(("gRPC port", gateway.host, gateway.grpc_port))
     for name, host, port in ports:
         problem = port_problem(host, port)
-        if problem and ours:
-            checks.append(Check(name, "warn", f"{host}:{port}: {problem} (Orcinus runs here: pid {ours})"))
+        if problem and launcher:
+            checks.append(Check(name, "warn", f"{host}:{port}: {problem} (Orcinus runs here: pid {launcher})"))
         elif problem:
             option = "PORT=" if name == "port" else f"--{name.lower().replace(' ', '-')}"
             checks.append(Check(name, "fail", f"{host}:{port}: {problem}", f"choose another with {option}"))
@@ -140,7 +140,7 @@ def check_disk(run_dir: Path) -> Check:
 
 
 def check_ranks(worker: WorkerSettings) -> list[Check]:
-    """One line for a replica of several processes; none for a single one."""
+    """Return one line for a replica of several processes; none for a single one."""
     ranks, cores = worker.tp * worker.pp, psutil.cpu_count(logical=False) or 1
     if ranks == 1:
         return []

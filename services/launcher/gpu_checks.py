@@ -1,6 +1,6 @@
-"""What the facts of a machine mean for DEVICE=cuda: one line for each thing that must fit, with what to do.
+"""Judge the facts of a machine for DEVICE=cuda: one line for each thing that must fit, with what to do.
 
-Pure but for `main`, which make calls before it installs gigabytes: `python -m services.launcher.gpu_checks`. Standard
+Pure, except `main`, which make calls before it installs gigabytes: `python -m services.launcher.gpu_checks`. Standard
 library only, for the same reason.
 """
 
@@ -29,14 +29,14 @@ REBOOT = "reboot: after an upgrade the old kernel module stays loaded"
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What is wrong, and what to do."""
+    """One fault, and what to do."""
 
     detail: str
     fix: str
 
 
 def judge(facts: Facts, wanted: str, weights_bytes: int = 0) -> list[Check]:
-    """All lines. `wanted` is auto, cpu or cuda: what is missing fails only when cuda was asked for by name."""
+    """Return all lines. wanted: auto, cpu or cuda; what is missing fails only when cuda was asked for by name."""
     if wanted == "cpu":
         return [Check("gpu", "ok", "not used: DEVICE=cpu")]
     checks = judge_driver(facts, wanted)
@@ -54,7 +54,7 @@ def judge(facts: Facts, wanted: str, weights_bytes: int = 0) -> list[Check]:
 
 
 def judge_driver(facts: Facts, wanted: str) -> list[Check]:
-    """The lines that need no Python package: the device, and the driver's CUDA."""
+    """Return the lines that need no Python package: the device, and the driver's CUDA."""
     bad = _severity(wanted)
     if not facts.devices:
         if wanted != "cuda" and not _sign_of_gpu(facts):
@@ -72,7 +72,7 @@ def judge_driver(facts: Facts, wanted: str) -> list[Check]:
 
 
 def absence(facts: Facts) -> Trouble:
-    """Why CUDA sees no device."""
+    """Return why CUDA sees no device."""
     driver, smi = facts.driver, (facts.smi or "").splitlines()
     if not facts.nodes and not _smi_works(facts):
         if facts.container:
@@ -116,7 +116,7 @@ def _refused(facts: Facts, code: int) -> Trouble:
 
 
 def device_trouble(facts: Facts, device: Device) -> Trouble | None:
-    """Whether the first device can run the kernels and takes work."""
+    """Return why the first device cannot run the kernels or takes no work; None when it can."""
     if device.capability < OLDEST_CAPABILITY:
         text = f"{device.name} has compute capability {_dotted(device.capability)}"
         return Trouble(
@@ -124,12 +124,12 @@ def device_trouble(facts: Facts, device: Device) -> Trouble | None:
         )
     if code := facts.driver.get("context"):
         text = f"{device.name} takes no work (error {code})"
-        return Trouble(text, "nvidia-smi shows who holds it: another process, or exclusive mode (nvidia-smi -c 0)")
+        return Trouble(text, "nvidia-smi shows what uses it: another process, or exclusive mode (nvidia-smi -c 0)")
     return None
 
 
 def driver_trouble(facts: Facts) -> Trouble | None:
-    """A driver runs programs of its own major version of CUDA and of older ones."""
+    """Return why the driver is too old: it runs programs of its major version of CUDA and of older ones."""
     needed, supported = _built_for(facts), _cuda(facts)
     if supported[0] >= needed[0]:
         return None
@@ -138,7 +138,7 @@ def driver_trouble(facts: Facts) -> Trouble | None:
 
 
 def torch_trouble(facts: Facts) -> Trouble | None:
-    """Most often: torch's build for CPUs, which pip takes where its settings offer one."""
+    """Return what torch lacks. Most often it is the build for CPUs, which pip takes where its settings offer one."""
     found = facts.torch
     version = found.get("version")
     if version is None:
@@ -155,7 +155,7 @@ def torch_trouble(facts: Facts) -> Trouble | None:
 
 
 def cupy_trouble(facts: Facts) -> Trouble | None:
-    """One CuPy, of the same major version of CUDA as torch."""
+    """Return what is wrong unless there is one CuPy, of the same major version of CUDA as torch."""
     names = sorted(facts.cupy_packages)
     if not names:
         return Trouble("CuPy is not installed", _install(facts))
@@ -173,7 +173,7 @@ def cupy_trouble(facts: Facts) -> Trouble | None:
 
 
 def kernels_trouble(facts: Facts, device: Device) -> Trouble | None:
-    """Kernels come compiled with an image, or NVRTC compiles them."""
+    """Return why there are no kernels: they come compiled with an image, or NVRTC compiles them."""
     if facts.prebuilt:
         return None
     if not facts.cupy_packages:
@@ -202,20 +202,18 @@ def _kernels_from(facts: Facts, device: Device) -> str:
 
 
 def check_memory(facts: Facts, bad: str, device: Device, weights_bytes: int) -> Check:
-    """The weights must fit; a crowded device has few blocks."""
+    """Compare free memory with the weights, which must fit; a crowded device has few blocks."""
     free = int(facts.driver.get("free_bytes", 0))
     detail = f"{free / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free, weights {weights_bytes / GIB:.2f} GiB"
     if free < weights_bytes + CONTEXT_BYTES:
-        return Check("gpu mem", bad, detail, "end what holds it (nvidia-smi lists it), or choose a smaller model")
+        return Check("gpu mem", bad, detail, "end its other users (nvidia-smi lists them), or choose a smaller model")
     if free < CROWDED * device.total_bytes:
-        return Check(
-            "gpu mem", "warn", detail, "other processes hold the rest (nvidia-smi lists them): fewer KV blocks"
-        )
+        return Check("gpu mem", "warn", detail, "other processes use the rest (nvidia-smi lists them): fewer KV blocks")
     return Check("gpu mem", "ok", detail)
 
 
 def check_pinned(facts: Facts) -> Check:
-    """Memory for swapping. NVIDIA's driver pins it itself and does not count it against ulimit -l; WSL bounds it."""
+    """Report the memory for swapping. NVIDIA's driver pins it outside ulimit -l; WSL bounds it."""
     limit = facts.memlock_bytes
     detail = "ulimit -l is " + ("unlimited" if limit is None else f"{limit / 1024:.0f} KiB")
     if facts.wsl:
@@ -245,7 +243,7 @@ def _cuda(facts: Facts) -> tuple[int, int]:
 
 
 def _built_for(facts: Facts) -> tuple[int, int]:
-    """The CUDA of the installed torch, or of the one that would be installed."""
+    """Return the CUDA of the installed torch, or of the one that would be installed."""
     found = re.match(r"(\d+)\.(\d+)", facts.torch.get("cuda", ""))
     return (int(found[1]), int(found[2])) if found else CUDA
 
@@ -263,7 +261,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def main() -> int:
-    """2 where no GPU can be used here, with the reason on stderr."""
+    """Return 2 where no GPU can be used here, with the reason on stderr."""
     failed = [check for check in judge_driver(gather_driver(), "cuda") if check.status == "fail"]
     for check in failed:
         print(f"error: DEVICE=cuda: {check.detail}\n       -> {check.fix}", file=sys.stderr)

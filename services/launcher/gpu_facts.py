@@ -1,4 +1,4 @@
-"""What a machine says about its GPUs, gathered and not judged: that is for gpu_checks.
+"""Gather what a machine says about its GPUs; gpu_checks.py judges it.
 
 Standard library only, since `make run DEVICE=cuda` asks before anything is installed.
 """
@@ -39,13 +39,13 @@ class Device:
 
     @property
     def arch(self) -> str:
-        """As the compiler calls it: sm_90."""
+        """Return the compiler's name of it, such as sm_90."""
         return "sm_{}{}".format(*self.capability)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Answers as they came, empty where none did. See gpu_probe for `driver`, `torch`, `cupy` and `nvrtc`."""
+    """Answers as they came, empty where there was none. See gpu_probe for `driver`, `torch`, `cupy` and `nvrtc`."""
 
     card: bool = False  # an NVIDIA card on the PCI bus, which a container sees too
     nodes: bool = False  # the driver's device files
@@ -66,14 +66,14 @@ class Facts:
 
     @property
     def devices(self) -> list[Device]:
-        """In CUDA's order; the worker computes on the first."""
+        """Return the devices in CUDA's order; the worker computes on the first."""
         return [
             Device(one["name"], tuple(one["capability"]), one["total_bytes"]) for one in self.driver.get("devices", ())
         ]
 
 
 def gather_driver() -> Facts:
-    """What is so here, but for Python's packages. Takes a second or two where there is a GPU."""
+    """Gather all except Python's packages. It takes a second or two where there is a GPU."""
     nodes = [node for node in NODES if Path(node).exists()]
     smi, code = ask_nvidia_smi()
     return Facts(
@@ -92,7 +92,7 @@ def gather_driver() -> Facts:
 
 
 def gather() -> Facts:
-    """All of it; without a GPU torch and CuPy are not asked, since importing them takes seconds."""
+    """Gather all; without a GPU torch and CuPy are not asked, since importing them takes seconds."""
     facts = gather_driver()
     if not facts.devices:
         return facts
@@ -104,23 +104,23 @@ def gather() -> Facts:
 
 
 def device_files() -> bool:
-    """Whether a driver is loaded here. Costs nothing."""
+    """Return whether a driver is loaded here. Costs nothing."""
     return any(Path(node).exists() for node in NODES)
 
 
 def device_count() -> int:
-    """How many GPUs this machine shows; where the driver has no node for each, as in WSL, one."""
+    """Return how many GPUs this machine shows; 1 where the driver has no node for each, as in WSL."""
     return max(1, len([node for node in Path("/dev").glob("nvidia*") if node.name.removeprefix("nvidia").isdigit()]))
 
 
 def cupy_packages() -> dict[str, str]:
-    """Every installed distribution that brings the module `cupy`."""
+    """Return name and version of every installed distribution that brings the module `cupy`."""
     found = ((one.metadata["Name"] or "", one.version) for one in metadata.distributions())
     return {name: version for name, version in found if re.fullmatch(r"cupy(-.*)?", name)}
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that the installed torch was built for, "" for a CPU build, None without torch. Does not import it."""
+    """Return the CUDA that the installed torch was built for, "" for a CPU build, None without torch; no import."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -133,7 +133,7 @@ def torch_cuda() -> str | None:
 
 
 def in_container() -> bool:
-    """Docker, Podman or Kubernetes, as far as a process can tell."""
+    """Return whether this is Docker, Podman or Kubernetes, as far as a process can tell."""
     return any(Path(file).exists() for file in CONTAINER_FILES) or "KUBERNETES_SERVICE_HOST" in os.environ
 
 
@@ -176,7 +176,7 @@ def _memlock() -> int | None:
 
 
 def probe(*arguments: str, timeout_s: float) -> dict[str, Any]:
-    """The probe's answer, or {"failed": why}; a library may print before it."""
+    """Return the probe's answer, or {"failed": reason}; a library may print before it."""
     command = [sys.executable, "-m", "services.launcher.gpu_probe", *arguments]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)

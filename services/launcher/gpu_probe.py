@@ -1,4 +1,4 @@
-"""`python -m services.launcher.gpu_probe driver|python [ARCH]`: one JSON object of what the GPU's software answers.
+"""Print what the software of a GPU answers: `python -m services.launcher.gpu_probe driver|python [ARCH]`, as JSON.
 
 `driver` asks libcuda and needs the standard library only; `python` asks torch, CuPy and NVRTC, and the loader for what
 was compiled before. A child of gpu_facts: a library that hangs, crashes or prints takes only this process with it.
@@ -17,11 +17,11 @@ NAME_BYTES = 256
 
 
 def driver() -> dict[str, Any]:
-    """What libcuda says.
+    """Return what libcuda says.
 
     missing: why it cannot be loaded; cuda: the newest CUDA that it supports, 1000 x major + 10 x minor; init, context:
     its error codes, 0 is fine; devices: name, capability, total_bytes in CUDA's order; free_bytes: of the first one,
-    with our own context in it.
+    with the context of this process in it.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -53,7 +53,7 @@ def _device(library: ctypes.CDLL, number: int) -> dict[str, Any]:
 
 
 def _free(library: ctypes.CDLL) -> dict[str, Any]:
-    """Only a context, which is what a worker makes first, shows whether the device takes work."""
+    """Make a context, as a worker does first: only that shows whether the device takes work."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     library.cuDeviceGet(ctypes.byref(device), 0)
     if code := library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
@@ -65,7 +65,7 @@ def _free(library: ctypes.CDLL) -> dict[str, Any]:
 
 
 def python(arch: str) -> dict[str, Any]:
-    """What torch, CuPy, NVRTC and the loader say, each with `error` when it cannot be asked."""
+    """Return what torch, CuPy, NVRTC and the loader say, each with `error` when it cannot be asked."""
     asked = {"torch": _torch, "cupy": _cupy, "nvrtc": _nvrtc, "prebuilt": lambda: _prebuilt(arch)}
     return {name: _answer(ask) for name, ask in asked.items()}
 

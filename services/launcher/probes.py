@@ -1,4 +1,4 @@
-"""How the launcher sees that a service works: the traces it leaves in Redis, or its own health address.
+"""See whether a service works: by the traces that it leaves in Redis, or by its health address.
 
 A trace of the process before (a record not yet expired) is read before each start and does not count.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RedisProbe:
-    """Ready when it answers: while it reads its file back it says LOADING."""
+    """Ready when Redis answers: while it reads its file back it answers LOADING."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -29,7 +29,7 @@ class RedisProbe:
 
 
 class _TraceProbe:
-    """Ready when a key of Redis holds something else than before the start."""
+    """Ready when a key of Redis has another value than before the start."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client
@@ -56,7 +56,7 @@ class _TraceProbe:
 
 
 class WorkerProbe(_TraceProbe):
-    """Ready when it has registered: that is after loading and warm-up. Each start has a new identity."""
+    """Ready when the worker has registered, after loading and warm-up. Each start has a new identity."""
 
     def _read(self) -> bytes | None:
         value: bytes | None = self._client.hget(self._key, "identity")
@@ -64,7 +64,7 @@ class WorkerProbe(_TraceProbe):
 
 
 class SchedulerProbe(_TraceProbe):
-    """Ready when it holds the shard's lease. Each lease has a new epoch."""
+    """Ready when the scheduler has the shard's lease. Each lease has a new epoch."""
 
     def _read(self) -> bytes | None:
         value: bytes | None = self._client.get(self._key)
@@ -72,7 +72,7 @@ class SchedulerProbe(_TraceProbe):
 
 
 class GatewayProbe:
-    """Ready when /health/ready answers 200. Over TLS whatever certificate it shows: it is a process of our own."""
+    """Ready when /health/ready answers 200, over TLS with any certificate: the launcher started that process."""
 
     def __init__(self, host: str, port: int, tls: bool = False) -> None:
         wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # noqa: S104

@@ -1,7 +1,7 @@
-"""Finds the Redis of a local stack: the operator's own, or a server that we start for ourselves alone.
+"""Find the Redis of a local stack: the operator's, or a server that the launcher starts for this stack alone.
 
-Ours listens on a unix socket in a private directory and on no port, asks for a random password that only its
-0600 configuration file holds, appends every write to disk, and refuses writes when its memory bound is reached.
+The stack's server listens on a unix socket in a private directory and on no port, asks for a random password that only
+its 0600 configuration file has, appends every write to disk, and refuses writes when its memory bound is reached.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def missing_binary_message() -> str:
 
 
 def default_memory_bytes() -> int:
-    """min(1 GiB, 10 % of the machine's memory)."""
+    """Return min(1 GiB, 10 % of the machine's memory)."""
     return min(1 << 30, int(psutil.virtual_memory().total) // 10)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRedis:
-    """A server of our own, configured but not started: `argv` starts it in the foreground."""
+    """A server of the stack, configured but not started: `argv` starts it in the foreground."""
 
     binary: Path
     config: Path
@@ -79,16 +79,16 @@ class LocalRedis:
         return f"unix://{quote(str(self.socket))}"
 
     def remove(self) -> None:
-        """Takes the socket and the password away; the data stays."""
+        """Remove the socket and the password; the data stays."""
         self.config.unlink(missing_ok=True)
         shutil.rmtree(self.socket.parent, ignore_errors=True)
         (self.config.parent / SOCKET_RECORD).unlink(missing_ok=True)
 
 
 def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
-    """Writes the configuration of a server whose data lies in run_dir/redis.
+    """Write the configuration of a server whose data lies in run_dir/redis.
 
-    Raises ConfigurationError when the machine has no Redis binary, or none that reads the data.
+    Raise ConfigurationError when the machine has no Redis binary, or none that reads the data.
     """
     data = run_dir / "redis"
     binary = _valkey_binary(data) if _written_by_valkey(data) else find_binary()
@@ -119,7 +119,7 @@ def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
 
 
 def local(run_dir: Path) -> tuple[str, str] | None:
-    """URL and password of the server that a launcher of this user has configured for run_dir; None if it has none."""
+    """Return URL and password of the server that a launcher of this user has configured for run_dir; None for none."""
     record = run_dir / SOCKET_RECORD
     try:
         place = Path(record.read_text().strip()) if record.exists() else run_dir / "socket"
@@ -131,7 +131,7 @@ def local(run_dir: Path) -> tuple[str, str] | None:
 
 
 def client(url: str, password: str | None = None, timeout_s: float = 1.0, **options: Any) -> Any:
-    """A client that tries once: the launcher asks often and must not hang. `options`: as of settings.redis_options."""
+    """Return a client that tries once: the launcher asks often and must not hang. options: settings.redis_options."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -182,7 +182,7 @@ def _written_by_valkey(data: Path) -> bool:
 
 
 def _valkey_binary(data: Path) -> Path:
-    """Return the bundled Valkey, else that of PATH, which may be older. Raises ConfigurationError without any."""
+    """Return the bundled Valkey, else that of PATH, which may be older. Raise ConfigurationError without any."""
     binary = bundled_binary() or shutil.which("valkey-server")
     if binary is None:
         raise ConfigurationError(
@@ -192,9 +192,10 @@ def _valkey_binary(data: Path) -> Path:
 
 
 def _socket_dir(run_dir: Path) -> Path:
-    """A private directory for socket and configuration: under run_dir, or a temporary one that run_dir/socket-dir
-    names, where the path is too long or odd or the file system knows no sockets. The next start removes what a killed
-    launcher left.
+    """Return a private directory for socket and configuration, and remove that of a launcher that was killed.
+
+    It lies under run_dir, or, where the path is too long or odd or the file system has no sockets, it is a temporary
+    one that run_dir/socket-dir names.
     """
     record = run_dir / SOCKET_RECORD
     if record.exists():
@@ -228,7 +229,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _quoted(value: str) -> str:
-    """A value as redis.conf reads it back."""
+    """Return a value as redis.conf reads it back."""
     if "\n" in value or "\r" in value:
         raise ConfigurationError(f"the path {value!r} holds a line break; choose another --run-dir")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

@@ -1,6 +1,6 @@
-"""The state of a local stack, all of it in one private directory (`.run/`): who runs, their logs, Redis' data.
+"""Keep the state of a local stack in one private directory (`.run/`): pids, logs, Redis' data.
 
-One launcher owns the directory at a time, by flock: the kernel drops the lock of a dead one.
+One launcher has the directory at a time, by flock: the kernel drops the lock of a dead one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.errors import ConfigurationError
 
 
 class RunDir:
-    """`with RunDir(path):` owns the directory. Raises ConfigurationError while another launcher does."""
+    """`with RunDir(path):` takes the directory. Raise ConfigurationError while another launcher has it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
@@ -44,13 +44,13 @@ class RunDir:
         self._lock_fd = -1
 
     def write_processes(self, pids: dict[str, int]) -> None:
-        """Names to pids, atomically: a reader sees the old map or the new one."""
+        """Write names and pids, atomically: a reader sees the old map or the new one."""
         new = self.processes.with_suffix(".new")
         new.write_text(json.dumps(pids, indent=1) + "\n")
         os.replace(new, self.processes)
 
     def owner(self) -> int | None:
-        """The pid of the launcher that holds the directory now; None when there is none."""
+        """Return the pid of the launcher that has the directory now; None when there is none."""
         try:
             fd = os.open(self.lock, os.O_RDWR)
         except OSError:
@@ -75,7 +75,7 @@ class RunDir:
                     f"Orcinus runs here already (pid {pid}, {self.path}): stop it with `kill {pid}`, "
                     "or start another stack with its own --run-dir and --port"
                 ) from None
-            # The previous owner may have unlinked the file between our open and our lock.
+            # The launcher before may have unlinked the file between this open and this lock.
             if _same_file(fd, self.lock):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -1,4 +1,4 @@
-"""What the launcher says: one changing line a service on a terminal, plain lines elsewhere. All on stderr."""
+"""Show what the launcher does: one changing line a service on a terminal, plain lines elsewhere, all on stderr."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim
 
 
 class _Console(Console):
-    """The terminal may go away before the stack does: closed, or `| head`. The stack must still stop in order."""
+    """A console whose terminal may end before the stack does: closed, or `| head`. The stack still stops in order."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class Screen:
-    """Report of a Supervisor. `settle()` ends the changing lines once the stack is ready."""
+    """The report of a supervisor. `settle` ends the changing lines once the stack is ready."""
 
     def __init__(self) -> None:
         self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
@@ -51,7 +51,7 @@ class Screen:
             self._live.update(self._table(services), refresh=True)
 
     def settle(self) -> None:
-        """From now on only events are printed."""
+        """Print only events from now on."""
         self._settled = True
         if self._live is not None:
             with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ class Screen:
             self._live = None
 
     def result(self, lines: list[str]) -> None:
-        """What a program may read: on stdout, one plain line each."""
+        """Print lines that a program may read, on stdout."""
         with contextlib.suppress(OSError):
             print("\n".join(lines), flush=True)
 
@@ -77,14 +77,14 @@ class Screen:
         for service in services:
             mark = "[green]✓[/]" if service.state == "ready" else self._spinner
             detail = describe(service)
-            if service.state == "starting" and (said := service.tail(1)):
-                detail += f"  [dim]{escape(said[0][: max(20, self._console.width - 45)])}[/]"
+            if service.state == "starting" and (lines := service.tail(1)):
+                detail += f"  [dim]{escape(lines[0][: max(20, self._console.width - 45)])}[/]"
             table.add_row(mark, service.name, detail)
         return table
 
 
 def describe(service: Service) -> str:
-    """What a service does or waits for, in a few words."""
+    """Return what a service does or waits for, in a few words."""
     if service.state == "waiting":
         return f"waiting for {', '.join(service.spec.after)}" if service.spec.after else "waiting"
     if service.state == "starting":

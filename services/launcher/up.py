@@ -1,4 +1,4 @@
-"""`orcinus up`: checks everything that can be checked before anything starts, then runs the local stack."""
+"""Run `orcinus up`: check all that can be checked before anything starts, then supervise the local stack."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSe
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, which the workers check
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder in it, which the workers check
 CPU_KV_FRACTION = 0.2  # of free memory: what the workers of one machine take together, as one alone would
 
 
 def up(values: Values, stop_with_parent: bool = False) -> int:
-    """Runs until stopped. Returns the exit code; raises ConfigurationError before anything was started."""
+    """Run until stopped. Return the exit code; raise ConfigurationError before anything was started."""
     values = _absolute_paths(values)
     if stop_with_parent:
         _die_with_parent()
@@ -53,20 +53,22 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         screen.event(f"the GPU of this machine is not used: {problem}")
     with RunDir(launcher.run_dir) as run_dir:
         check_ports(gateway)
-        own_redis = None
+        local_redis = None
         access: dict[str, Any]
         if "redis_url" not in gateway.model_fields_set:
-            own_redis = redis_server.configure(run_dir.path, launcher.redis_memory_mb * redis_server.MIB)
-            url, access = own_redis.url, {"password": own_redis.password}
+            local_redis = redis_server.configure(run_dir.path, launcher.redis_memory_mb * redis_server.MIB)
+            url, access = local_redis.url, {"password": local_redis.password}
         else:
             url, access = gateway.redis_url, gateway.redis_options()
             version = redis_server.check_server(url, **access)
             screen.event(f"redis: {version} at {without_password(url)}")
         env = _child_env(values, launcher, gateway, url, access.get("password"))
-        own_folder = share_folder(run_dir.path)
-        shutil.rmtree(own_folder, ignore_errors=True)  # of a launcher that was killed
-        folder = worker.kv_share_dir or own_folder
-        specs = _specs(launcher, gateway, scheduler, worker, own_redis, env, redis_server.client(url, **access), folder)
+        shared = share_folder(run_dir.path)
+        shutil.rmtree(shared, ignore_errors=True)  # of a launcher that was killed
+        folder = worker.kv_share_dir or shared
+        specs = _specs(
+            launcher, gateway, scheduler, worker, local_redis, env, redis_server.client(url, **access), folder
+        )
 
         def on_ready() -> None:
             screen.settle()
@@ -77,13 +79,13 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             return Supervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
         finally:
             screen.settle()
-            if own_redis is not None:
-                own_redis.remove()
-            shutil.rmtree(own_folder, ignore_errors=True)  # what a killed worker left in it takes memory
+            if local_redis is not None:
+                local_redis.remove()
+            shutil.rmtree(shared, ignore_errors=True)  # files that a killed worker left in it take memory
 
 
 def check_ports(gateway: GatewaySettings) -> None:
-    """Raises ConfigurationError naming a port that is taken and the setting that chooses another."""
+    """Raise ConfigurationError for a port that is taken, with the setting that chooses another."""
     ports = [(gateway.host, gateway.port, "port"), (gateway.ops_host, gateway.ops_port, "ops_port")]
     if gateway.grpc_port:
         ports.append((gateway.host, gateway.grpc_port, "grpc_port"))
@@ -94,7 +96,7 @@ def check_ports(gateway: GatewaySettings) -> None:
 
 
 def port_problem(host: str, port: int) -> str:
-    """Why a server cannot listen there; empty when it can."""
+    """Return why a server cannot listen there; empty when it can."""
     try:
         info = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(info[0], info[1]) as listener:
@@ -109,7 +111,7 @@ def port_problem(host: str, port: int) -> str:
 
 
 def cuda_problem() -> str:
-    """What DEVICE=cuda lacks at first sight; empty when nothing. `orcinus doctor` and the worker look closer."""
+    """Return what DEVICE=cuda lacks at first sight; empty when nothing. `orcinus doctor` and the worker look closer."""
     if not device_files():
         return "this machine shows no NVIDIA GPU; use DEVICE=cpu, or install its driver"
     if not torch_cuda():
@@ -120,13 +122,13 @@ def cuda_problem() -> str:
 
 
 def unused_gpu(worker: WorkerSettings) -> str:
-    """Why a GPU that is here will not be used although it may be; empty when that is not so."""
+    """Return why a GPU that is here and may be used will not be used; empty when it will, or there is none."""
     on_cpu = worker.deterministic or worker.quantize != "none" or not worker.device == worker.kernels == "auto"
     return "" if on_cpu or not device_files() else cuda_problem()
 
 
 def greeting(gateway: GatewaySettings) -> list[str]:
-    """The address, and one curl line that works as it stands."""
+    """Return the address, and one curl line that works as it stands."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(gateway.host, gateway.host)  # noqa: S104
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
@@ -194,7 +196,7 @@ def on_gpu(worker: WorkerSettings) -> bool:
 
 
 def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str, str]:
-    """What sets one of several workers apart: its name, its GPU or its part of the cores and of the memory."""
+    """Return the settings of one of several workers: its name, its GPU or its part of the cores and of the memory."""
     if replicas == 1:
         return {}
     env, ranks = {env_name("worker_id"): replica_id(worker.worker_id, number)}, worker.tp * worker.pp
@@ -211,21 +213,21 @@ def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str,
 
 
 def role_env(role: str, folder: Path) -> dict[str, str]:
-    """What tells a worker its role; folder: the one that they share, unless another is set."""
+    """Return the settings of a worker's role. folder: for the host tiers that the workers share."""
     if role == "both":
         return {}
     return {env_name("worker_role"): role, env_name("kv_share_dir"): str(folder)}
 
 
 def share_folder(run_dir: Path) -> Path:
-    """For the host tiers of a stack's workers: in memory where the system has a place for that, the same each time."""
+    """Return the folder for the host tiers of a stack's workers, the same each time: in memory where possible."""
     if not SHARED_MEMORY.is_dir():
         return run_dir / "kv"
     return SHARED_MEMORY / f"orcinus-{os.geteuid()}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:12]}"
 
 
 def replica_id(worker_id: str, number: int) -> str:
-    """worker-0, worker-1, ...; another name gets a number behind it from the second on."""
+    """Return worker-0, worker-1, ...; another name gets a number behind it from the second worker on."""
     return f"{worker_id.removesuffix('-0')}-{number}" if number else worker_id
 
 
@@ -234,16 +236,16 @@ def _specs(
     gateway: GatewaySettings,
     scheduler: SchedulerSettings,
     worker: WorkerSettings,
-    own_redis: redis_server.LocalRedis | None,
+    local_redis: redis_server.LocalRedis | None,
     env: dict[str, str],
     client: Any,
     folder: Path,
 ) -> list[ServiceSpec]:
     keys = gateway.keys
-    after = ("redis",) if own_redis else ()
+    after = ("redis",) if local_redis else ()
     specs = []
-    if own_redis:
-        specs.append(ServiceSpec("redis", own_redis.argv, probe=RedisProbe(client), stop_s=launcher.stop_s))
+    if local_redis:
+        specs.append(ServiceSpec("redis", local_redis.argv, probe=RedisProbe(client), stop_s=launcher.stop_s))
 
     def service(
         role: str, probe: WorkerProbe | SchedulerProbe | GatewayProbe, stop_s: float, number: int = 0, **more: str
@@ -255,8 +257,8 @@ def _specs(
 
     def replica(number: int, role: str) -> ServiceSpec:
         probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
-        own = replica_env(worker, number, len(roles)) | role_env(role, folder)
-        return service("worker", probe, launcher.stop_s, number, **own)
+        env = replica_env(worker, number, len(roles)) | role_env(role, folder)
+        return service("worker", probe, launcher.stop_s, number, **env)
 
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
     return [
@@ -274,7 +276,7 @@ def _specs(
 def _child_env(
     values: Values, launcher: LauncherSettings, gateway: GatewaySettings, url: str, password: str | None
 ) -> dict[str, str]:
-    """Options travel as environment variables: a password or a key never stands on a command line."""
+    """Return the options as environment variables: a password or a key never stands on a command line."""
     env = {env_name(name): str(value) for name, value in values.items()}
     env["ORCINUS_REDIS_URL"] = url
     if password is not None:
@@ -285,13 +287,13 @@ def _child_env(
     if gateway.api_key_file is not None:
         env["ORCINUS_API_KEY_FILE"] = str(gateway.api_key_file.absolute())
     if "drain_s" not in gateway.model_fields_set:
-        env["ORCINUS_DRAIN_S"] = str(launcher.stop_s / 2)  # someone sits at the terminal
+        env["ORCINUS_DRAIN_S"] = str(launcher.stop_s / 2)  # a user waits at the terminal
     env["PYTHONUNBUFFERED"] = "1"
     return env
 
 
 def _absolute_paths(values: Values) -> Values:
-    """Services run in another directory than the one where paths were typed."""
+    """Return the values with absolute paths: services run in another directory than the one where they were typed."""
 
     def is_name(name: str, value: str) -> bool:
         """Tell a Hub name from a path: `./org/name` is never one."""
@@ -305,7 +307,7 @@ def _absolute_paths(values: Values) -> Values:
 
 
 def _die_with_parent() -> None:
-    """SIGTERM from the kernel when `make` is killed outright; the supervisor also watches its parent's pid."""
+    """Let the kernel send SIGTERM when `make` is killed outright; the supervisor also watches its parent's pid."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from deploy import healthcheck, redis_users
-from services.gateway.http.middleware import OPEN_PATHS
+from services.gateway.auth import OPEN_PATHS
 from services.gateway.metrics import Metrics as GatewayMetrics
 from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.worker.metrics import Metrics as WorkerMetrics

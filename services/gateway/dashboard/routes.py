@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.dashboard.feed import Feed, Viewer
 from services.gateway.errors import unavailable
 from services.gateway.gateway import Gateway
-from services.gateway.openai.sse import until_disconnect
+from services.gateway.openai.answers import until_disconnect
 from shared.tasks import end
 
 _HERE = Path(__file__).parent

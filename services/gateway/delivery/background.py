@@ -1,7 +1,7 @@
 """Read requests that run in the background without a client, and adopt those of dead gateways.
 
 Stop strings are matched by a gateway, so each background request needs one that reads it. `BackgroundTasks` reads the
-requests of this gateway and keeps nothing; the answer is made from the record (openai/response.py). `OrphanAdopter`
+requests of this gateway and keeps nothing; the answer is made from the record (openai/requests.py). `OrphanAdopter`
 looks every two seconds for gateways without a heartbeat; a key with SET NX lets one gateway adopt a request. The sets
 `background` (gateways) and `background:{gateway}` (requests) are written with the requests; entries that stay too
 long, as when a gateway died before it removed an ended request, do no harm.
@@ -18,7 +18,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.stream import Generation
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError
 from shared.keys import Keys
 from shared.redis_client import Unreachable, connect

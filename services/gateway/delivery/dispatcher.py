@@ -14,18 +14,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from protos import queue_pb2
-from services.gateway.admission import Bounds
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
-from services.gateway.delivery.codec import ends, entries_of, failed, fill, rows_of, to_request
-from services.gateway.delivery.stream import Offer, RequestStream, Row
+from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, rows_of
 from services.gateway.errors import ApiError, slow_client, taken_over, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
@@ -108,6 +106,25 @@ FLUSH_S = 2.0
 T = TypeVar("T")
 
 
+class QueueBounds(Protocol):
+    """The limits of the queue that enqueue.lua checks for one request."""
+
+    @property
+    def class_tokens(self) -> int:
+        """Prompt tokens that may wait, of all classes together, when a request of this class enters."""
+        ...
+
+    @property
+    def tenant_tokens(self) -> int:
+        """Prompt tokens of its tenant that may wait."""
+        ...
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its class waits too long for a tenant that has at least an even share of the queue."""
+        ...
+
+
 class Dispatcher:
     """Own every Redis connection that serves requests."""
 
@@ -166,17 +183,19 @@ class Dispatcher:
 
     # What handlers call
 
-    async def enqueue(self, spec: GenerationSpec, stream: RequestStream, caller: Caller, delivery: bytes) -> bool:
-        """Put the request into its class's stream; False if one of its id was put there before.
+    async def enqueue(
+        self, spec: GenerationSpec, stream: RequestStream, caller: Caller, delivery: bytes, bounds: QueueBounds
+    ) -> list[Any]:
+        """Put the request into its class's stream, unless its id is there. Return the answer of enqueue.lua: `ok`,
+        `duplicate` or a refusal, after which the stream gets nothing.
 
-        Raise ApiError 429 or 503. `close` has to follow in any case. A connection that reads the request already keeps
-        it: only `adopt` takes it over.
+        Raise ApiError(503). `close` has to follow, except after a refusal. A connection that reads the request already
+        keeps it: only `adopt` takes it over.
         """
         if spec.id not in self._streams:
             self._register(stream)
-        request, prompts = to_request(spec, self.gateway_id, caller.tenant, caller.salt)
+        request, prompts = spec.to_request(self.gateway_id, caller.tenant, caller.salt)
         keys = self._keys
-        bounds = Bounds.of(self._settings, spec, caller, self._cluster.forecast(spec.priority))
         # fmt: off
         redis_keys = [
             keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(caller.bucket),
@@ -185,18 +204,20 @@ class Dispatcher:
         arguments: list[Value] = [
             request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
             *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
-            spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.late is not None),
+            spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.is_late),
         ]
         # fmt: on
-        answer = await self.ask(lambda: self._enqueue(spec, redis_keys, arguments))
-        if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
-            self._forget(stream)
-            raise refusal
-        if is_new := bool(answer[0] == b"ok"):
-            stream.left = (answer[2], answer[3])
-        if is_new and self._streams.get(spec.id) is not stream:  # the one before it was refused
-            self._register(stream)
-        return is_new
+        answer: list[Any] = await self.ask(lambda: self._enqueue(spec, redis_keys, arguments))
+        match answer[0]:
+            case b"ok":
+                stream.left = (answer[2], answer[3])
+                if self._streams.get(spec.id) is not stream:  # the one before it was refused
+                    self._register(stream)
+            case b"duplicate":
+                pass
+            case _:
+                self._forget(stream)
+        return answer
 
     async def adopt(self, stream: RequestStream, tenant: str, former: str = "") -> bool:
         """Deliver a request that was enqueued before, here or by another gateway. Return False if the tenant has no
@@ -491,3 +512,26 @@ async def _missing(redis: Redis, keys: Keys, stream: RequestStream) -> tuple[dic
         if tokens := unpack(output[: len(output) // 4 * 4]).tolist():
             rows.append((before[choice], Row(choice, tokens, logprobs=logprobs[choice][: size * len(tokens)])))
     return record, rows
+
+
+def failed(error: Exception) -> Exception:
+    """Return the error that the client gets when a Redis call failed; any other exception is returned as it is."""
+    if isinstance(error, Unreachable):
+        return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
+    if isinstance(error, RedisError) and "OOM" in str(error):
+        return unavailable("Redis has no memory left for new requests; retry later", "redis_memory", 5)
+    if isinstance(error, RedisError):
+        log.error("Redis refused a request: %s", error)
+        return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
+    log.error("a Redis call failed", exc_info=error)
+    return error
+
+
+def entries_of(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Return the entries of an XREAD of one stream, in either of redis-py's two forms."""
+    if not reply:
+        return []
+    streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply]
+    found = streams[0]
+    # RESP3 wraps each stream's entries in one more list.
+    return found[0] if isinstance(reply, dict) and found and isinstance(found[0], list) else found

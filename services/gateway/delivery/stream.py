@@ -1,9 +1,11 @@
-"""Hold one request's rows between the token reader and the handler that serves the client.
+"""Hold one request's rows from Redis and turn them into text for the handler that serves the client.
 
-The reader puts rows in and never waits; the handler takes them out. A handler that waits may be called directly
-instead, since waking its task costs more than all that it does. Every token has its index: tokens that are there
-already are dropped, missing ones are reported as a gap, so the handler sees each token once and in order. `Position`
-is how far the client has read: the second half of an event's id, from which any gateway can go on.
+The reader of Redis offers rows to a `RequestStream` and never waits; a `Generation` takes them out. A handler that
+waits may be called directly instead, since waking its task costs more than all that it does. Every token has its index:
+tokens that are there already are dropped, missing ones are reported as a gap, so the handler sees each token once and
+in order. The text after token i of a choice is a function of the request and tokens 0..i alone (detokenizer.py,
+stop.py), so every gateway produces the same text. `Position` is how far the client has read: the second half of an
+event's id, from which any gateway can continue.
 """
 
 from __future__ import annotations
@@ -11,11 +13,22 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
+from typing import Protocol
 
-from services.gateway.errors import ApiError, shown
+from protos import queue_pb2
+from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, shown, unavailable
+from services.gateway.metrics import Metrics
+from services.gateway.request import GenerationSpec
+from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.stop import StopMatcher
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.reader import CallPiece, ToolReader
+from services.gateway.tracing import RequestSpan
+from shared.columns import unpack
+from shared.logprobs import split_records
 
 NOTHING, PREAMBLE = -2, -1
 """Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""
@@ -187,3 +200,419 @@ class RequestStream:
             raise self.failure
         rows, self._rows = self._rows, []
         return rows
+
+
+def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
+    """Return (choice, finish) of the choices that have ended by their record; their `out` is complete."""
+    if record.get(b"state") == b"finished":
+        parts = record.get(b"finish", b"").split(b",")
+        return [(choice, int(part)) for choice, part in enumerate(parts[:choices]) if part]
+    found = [(choice, int(record.get(b"finish:%d" % choice, b"0"))) for choice in range(choices)]
+    return [(choice, finish) for choice, finish in found if finish]
+
+
+def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
+    """Yield request, index of the first token, and row, for each row of a batch. Raise ValueError for a broken one."""
+    choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
+    counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
+    logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
+    finish, offset = batch.finish, 0
+    for index, request_id in enumerate(batch.requests):
+        end = offset + counts[index]
+        error = batch.errors.get(index, "")
+        yield request_id, first[index], Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index])
+        offset = end
+
+
+def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
+    """Return the ends of the finished choices; the dispatcher has read all their tokens."""
+    error = record.get(b"error", b"").decode("utf-8", "replace")
+    return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
+
+
+def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
+    """Put the rows of a record into a stream that gets nothing else."""
+    for first, row in rows:
+        stream.offer(row, first)
+    for row in ends(record, stream.choices):
+        stream.offer(row, stream.received[row.choice])
+
+
+HELD_FINISH_S = 30.0
+"""How long an end waits for a Redis that is away. Then it is sent all the same: it is right."""
+
+
+class HeldFinishes:
+    """Ends by a stop string that the client gets only once Redis has them. The scheduler learns of a stop string from
+    the gateway alone: if the end were sent first and the gateway killed then, the record would keep another end.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """wake: called when `take` has something new."""
+        self._wake = wake
+        self._held: dict[int, asyncio.TimerHandle] = {}
+        self._ready: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held or self._ready)
+
+    def hold(self, choice: int) -> Callable[[], None]:
+        """Hold the end of a choice until what is returned is called, or for HELD_FINISH_S."""
+
+        def release() -> None:
+            if (timer := self._held.pop(choice, None)) is not None:
+                timer.cancel()
+                self._ready.append(choice)
+                self._wake()
+
+        self._held[choice] = asyncio.get_running_loop().call_later(HELD_FINISH_S, release)
+        return release
+
+    def take(self) -> list[int]:
+        """Return the choices with an end that Redis has taken since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        """Drop all held ends."""
+        for timer in self._held.values():
+            timer.cancel()
+        self._held.clear()
+
+
+class Finish(IntEnum):
+    """As in protos/queue.proto."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.DEADLINE: "deadline"}
+
+
+@dataclass(slots=True)
+class Delta:
+    """The text and tokens that one choice gained."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    calls: list[CallPiece] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, int]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class ChoiceText:
+    """Turns the tokens of one choice into text."""
+
+    # fmt: off
+    __slots__ = (
+        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_silent", "_stop_ids", "_tells_offsets",
+        "_tools", "calls", "count", "finish_reason", "is_plain", "offsets",
+    )
+    # fmt: on
+
+    def __init__(self, spec: GenerationSpec, model: ModelText, prompt: list[int], index: int = 0) -> None:
+        self._detokenizer = model.text.start(prompt, spec.skip_special_tokens)
+        self._matcher = StopMatcher(spec.stop, spec.include_stop_str_in_output) if spec.stop else None
+        self._stop_ids = frozenset(spec.stop_ids)
+        self._include = spec.include_stop_str_in_output
+        self._min_tokens = spec.min_tokens
+        self._tells_offsets = spec.logprobs is not None and spec.endpoint == "completions"
+        self._length = 0  # of the text of all tokens so far, held back or not
+        self.offsets: list[int] = []  # where in that text each token begins; only if an answer tells it
+        self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
+        self.calls: list[CallPiece] = []  # of tools, by the last `feed`
+        self.count = 0
+        self.finish_reason: str | None = None
+        self.is_plain = not (spec.stop or self._tells_offsets or spec.tools)  # then `grow` does as `feed`
+        self._silent = frozenset() if self._include else self._stop_ids
+
+    def grow(self, tokens: list[int]) -> str:
+        """Return the text of tokens that end nothing, where nothing has to be looked for in it."""
+        self.count += len(tokens)
+        text = ""
+        for token in tokens:
+            if token not in self._silent:
+                text += self._detokenizer.feed(token)
+        return text
+
+    def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
+        """Return text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
+        text, used, stopped = self._feed(tokens, finish_reason)
+        if self._tools is not None:
+            text = self._read_calls(self._tools, text)
+        return text, used, stopped
+
+    def _read_calls(self, tools: ToolReader, text: str) -> str:
+        """Return the text without tool calls, which go to `calls`."""
+        text, self.calls = tools.feed(text)
+        if self.finish_reason is None:
+            return text
+        rest, last = tools.flush()
+        self.calls += last
+        if self.finish_reason == "stop" and tools.calls and not tools.cut:
+            self.finish_reason = "tool_calls"
+        return text + rest
+
+    def _feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
+        text, matcher = "", self._matcher
+        for used, token in enumerate(tokens, 1):
+            self.count += 1
+            if self._tells_offsets:
+                self.offsets.append(self._length)
+            if token in self._stop_ids and not self._include:
+                continue
+            piece = self._detokenizer.feed(token)
+            self._length += len(piece)
+            if matcher is None:
+                text += piece
+                continue
+            text += self._match(matcher, piece)
+            if matcher.matched is not None:
+                self.finish_reason = "stop"
+                return text, tokens[:used], True
+        if finish_reason is None:
+            return text, tokens, False
+        self.finish_reason = finish_reason
+        rest = self._detokenizer.flush()
+        if matcher is None:
+            return text + rest, tokens, False
+        text += self._match(matcher, rest) + matcher.flush()
+        if matcher.matched is not None:  # the text ended with the stand-in of half a character
+            self.finish_reason = "stop"
+            return text, tokens, True
+        return text, tokens, False
+
+    def _match(self, matcher: StopMatcher, text: str) -> str:
+        if not text:
+            return ""
+        if self.count <= self._min_tokens:  # stop strings end nothing before min_tokens
+            return text
+        return matcher.feed(text)
+
+
+class Commands(Protocol):
+    """The commands that a generation gives the dispatcher."""
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None: ...
+
+    def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...
+
+
+class Generation:
+    """A request in flight. `close` must be called once, however it ends."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        model: ModelText,
+        stream: RequestStream,
+        commands: Commands,
+        metrics: Metrics,
+        started: float,
+        position: Position | None = None,
+        left: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin the delivery. started: time.monotonic() at the request's arrival. position: what the client has
+        already. left: called when the client has gone and the request continues without it.
+        """
+        self.spec = spec
+        self.stream = stream
+        stream.record_bytes = spec.record_bytes
+        self._commands = commands
+        self._metrics = metrics
+        self._started = started
+        self._last: float | None = None
+        self._closed = False
+        self.span: RequestSpan | None = None  # set where traces are sent
+        self._left = left
+        self._held_finishes = HeldFinishes(stream.wake)
+        self._ended: ApiError | None = None  # raised by the next call of `next`
+        self.failure: ApiError | None = None
+        prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
+        self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
+        self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
+        self.position = position or Position([NOTHING] * spec.choices)
+        self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
+        self.is_plain = (
+            self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
+        )  # then only rows end it
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices) and not self._held_finishes
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
+
+    async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
+        """Return what was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
+
+        deliver: as in `RequestStream.take`; it has to `apply` the rows that it takes. Raise ApiError when the request
+        failed, was cancelled or its client was cut; earlier rows are returned first.
+        """
+        try:
+            if self._ended is not None:
+                raise self._ended
+            return self.apply(await self.stream.take(timeout_s, deliver))
+        except ApiError as error:
+            self.failure = error
+            if error.code == HANDED_OVER and not self._goes_on:
+                text = "this gateway is shutting down and the request is cancelled; send it again"
+                self.failure = unavailable(text, "shutting_down")
+            raise self.failure from None
+
+    @property
+    def holds_end(self) -> bool:
+        """Whether a stop string was found and its end is still held back."""
+        return bool(self._held_finishes)
+
+    def apply(self, rows: list[Row]) -> list[Delta]:
+        """Return what rows add, in order. Raise ApiError when the first of them is a failure."""
+        if self.is_plain and len(rows) == 1 and not rows[0].finish:
+            return self._grow(rows[0])
+        deltas: dict[int, Delta] = {}
+        for row in rows:
+            choice = self.choices[row.choice]
+            if choice.finish_reason is not None:
+                continue
+            if row.finish in (Finish.ERROR, Finish.CANCELLED):
+                self._ended = _failure(row, self.spec)
+                if not deltas:
+                    raise self._ended
+                break
+            reason = REASONS.get(Finish(row.finish)) if row.finish else None
+            known = max(0, self._had[row.choice] - choice.count)
+            text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
+            calls = choice.calls
+            self._keep_logprobs(row, known, tokens)
+            ended = choice.finish_reason
+            beyond = self._had[row.choice] - choice.count  # see Position
+            if stopped:
+                self.stream.end_choice(row.choice)
+                if row.finish != Finish.STOP:  # also when the row has an end: the record has to say what the client got
+                    written = self._held_finishes.hold(row.choice) if beyond < 2 else _nothing
+                    self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
+                    ended = None
+            if choice.finish_reason is not None:
+                if beyond >= 2:
+                    continue
+                text, calls = ("", []) if beyond == 1 else (text, calls)
+            held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
+            held.text += text
+            held.calls += calls
+            held.token_ids = held.token_ids + tokens
+            held.finish_reason = ended
+        for number in self._held_finishes.take():
+            reason = self.choices[number].finish_reason
+            deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = reason
+        self._observe(sum(len(delta.token_ids) for delta in deltas.values()))
+        return list(deltas.values())
+
+    def _grow(self, row: Row) -> list[Delta]:
+        """Do what `apply` comes to for nearly every row: add text. No choice can have ended before."""
+        text = self.choices[row.choice].grow(row.tokens)
+        self._observe(len(row.tokens))
+        return [Delta(row.choice, text, row.tokens, None)]
+
+    def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
+        """Feed a choice and return only what the client does not have yet."""
+        choice = self.choices[number]
+        known = max(0, self._had[number] - choice.count)
+        if not known:
+            return choice.feed(tokens, reason)
+        all_known = known >= len(tokens)
+        _, _, stopped = choice.feed(tokens[:known], None)
+        if stopped or (all_known and reason is None):
+            choice.calls = []
+            return "", [], stopped
+        return choice.feed(tokens[known:], reason)
+
+    def _keep_logprobs(self, row: Row, known: int, tokens: list[int]) -> None:
+        """tokens: those of the row that count and that the client has not; `known` of it were before them."""
+        if self.logprobs is not None:
+            size = self.spec.record_bytes
+            records = row.logprobs[size * known : size * (known + len(tokens))]
+            self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
+
+    def close(self) -> None:
+        """End the request's delivery; what still runs is cancelled, unless its client promised to come back."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.span is not None:
+            ends = [choice.finish_reason or "" for choice in self.choices]
+            self.span.end(self.usage.completion_tokens, ends, self.done, self.failure)
+        if self.done:
+            reasons = [choice.finish_reason for choice in self.choices]
+            took_s = time.monotonic() - self._started
+            self._metrics.finished(self.spec, reasons, self.usage.completion_tokens, took_s)
+            self._commands.close(self.stream)
+        elif self._goes_on:
+            self._commands.close(self.stream)
+            if self._left is not None and not self._taken_from_here:
+                self._left()
+        elif self.failure is not None:
+            self._commands.close(self.stream, self.failure.message)
+        else:
+            self._metrics.cancelled.inc()
+            self._commands.close(self.stream, "the client left")
+        self._held_finishes.close()
+
+    @property
+    def _taken_from_here(self) -> bool:
+        """Whether another connection or gateway delivers the request, or will."""
+        failure = self.failure or self.stream.failure
+        return failure is not None and failure.code in (TAKEN_OVER, HANDED_OVER)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the rest is still wanted: by another connection, or by the client when it comes back."""
+        failure = self.failure or self.stream.failure
+        if failure is None or failure.code == SLOW_CLIENT:
+            return self.spec.survives_client
+        streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
+        return streams or failure.code == TAKEN_OVER
+
+    def _observe(self, tokens: int) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        self._metrics.told(tokens, None if self._last is None else now - self._last)
+        if self._last is None:
+            if self.span is not None:
+                self.span.first_token()
+            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
+        self._last = now
+
+
+def _nothing() -> None:
+    """Ignore that a stop is written: the client has had the end before."""
+
+
+def _failure(row: Row, spec: GenerationSpec) -> ApiError:
+    """Return the error of a row that ends its request without success."""
+    if row.finish == Finish.CANCELLED:
+        return ApiError(409, "the request was cancelled", code="cancelled")
+    return failed(row.error, spec.grammar_field)

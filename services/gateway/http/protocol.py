@@ -1,20 +1,32 @@
-"""HTTP connections of the gateway: uvicorn's protocol with bounds, and refusals in OpenAI's shape.
+"""Bound and guard every HTTP exchange: the connection, its head and body, the answer and how fast its client reads.
 
-What is bounded here never becomes a request: how many connections there are, how long a head is, how slowly a request
-comes in. The rest is bounded by the middleware.
+`Protocol` is uvicorn's, with bounds on what never becomes a request: the number of connections, the length of a head,
+the time in which a request has to arrive. `RequestContext`, `BodyLimit` and `CutSlow` wrap the application, in pure
+ASGI: BaseHTTPMiddleware hides disconnects from handlers and costs a task per request. Refusals are in OpenAI's shape.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http
+import logging
+import re
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.errors import ApiError
+from services.gateway.auth import OPEN_PATHS
+from services.gateway.errors import ApiError, too_big
+from services.gateway.metrics import Metrics
 from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
 
 MOST_HEADERS = 100
 OVER_THE_LIMIT = 256
@@ -190,3 +202,120 @@ def _response(error: ApiError) -> bytes:
     lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in head.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+_COUNTED = OPEN_PATHS | {
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/version",
+    "/metrics", "/stats", "/openapi.json",
+}  # fmt: skip
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class RequestContext:
+    """Outermost: x-request-id in and out, the count of answers, errors that no handler caught."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, pages: Collection[str] = ()) -> None:
+        """pages: paths of the live page, counted by name."""
+        self._app = app
+        self._metrics = metrics
+        self._counted = _COUNTED.union(pages)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def stamped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, stamped)
+        except ClientDisconnect:  # before its request was all there
+            pass
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if status == 0:
+                error = ApiError(500, "internal error; see the log of the gateway", code="internal_error")
+                await error.send(stamped)
+        finally:
+            endpoint = self._endpoint(scope["path"])
+            self._metrics.answers.labels(endpoint, str(status or 499)).inc()
+
+    def _endpoint(self, path: str) -> str:
+        """Return a label of bounded variety."""
+        if path in self._counted:
+            return path
+        for prefix in ("/v1/models/", "/v1/requests/", "/v1/responses/"):
+            if path.startswith(prefix):
+                return prefix + "{id}"
+        return "other"
+
+
+class BodyLimit:
+    """413 for bodies over the limit, by their header or, chunked, while they come in."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app = app
+        self._most_bytes = most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._most_bytes:
+            await too_big(self._most_bytes, f"{declared} bytes").send(send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self._most_bytes:
+                    raise too_big(self._most_bytes, "more")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+class CutSlow:
+    """Pure ASGI, around everything else."""
+
+    def __init__(self, app: ASGIApp, seconds: float, metrics: Metrics) -> None:
+        """seconds: in which a write has to find room in the connection's buffer."""
+        self._app = app
+        self._seconds = seconds
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        extensions = scope.get("extensions", {})
+
+        async def bounded(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await send(message)  # waits for what was written before
+                    if not message.get("more_body") and (drain := extensions.get("orcinus.drain")):
+                        await drain["call"]()
+            except TimeoutError:
+                log.info("client of %s read nothing for %.0f s; connection closed", scope["path"][:80], self._seconds)
+                self._metrics.slow_clients.inc()
+                if abort := extensions.get("orcinus.abort"):
+                    abort["call"]()
+
+        await self._app(scope, receive, bounded)

@@ -20,14 +20,14 @@ import grpc
 from protos import kserve_pb2 as kserve
 from protos import kserve_pb2_grpc
 from services.gateway.auth import Caller
-from services.gateway.delivery.generation import Generation
+from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
-from services.gateway.openai.bodies import CompletionBody, parse_body
+from services.gateway.openai.answers import SLOW_FLUSH_S
+from services.gateway.openai.bodies import CompletionBody, check_model, parse_body
+from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
-from services.gateway.openai.sse import SLOW_FLUSH_S
-from services.gateway.openai.validate import check_model, completion_spec
 from shared.errors import ConfigurationError
 from shared.security.tls import check_pair
 from shared.tasks import end
@@ -221,7 +221,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
         spec.traceparent = call.traceparent
-        return await gateway.begin(spec, call.caller, started)
+        return await gateway.admission.begin(spec, call.caller, started)
 
     async def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""

@@ -1,13 +1,16 @@
-"""Parse request bodies: OpenAI's fields and Orcinus' own, as pydantic models, and `parse_body` from bytes to a model.
+"""Read request bodies: pydantic models of OpenAI's fields and ours, from bytes to a model, from a model to a request.
 
-Types and ranges are checked here; what depends on the model or the settings (context, vocabulary, choices) in
-validate.py. Unknown fields are refused, so that a misspelt one is never ignored. `parse_body` bounds depth and width of
-a body around its decoding. Every refusal is an ApiError(400) that names the field, the value and what is allowed.
+`parse_body` checks types and ranges and bounds depth and width of a body around its decoding. Unknown fields are
+refused, so that a misspelt one is never ignored. `generation_spec` checks what depends on the model or the settings
+(context, vocabulary, choices), the same for completions and chat. Every refusal is an ApiError(400) that names the
+field, the value and what is allowed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import time
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -22,9 +25,16 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
 )
+from starlette.requests import Request
 
+from protos import queue_pb2
 from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.request import GenerationSpec, Limits
+from services.gateway.text.tokenizer import ModelText
+from shared import ids
+from shared.columns import pack, pack_float
 from shared.logprobs import MOST as MOST_LOGPROBS
+from shared.logprobs import record_bytes
 
 MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 1024
@@ -438,6 +448,16 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     return parsed
 
 
+async def read_body(request: Request, kind: type[T]) -> T:
+    """Return the checked body of a request. Raise ApiError(400, 413, 415)."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(
+            415, f"content-type must be application/json; got {content_type!r}", code="unsupported_media_type"
+        )
+    return parse_body(await request.body(), kind)
+
+
 def _refusal(error: ValidationError) -> ApiError:
     """Return the first fault of a pydantic error as OpenAI would say it."""
     first, *others = error.errors(include_url=False, include_context=False)
@@ -484,3 +504,194 @@ def _check_shape(value: Any, place: str, param: str | None) -> None:
             elif isinstance(item, list):
                 below += [child for child in item if isinstance(child, dict | list)]
         level = below
+
+
+MOST_RECORD_BYTES = 64 << 20
+"""What the log-probabilities of one request may take in Redis."""
+
+
+def requested_logprobs(body: GenerationBody) -> int | None:
+    """Return how many most likely tokens go beside each sampled one, None for no log-probabilities. Raise ApiError."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if not isinstance(body, ChatBody):
+        return None
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", f"top_logprobs needs logprobs to be true; got {body.top_logprobs} without it")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def requested_choices(body: GenerationBody) -> tuple[int, int]:
+    """Return how many choices of each prompt run, and how many of them, the best, are returned; 0 means all. Raise
+    ApiError.
+    """
+    n = body.n or 1
+    best_of = body.best_of if isinstance(body, CompletionBody) else None
+    if best_of is None or best_of == n:
+        return n, 0
+    if best_of < n:
+        raise invalid("best_of", f"best_of must be at least n, {n}; got {best_of}")
+    if body.stream:
+        raise invalid(
+            "best_of", f"best_of above n cannot be streamed: the best choice is known at the end; got {best_of}"
+        )
+    return best_of, n
+
+
+def check_records(choices: int, max_tokens: int, wanted: int) -> None:
+    """Raise ApiError for records (shared/logprobs.py) of so many choices that could take too much of Redis."""
+    size = choices * max_tokens * record_bytes(wanted)
+    if size > MOST_RECORD_BYTES:
+        raise invalid(
+            "logprobs",
+            f"log-probabilities of {choices} choices x {max_tokens} tokens may take {size >> 20} MiB of Redis; "
+            f"a request gets at most {MOST_RECORD_BYTES >> 20}: ask for fewer choices, tokens or most likely ones",
+        )
+
+
+COPIED = GenerationBody.model_fields.keys() & {field.name for field in dataclasses.fields(GenerationSpec)} - {
+    "n",
+    "max_tokens",
+}
+"""Fields that a body and the spec have under one name; the two left out depend on the model."""
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Raise ApiError(404) naming what is served."""
+    if name is not None and name != served:
+        raise ApiError(
+            404,
+            f"The model {shown(name)} does not exist; this server has {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_choices(prompts: int, n: int, limits: Limits) -> None:
+    if prompts * n > limits.max_choices:
+        raise invalid(
+            "n",
+            f"prompts x n = {prompts} x {n} = {prompts * n} is more than this server's limit of {limits.max_choices}",
+        )
+
+
+def check_length(least: int, limits: Limits, param: str) -> None:
+    """Refuse texts so long that tokenizing them would be waste; the factor leaves room for normalizers."""
+    if least > 4 * limits.max_model_len:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, "
+            f"however your {param} alone has more than {least // 4}. Please shorten it.",
+            "context_length_exceeded",
+        )
+
+
+def room_after(prompt_tokens: int, limits: Limits, param: str, needs: int = 1) -> int:
+    """Return the tokens that can follow the prompt. Raise when the prompt leaves less than `needs`."""
+    if limits.max_input_tokens and prompt_tokens > limits.max_input_tokens:
+        raise invalid(
+            param,
+            f"{param} has {prompt_tokens} tokens; this server accepts at most {limits.max_input_tokens}",
+            "context_length_exceeded",
+        )
+    room = limits.max_model_len - prompt_tokens
+    if room < needs:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, "
+            f"however your {param} has {prompt_tokens} tokens. Please shorten it.",
+            "context_length_exceeded",
+        )
+    return min(room, limits.max_output_tokens or room)
+
+
+def check_output(max_tokens: int, prompt_tokens: int, room: int, limits: Limits, param: str) -> None:
+    if limits.max_output_tokens and max_tokens > limits.max_output_tokens:
+        raise invalid(param, f"{param} must be at most {limits.max_output_tokens} on this server; got {max_tokens}")
+    if max_tokens > room:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {limits.max_model_len} tokens, however you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt; {max_tokens} for the completion). "
+            f"Please reduce the prompt or {param}.",
+            "context_length_exceeded",
+        )
+
+
+def generation_spec(
+    body: GenerationBody,
+    model: ModelText,
+    limits: Limits,
+    endpoint: str,
+    prompts: list[list[int]],
+    prompt_texts: list[str],
+    max_tokens: int,
+    echo: bool,
+    request_id: str | None,
+) -> GenerationSpec:
+    """Return the checked request that completions and chat make of their body. request_id: None for a new one. Raise
+    ApiError(400).
+    """
+    n, keep = requested_choices(body)
+    logprobs = requested_logprobs(body)
+    wanted = int(keep > 0) if logprobs is None else logprobs + 1
+    check_choices(len(prompts), n, limits)
+    check_records(len(prompts) * n, max_tokens, wanted)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    if body.background and body.stream:
+        raise invalid(
+            "background", "background cannot be combined with stream; read it with GET /v1/requests/{id}/stream"
+        )
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}")
+    for index, token in enumerate(body.stop_token_ids or []):
+        if token >= model.vocab_size:
+            raise invalid(
+                "stop_token_ids",
+                f"stop_token_ids[{index}] must be a token id from 0 to {model.vocab_size - 1}; got {token}",
+            )
+    eos = [] if body.ignore_eos else model.eos_ids
+    given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
+    return GenerationSpec(
+        **given,
+        id=request_id or ids.request_id(endpoint),
+        endpoint=endpoint,
+        created=int(time.time()),
+        prompts=prompts,
+        prompt_texts=prompt_texts,
+        n=n,
+        max_tokens=max_tokens,
+        stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
+        sampling=_sampling(body, model, wanted),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        echo=echo,
+        logprobs=logprobs,
+        keep=keep,
+    )
+
+
+def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:
+    bias: dict[int, float] = {}
+    defaults = model.defaults
+    for name, value in (body.logit_bias or {}).items():
+        if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= model.vocab_size:
+            raise invalid(
+                "logit_bias", f"logit_bias keys must be token ids from 0 to {model.vocab_size - 1}; got {shown(name)}"
+            )
+        bias[int(name)] = value
+    return queue_pb2.Sampling(
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        seed=ids.seed() if body.seed is None else body.seed % (2 * INT64),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
+        logprobs=logprobs,
+        bias_ids=pack(list(bias)) if bias else b"",
+        bias_values=pack_float(list(bias.values())) if bias else b"",
+    )

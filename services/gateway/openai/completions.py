@@ -1,58 +1,41 @@
-"""`/v1/completions` and `/v1/chat/completions`."""
+"""Serve `/v1/completions`: from raw prompts, as text or as token ids, to a request."""
 
 from __future__ import annotations
 
-import hashlib
-import re
+import asyncio
 import time
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
-from services.gateway.auth import Caller
-from services.gateway.delivery.generation import Generation, Usage
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import invalid, shown
 from services.gateway.gateway import Gateway
-from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
-from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.response import ClientLeft, answer, collect
-from services.gateway.openai.sse import EventStream, EventWriter
-from services.gateway.openai.validate import chat_spec, completion_spec
-from services.gateway.request import GenerationSpec
-from shared import ids
+from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
+from services.gateway.openai.bodies import (
+    CompletionBody,
+    check_choices,
+    check_length,
+    check_model,
+    check_output,
+    generation_spec,
+    read_body,
+    requested_choices,
+    room_after,
+)
+from services.gateway.openai.document import body_of, event_stream
+from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output
+from services.gateway.request import GenerationSpec, Limits
+from services.gateway.text.tokenizer import ModelText
 
-T = TypeVar("T", bound=BaseModel)
-GENERATION_ERRORS = errors(403, 404, 409, 415, 429, 503)
-ACCEPTED: dict[int | str, dict[str, Any]] = {
-    202: {
-        "description": "with `background`: the request waits or runs; `location` says where to ask for it",
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    }
-}
-_IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
-
-
-def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON response, encoded by orjson."""
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-async def read_body(request: Request, kind: type[T]) -> T:
-    """Return the checked body of a request. Raise ApiError(400, 413, 415)."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(
-            415, f"content-type must be application/json; got {content_type!r}", code="unsupported_media_type"
-        )
-    return parse_body(await request.body(), kind)
+THREAD_CHARS = 32 * 1024
+"""Longer texts, all of a request together, are tokenized beside the event loop."""
+THREAD_TOKENS = 8 * 1024
+"""More ids are checked and turned into text beside the event loop."""
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """Return the routes over one gateway."""
+    """Return the route over one gateway."""
     routes = APIRouter()
     served = gateway.settings.served_model_name
 
@@ -66,112 +49,98 @@ def router(gateway: Gateway) -> APIRouter:
         started = time.monotonic()
         body = await read_body(request, CompletionBody)
         spec = await completion_spec(body, gateway.model, served, gateway.cluster.limits)
-        return await _serve(gateway, request, spec, started)
-
-    @routes.post(
-        "/v1/chat/completions",
-        responses={**event_stream("a chat completion, or its events"), **ACCEPTED, **GENERATION_ERRORS},
-        openapi_extra=body_of(ChatBody),
-    )
-    async def chat_completions(request: Request) -> Response:
-        """Answers a conversation."""
-        started = time.monotonic()
-        body = await read_body(request, ChatBody)
-        spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits)
-        return await _serve(gateway, request, spec, started)
-
-    @routes.get(
-        "/v1/requests/{request_id}/stream",
-        responses={**event_stream("the events that are still to come, or were not read"), **GENERATION_ERRORS},
-    )
-    async def resume(request_id: str, request: Request) -> Response:
-        """Goes on with a request, also one of another gateway or one that has ended (kept for five minutes).
-
-        `Last-Event-ID` is the id of the last event that was read; without it everything comes again.
-        """
-        started = time.monotonic()
-        last_event = request.headers.get("last-event-id", "")
-        generation = await gateway.resume(request_id, request.state.tenant, started, last_event)
-        writer = EventWriter(generation, gateway.model.fingerprint)
-        return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})
+        return await serve(gateway, request, spec, started)
 
     return routes
 
 
-async def take_headers(request: Request, spec: GenerationSpec) -> None:
-    """Set the trace of a request, and the id that its Idempotency-Key names. Raise ApiError(400)."""
-    spec.traceparent = request.headers.get("traceparent", "")[:256]
-    key = request.headers.get("idempotency-key")
-    if key is None:
-        return
-    if not _IDEMPOTENCY_KEY.fullmatch(key):
+async def completion_spec(
+    body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+) -> GenerationSpec:
+    """Raise ApiError."""
+    check_model(body.model, served)
+    prompts, texts = await _prompts(body, model, limits)
+    echo = bool(body.echo)
+    if echo and body.logprobs is not None:
         raise invalid(
-            "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
+            "echo", "echo with logprobs is not supported: the prompt's are not computed", "unsupported_parameter"
         )
-    kind = ids.kind_of(spec.id)
-    spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key)
-    spec.body_sha256 = hashlib.sha256(await request.body()).digest()
+    if echo and not texts:
+        texts = await decode(prompts, model, body.skip_special_tokens is not False)
+    max_tokens = body.max_tokens
+    if max_tokens == 0 and not echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
+    longest = max(map(len, prompts))
+    room = room_after(longest, limits, "prompt", needs=0 if max_tokens == 0 else 1)
+    if max_tokens is None:
+        max_tokens = min(16, room)
+    check_output(max_tokens, longest, room, limits, "max_tokens")
+    spec = generation_spec(
+        body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id
+    )
+    if body.model_fields_set & OUTPUT_FIELDS:
+        await bind_output(spec, body, model, ToolPlan())
+    return spec
 
 
-async def begin(
-    gateway: Gateway, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
-) -> tuple[Generation, dict[str, str]]:
-    """Begin a request with a waiting client; return it and the headers of its answer. Raise ApiError; it must be
-    closed.
-    """
-    caller: Caller = request.state.caller
-    generation = await gateway.begin(spec, caller, started, last_event)
-    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
+async def encode_text(text: str, model: ModelText, limits: Limits, add_special_tokens: bool = True) -> list[int]:
+    """Return token ids of a raw prompt. Raise ApiError(400)."""
+    return (await _encode([text], model, limits, add_special_tokens))[0]
 
 
-async def _serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
-    fingerprint = gateway.model.fingerprint
-    if spec.max_tokens == 0:  # echo only: nothing is generated
-        return _echo_only(spec, fingerprint)
-    await take_headers(request, spec)
-    if spec.background:
-        await gateway.begin_background(spec, request.state.caller, started)
-        return _accepted(spec)
-    last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-    generation, headers = await begin(gateway, request, spec, started, last_event)
-    if spec.stream:
-        return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
-    return await whole_response(collect(generation, request, fingerprint), headers)
+async def _encode(texts: list[str], model: ModelText, limits: Limits, add_special_tokens: bool) -> list[list[int]]:
+    for text in texts:
+        check_length(len(text) // model.longest, limits, "prompt")
+
+    def work() -> list[list[int]]:
+        return [model.encode(text, add_special_tokens) for text in texts]
+
+    return await asyncio.to_thread(work) if sum(map(len, texts)) > THREAD_CHARS else work()
 
 
-async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, str]) -> Response:
-    """Await the body of an answer and return the response; a client that has left gets an empty one. Raise ApiError."""
-    try:
-        response = json_response(await answer)
-    except ClientLeft:
-        return Response(status_code=499)  # the client has gone
-    response.headers.update(headers)
-    return response
+async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool) -> list[str]:
+    """Return the text of each sequence of ids."""
+
+    def work() -> list[str]:
+        return [model.text.decode(sequence, skip_special) for sequence in sequences]
+
+    return await asyncio.to_thread(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
 
 
-def _accepted(spec: GenerationSpec) -> Response:
-    """Return the 202 of a background request; `GET /v1/requests/{id}` has its state."""
-    state = {
-        "id": spec.id,
-        "object": "request",
-        "status": "queued",
-        "background": True,
-        "created": spec.created,
-        "model": spec.model,
-        "priority": spec.priority,
-        "prompt_tokens": spec.prompt_tokens,
-    }
-    response = json_response(state, 202)
-    response.headers.update({"x-orcinus-request": spec.id, "location": f"/v1/requests/{spec.id}"})
-    return response
+async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:
+    """Return token ids of every prompt and, when prompts were texts, the texts."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+        texts = prompt
+    else:
+        size = sum(len(item) if isinstance(item, list) else 1 for item in prompt) if isinstance(prompt, list) else 0
+        if size > THREAD_TOKENS:
+            return await asyncio.to_thread(_token_prompts, prompt, model), []
+        return _token_prompts(prompt, model), []
+    check_choices(len(texts), requested_choices(body)[0], limits)
+    special = body.add_special_tokens is not False
+    encoded = await _encode(texts, model, limits, special)
+    for index, tokens in enumerate(encoded):
+        if not tokens:
+            name = "prompt" if len(texts) == 1 else f"prompt[{index}]"
+            raise invalid("prompt", f"{name} is empty: it has no token; got {shown(texts[index])}")
+    return encoded, texts
 
 
-def _echo_only(spec: GenerationSpec, fingerprint: str) -> Response:
-    if spec.background:
-        raise invalid("background", "max_tokens 0 leaves nothing to do in the background; got background true")
-    if spec.stream:
-        raise invalid("stream", "max_tokens 0 cannot be streamed; got stream true")
-    empty = [""] * spec.choices
-    usage = Usage(spec.prompt_tokens, 0)
-    ids: list[list[int]] = [[] for _ in empty]
-    return json_response(answer(spec, fingerprint, empty, ids, ["length"] * spec.choices, usage))
+def _token_prompts(prompt: Any, model: ModelText) -> list[list[int]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", f"prompt must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
+    lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+    for index, tokens in enumerate(lists):
+        name = "prompt" if lists[0] is prompt else f"prompt[{index}]"
+        if not tokens:
+            raise invalid("prompt", f"{name} is empty")
+        for at, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < model.vocab_size:
+                raise invalid(
+                    "prompt",
+                    f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {shown(token)}",
+                )
+    return lists

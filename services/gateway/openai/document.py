@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from services.gateway.openai.bodies import ErrorAnswer
 
+FOUND = {"description": "what was found", "content": {"application/json": {"schema": {"type": "object"}}}}
+"""The 200 of a route that answers a JSON object."""
 _REF = "#/components/schemas/{model}"
 _MEANING = {
     400: "a field is wrong; `param` names it",

@@ -22,7 +22,7 @@ from services.gateway.openai.bodies import (
     Tool,
     ToolChoice,
 )
-from services.gateway.request import ToolUse
+from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import MISTRAL_ARGS, OPENINGS, calls_grammar
@@ -70,6 +70,14 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
     offered = tools if isinstance(choice, ChosenTool) else callable_
     dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
     return ToolPlan(use, dumped, grammar, _control_id(opening, model) is not None)
+
+
+async def bind_output(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: ToolPlan) -> None:
+    """Set the grammar that binds the output, and how tool calls are read from it. Raise ApiError."""
+    spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
+    spec.tools = tools.use
+    if tools.has_control:
+        spec.skip_special_tokens = False  # calls are found by it
 
 
 async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan) -> tuple[str, str]:

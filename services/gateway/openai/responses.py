@@ -17,22 +17,23 @@ from fastapi import APIRouter, Request
 from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
-from services.gateway.delivery.generation import Delta, Generation, Usage
+from services.gateway.admission import unknown_request
+from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
-from services.gateway.gateway import Gateway, unknown_request
-from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Priority, parse_body
-from services.gateway.openai.completions import (
+from services.gateway.gateway import Gateway
+from services.gateway.openai.answers import (
     GENERATION_ERRORS,
+    EventStream,
     begin,
+    collect,
     json_response,
-    read_body,
     take_headers,
     whole_response,
 )
+from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Priority, parse_body, read_body
+from services.gateway.openai.chat import chat_spec
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.response import collect, result, status
-from services.gateway.openai.sse import EventStream
-from services.gateway.openai.validate import chat_spec
+from services.gateway.openai.requests import result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
@@ -517,7 +518,7 @@ def router(gateway: Gateway) -> APIRouter:
         await take_headers(request, spec)
         response = shell(body, spec.id, spec.created, gateway.model.defaults)
         if spec.background:
-            await gateway.begin_background(spec, request.state.caller, started)
+            await gateway.admission.begin_background(spec, request.state.caller, started)
             return json_response(response | {"status": "queued"})
         generation, headers = await begin(gateway, request, spec, started)
         if spec.stream:

@@ -12,11 +12,13 @@ import contextlib
 import re
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jinja2
@@ -24,7 +26,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from services.gateway.errors import invalid
-from services.gateway.text.template_process import FAILED, MOST_CHARS, REFUSED, environment, receive, send
+from services.gateway.text.template_process import FAILED, MOST_CHARS, REFUSED, environment
 from shared.settings import ROOT
 
 MEMORY_BYTES = 256 << 20
@@ -44,10 +46,10 @@ class Renderer:
         """Raise jinja2.TemplateSyntaxError. Nothing of the template runs, or is folded, in this process."""
         environment().parse(source)
         self._first = orjson.dumps({"source": source, "seconds": timeout_s, "bytes": MEMORY_BYTES})
-        self._timeout_s = timeout_s
+        self._patience_s = PATIENCE * timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self.connection: socket.socket | None = None
+        self.connection: Connection | None = None
         self._end: weakref.finalize[..., Any] = weakref.finalize(self, _nothing)
 
     @property
@@ -78,18 +80,16 @@ class Renderer:
     def _ask(self, payload: bytes) -> bytes:
         connection = self._connected()
         try:
-            connection.settimeout(PATIENCE * self._timeout_s)
-            send(connection, payload)
-            answer = receive(connection, 4 * MOST_CHARS + 1)
-        except (OSError, ValueError) as error:
+            connection.send_bytes(payload)
+            return connection.recv_bytes(4 * MOST_CHARS + 1)
+        except EOFError as error:
+            self._end()
+            raise RenderError("the process that renders it died") from error
+        except OSError as error:
             self._end()
             raise RenderError(f"the process that renders it gave no answer: {error}") from error
-        if not answer:
-            self._end()
-            raise RenderError("the process that renders it died")
-        return answer
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Connection:
         if self.connection is not None and self.pid is not None:
             return self.connection
         self._end()
@@ -102,13 +102,16 @@ class Renderer:
                 cwd=ROOT,
                 env={},
             )
-        self.connection = ours
-        self._end = weakref.finalize(self, _stop, self._process, ours)
-        send(ours, self._first)
-        return ours
+        microseconds = round(1e6 * self._patience_s)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(microseconds, 1_000_000)))
+        self.connection = Connection(ours.detach())
+        self._end = weakref.finalize(self, _stop, self._process, self.connection)
+        self.connection.send_bytes(self._first)
+        return self.connection
 
 
-def _stop(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
     connection.close()
     process.kill()
     with contextlib.suppress(OSError):
@@ -123,11 +126,13 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """One template, which a process of its own renders, and the twin tokenizer. `encode` blocks."""
+    """The template of a model, rendered by a process apart, and the twin tokenizer. `encode` blocks."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, names: Mapping[str, str], timeout_s: float) -> None:
-        """`names`: bos_token, eos_token, ... as the template may use them. Raise jinja2.TemplateSyntaxError."""
-        self._template = Renderer(source, timeout_s)
+    def __init__(self, source: str | None, tokenizer: Tokenizer, names: Mapping[str, str], timeout_s: float) -> None:
+        """source: None for a model without a template. names: bos_token, eos_token, ... as the template may use them.
+        Raise jinja2.TemplateSyntaxError.
+        """
+        self._template = None if source is None else Renderer(source, timeout_s)
         self._names = dict(names)
         added = tokenizer.get_added_tokens_decoder()
         self._specials = {token.content: id_ for id_, token in added.items() if token.special and token.content}
@@ -141,12 +146,17 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
     ) -> list[int]:
-        """Return token ids of a conversation. Raise ApiError(400) with the template's own words when it refuses.
+        """Return token ids of a conversation. Raise ApiError(400) with the template's words when it refuses, and where
+        there is no template.
 
         tools: the functions that the model may call, in OpenAI's form.
         """
+        if self._template is None:
+            raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
         hidden = _Hidden(self._pattern)
-        text = self._render(hidden.hide(list(messages)), hidden.hide(list(tools)), add_generation_prompt)
+        text = self._render(
+            self._template, hidden.hide(list(messages)), hidden.hide(list(tools)), add_generation_prompt
+        )
         written = 0
         if self._pattern is not None:
             text, written = self._pattern.subn(lambda match: self._renamed[match.group()], text)
@@ -156,13 +166,25 @@ class ChatTemplate:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
         return ids
 
-    def close(self) -> None:
-        """End the process."""
-        self._template.close()
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a template."""
+        return self._template is not None
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def close(self) -> None:
+        """End the process; another call of `encode` starts it again."""
+        if self._template is not None:
+            self._template.close()
+
+    def _render(
+        self,
+        template: Renderer,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages,
                 tools=tools or None,
                 documents=None,

@@ -1,22 +1,22 @@
 """Render a chat template in a process of its own that can open neither a file nor a socket.
 
 A template is a program that comes with a model. The gateway starts this module with an empty environment and one end of
-a socket as its standard input, and sends frames (4 bytes of length, then JSON): first {source, seconds, bytes}, then
+a socket as its standard input, and sends JSON in frames of multiprocessing's: first {source, seconds, bytes}, then
 contexts. Each context is answered by a frame: TEXT, REFUSED or FAILED, and words. The process ends when the socket is
 closed. It imports jinja2, orjson and the standard library only. The environment is that of transformers, sandboxed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pprint
 import resource
 import signal
-import socket
-import struct
 import sys
 import textwrap
 from datetime import datetime
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jinja2
@@ -63,7 +63,6 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-LENGTH = struct.Struct("<I")
 TEXT, REFUSED, FAILED = b"T", b"R", b"F"
 """Rendered; the template's own refusal; anything else that went wrong."""
 MOST_CHARS = 16 << 20
@@ -78,32 +77,6 @@ WARM_UP = "{{ 'a\\n' | wordwrap(1) | urlize | pprint }}{{ strftime_now('%c %Z') 
 
 class TooLongError(BaseException):
     """A render ran out of its time. No Exception, so that nothing on the way takes it for one of its own."""
-
-
-def receive(connection: socket.socket, most: int) -> bytes:
-    """Return the next frame; empty at the end. Raise ValueError for one of more than `most` bytes, OSError."""
-    head = _exactly(connection, LENGTH.size)
-    if not head:
-        return b""
-    (length,) = LENGTH.unpack(head)
-    if length > most:
-        raise ValueError(f"a frame of {length} bytes; at most {most} are taken")
-    return _exactly(connection, length)
-
-
-def send(connection: socket.socket, payload: bytes) -> None:
-    """Raise OSError."""
-    connection.sendall(LENGTH.pack(len(payload)) + payload)
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    received = bytearray()
-    while len(received) < count:
-        part = connection.recv(min(1 << 20, count - len(received)))
-        if not part:
-            return b""
-        received += part
-    return bytes(received)
 
 
 def _answer(render: Any, context: dict[str, Any], seconds: float) -> bytes:
@@ -133,8 +106,8 @@ def main() -> int:
     """Serve the socket on standard input until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which may still have chats to render
     signal.signal(signal.SIGPROF, _stop)
-    with socket.socket(fileno=sys.stdin.fileno()) as connection:
-        settings = orjson.loads(receive(connection, 64 << 20))
+    with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError):
+        settings = orjson.loads(connection.recv_bytes(64 << 20))
         environment().from_string(WARM_UP).render()
         resource.setrlimit(resource.RLIMIT_DATA, (settings["bytes"], settings["bytes"]))
         for nothing in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
@@ -147,8 +120,9 @@ def main() -> int:
                 template.append(environment().from_string(settings["source"]))
             return template[0].render(**context)
 
-        while frame := receive(connection, 1 << 30):
-            send(connection, _answer(render, orjson.loads(frame), settings["seconds"]))
+        while True:
+            context = orjson.loads(connection.recv_bytes(1 << 30))
+            connection.send_bytes(_answer(render, context, settings["seconds"]))
     return 0
 
 

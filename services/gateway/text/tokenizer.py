@@ -15,9 +15,9 @@ import jinja2
 import orjson
 from tokenizers import Tokenizer
 
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import ApiError
 from services.gateway.request import SamplingDefaults
-from services.gateway.text.chat_template import ChatTemplate, Message
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.tools.formats import format_of
@@ -60,7 +60,7 @@ class ModelText:
         self.eos_ids = end_ids(directory)
         self.defaults = _defaults(directory) if sampling_defaults == "model" else SamplingDefaults()
         self.tool_format = "none" if tool_parser == "auto" else tool_parser
-        self._chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
+        self.chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
         self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
@@ -72,28 +72,19 @@ class ModelText:
         """
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
-    ) -> list[int]:
-        """Return ids of a conversation by the model's template. Raise ApiError(400)."""
-        if self._chat is None:
-            raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
-        return self._chat.encode(messages, add_generation_prompt, tools)
-
     def try_template(self) -> str:
         """Return why the chat template does not render a plain conversation; empty when it does, or there is none."""
-        if self._chat is None:
+        if not self.chat.exists:
             return ""
         try:
-            self._chat.encode([{"role": "user", "content": "Hello"}])
+            self.chat.encode([{"role": "user", "content": "Hello"}])
         except ApiError as error:
             return error.message
         return ""
 
     def close(self) -> None:
         """End the process that renders the chat template; another call starts it again."""
-        if self._chat is not None:
-            self._chat.close()
+        self.chat.close()
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's strings of some ids."""
@@ -101,14 +92,12 @@ class ModelText:
 
     def _template(
         self, directory: Path, config: dict[str, Any], names: dict[str, str], timeout_s: float, tool_parser: str
-    ) -> ChatTemplate | None:
+    ) -> ChatTemplate:
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         if isinstance(source, list):
             source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-        if source is None:
-            return None
-        if tool_parser == "auto":
+        if source is not None and tool_parser == "auto":
             self.tool_format = format_of(source)
         try:
             return ChatTemplate(source, self.tokenizer, names, timeout_s)

@@ -46,7 +46,7 @@ def model(kind: str) -> ModelText:
 def test_what_users_write_is_never_a_control_token(messages: list[dict[str, str]], kind: str) -> None:
     text = model(kind)
     try:
-        ids = text.encode_chat(messages)
+        ids = text.chat.encode(messages)
     except ApiError as error:
         assert error.status == 400 and "control token" in error.message
         return

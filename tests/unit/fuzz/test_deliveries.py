@@ -15,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.stream import RequestStream, Row
+from services.gateway.delivery.stream import Generation, RequestStream, Row
 from services.gateway.metrics import Metrics
-from services.gateway.openai.response import whole
-from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.answers import EventWriter, whole
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support import sse

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.stream import Offer, Position, RequestStream, Row
+from services.gateway.delivery.stream import Generation, Offer, Position, RequestStream, Row
 from services.gateway.metrics import Metrics
-from services.gateway.openai import sse
-from services.gateway.openai.sse import KEEP_ALIVE, EventStream, EventWriter
+from services.gateway.openai import answers
+from services.gateway.openai.answers import KEEP_ALIVE, EventStream, EventWriter
 from tests.unit.gateway.text.test_generation import Recorded, model, spec
 
 KEEPALIVE_S = 1000.0
@@ -241,7 +240,7 @@ def test_a_comment_comes_after_silence_and_not_between_tokens(monkeypatch: pytes
         await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 30)
         return client
 
-    monkeypatch.setattr(sse, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     client = asyncio.run(scenario())
     assert asked[:3] == [10.0, 4.0, 10.0]
     assert client.body.count(KEEP_ALIVE) == len(asked) - 2  # not behind a token, nor at the end

@@ -19,62 +19,61 @@ BUSY = {
 }
 
 
-def cluster(
-    stats: dict[str, dict[str, str]], leases: Any = ("a", "b"), age_s: float = 0.0, silent_s: float = 0.0
-) -> Any:
+def snapshot(stats: dict[str, dict[str, str]], leases: Any = ("a", "b"), silent_s: float = 0.0) -> Snapshot:
+    """Return a look at Redis at which each shard's statistics were last seen to change `silent_s` before."""
     now = time.monotonic()
-    found = Cluster(
-        GatewaySettings(model=DEMO_MODEL, redis_url="redis://127.0.0.1:1/0"), "gateway-x", Limits(max_model_len=100)
-    )
-    renewed = {shard: now - silent_s for shard in stats}
-    found.snapshot = Snapshot(now - age_s, frozenset(leases), {}, stats, renewed=renewed)
-    return found
+    return Snapshot(now, frozenset(leases), {}, stats, renewed={shard: now - silent_s for shard in stats})
+
+
+def forecast(stats: dict[str, dict[str, str]], priority: str = "normal", **more: Any) -> Forecast | None:
+    return snapshot(stats, **more).forecasts.get(priority)
 
 
 def test_the_least_prediction_of_the_leading_shards_counts() -> None:
     better = BUSY | {"predicted_ttft_ms_normal": "30", "queued_tokens_normal": "6"}
-    assert cluster({"a": BUSY, "b": better}).forecast("normal") == Forecast(30.0, 6, 200.0)
-    assert cluster({"a": BUSY, "b": better}, leases=["a"]).forecast("normal") == Forecast(4000.5, 800, 200.0)
-    assert cluster({"a": BUSY}, leases=[]).forecast("normal") is None
-    assert cluster({}).forecast("normal") is None
+    assert forecast({"a": BUSY, "b": better}) == Forecast(30.0, 6, 200.0)
+    assert forecast({"a": BUSY, "b": better}, leases=["a"]) == Forecast(4000.5, 800, 200.0)
+    assert forecast({"a": BUSY}, leases=[]) is None
+    assert forecast({}) is None
 
 
 @pytest.mark.parametrize(
     "change", [{"queued_tokens_normal": "0"}, {"prefill_tok_s": "0"}, {"queued_tokens_normal": "nan"}]
 )
 def test_a_shard_with_nothing_before_a_request_or_no_measured_rate_refuses_nobody(change: dict[str, str]) -> None:
-    assert cluster({"a": BUSY, "b": BUSY | change}).forecast("normal") is None
+    assert forecast({"a": BUSY, "b": BUSY | change}) is None
 
 
 def test_a_request_is_told_what_its_own_class_waits_for() -> None:
     urgent = {"queued_tokens_realtime": "5", "predicted_ttft_ms_realtime": "30.0", "behind_realtime": "0"}
     crowded = BUSY | urgent | {"behind_normal": "12", "starts_s": "2.9996"}
-    assert cluster({"a": crowded}).forecast("realtime") == Forecast(30.0, 5, 200.0, 0, 2.9996)
-    normal = cluster({"a": crowded}).forecast("normal")
+    assert forecast({"a": crowded}, "realtime") == Forecast(30.0, 5, 200.0, 0, 2.9996)
+    normal = forecast({"a": crowded})
     assert normal == Forecast(4000.5, 800, 200.0, 12, 2.9996)
     assert normal.why == "12 sequences wait for slots or memory before it, 3 start a second"
-    assert cluster({"a": BUSY}).forecast("normal").why == "800 prompt tokens are before it, at 200 a second"
-    assert cluster({"a": crowded}).forecast("low") is None, "nothing is said of that class"
+    assert forecast({"a": BUSY}).why == "800 prompt tokens are before it, at 200 a second"
+    assert forecast({"a": crowded}, "low") is None, "nothing is said of that class"
 
 
 def test_the_queue_drains_as_fast_as_the_slower_of_prompts_and_starts() -> None:
     def after(excess: float, **queue: str) -> float:
-        found = cluster({"a": BUSY, "b": BUSY | {"starts_s": "0.5"}, "c": BUSY})  # nobody leads c
+        found = Cluster(GatewaySettings(model=DEMO_MODEL), "gateway-x", Limits(max_model_len=100))
+        found.snapshot = snapshot({"a": BUSY, "b": BUSY | {"starts_s": "0.5"}, "c": BUSY})  # no scheduler leads c
         found.snapshot.queue = queue
-        return float(found.retry_after_s(excess))
+        return found.retry_after_s(excess)
 
     assert after(8000) == 20, "twice 200 tokens a second"
     assert after(5000, tokens="1000", requests="10") == 20, "b starts 50 tokens a second"
     assert after(5001, tokens="1000", requests="10") == 21
     assert after(5000, tokens="100000", requests="10") == 13, "prompts are slower than starts"
     assert (after(1), after(1e9)) == (1, 60)
-    assert cluster({}).retry_after_s(100) == 1, "nothing was measured"
+    unmeasured = Cluster(GatewaySettings(model=DEMO_MODEL), "gateway-x", Limits(max_model_len=100))
+    assert unmeasured.retry_after_s(100) == 1
 
 
-def test_statistics_that_stopped_changing_or_were_read_long_ago_say_nothing() -> None:
-    assert cluster({"a": BUSY}, silent_s=STALE_S - 1).forecast("normal") is not None
-    assert cluster({"a": BUSY}, silent_s=STALE_S + 1).forecast("normal") is None
-    assert cluster({"a": BUSY}, age_s=STALE_S + 1).forecast("normal") is None
+def test_a_shard_whose_statistics_stopped_changing_predicts_nothing() -> None:
+    assert forecast({"a": BUSY}, silent_s=STALE_S - 1) is not None
+    assert forecast({"a": BUSY}, silent_s=STALE_S + 1) is None
 
 
 def test_statistics_are_renewed_when_their_time_changes_whatever_clock_that_is() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.delivery.generation import Delta, Usage
+from services.gateway.delivery.stream import Delta, Usage
 from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import AllowedChoice
 from services.gateway.openai.responses import (

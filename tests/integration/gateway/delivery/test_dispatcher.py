@@ -23,7 +23,7 @@ from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import CompletionBody, DetokenizeBody, parse_body
-from services.gateway.openai.validate import completion_spec
+from services.gateway.openai.completions import completion_spec
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings

@@ -17,7 +17,7 @@ from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.errors import ApiError, handed_over
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import CompletionBody, parse_body
-from services.gateway.openai.validate import completion_spec
+from services.gateway.openai.completions import completion_spec
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
@@ -71,10 +71,10 @@ async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
 
 async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> None:
     spec = await named(gateway)
-    (await gateway.begin(spec, Caller(ANONYMOUS), 0.0)).close()
-    gateway.draining = True
+    (await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0)).close()
+    gateway.admission.draining = True
     with pytest.raises(ApiError) as refused:
-        await gateway.resume(spec.id, ANONYMOUS, 0.0)
+        await gateway.admission.resume(spec.id, ANONYMOUS, 0.0)
     assert refused.value.code == "shutting_down"
     assert not gateway.dispatcher.streams
 
@@ -83,11 +83,11 @@ async def test_the_orphan_adopter_takes_nothing_from_a_client_that_came_first(
     gateway: Gateway, server: RedisServer
 ) -> None:
     spec = await named(gateway)
-    begun = await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
+    begun = await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0)
     record = gateway.settings.keys.req(spec.id)
     server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
     with pytest.raises(ApiError) as refused:
-        await gateway.adopt(spec.id, "gone")
+        await gateway.admission.adopt(spec.id, "gone")
     assert (refused.value.code, begun.stream.failure) == ("taken_over", None)
     begun.close()
     found = gateway.dispatcher.raw_record
@@ -99,19 +99,19 @@ async def test_the_orphan_adopter_takes_nothing_from_a_client_that_came_first(
 
     gateway.dispatcher.raw_record = overtaken  # type: ignore[method-assign]
     with pytest.raises(ApiError) as refused:
-        await gateway.resume(spec.id, ANONYMOUS, 0.0, left_by="gone")
+        await gateway.admission.resume(spec.id, ANONYMOUS, 0.0, left_by="gone")
     assert (refused.value.status, server.client.hget(record, "gateway")) == (404, b"another")
     assert not gateway.dispatcher.streams
 
 
 async def test_another_body_under_the_same_key_leaves_the_first_connection_alone(gateway: Gateway) -> None:
-    first = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    first = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     with pytest.raises(ApiError) as refused:
-        await gateway.begin(await named(gateway, n=2), Caller(ANONYMOUS), 0.0)
+        await gateway.admission.begin(await named(gateway, n=2), Caller(ANONYMOUS), 0.0)
     assert refused.value.code == "idempotency_key_reused"
     assert first.stream.failure is None
     assert gateway.dispatcher.streams == {first.spec.id: first.stream}
-    again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    again = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     assert gateway.dispatcher.streams == {first.spec.id: again.stream}
     again.close()
     with pytest.raises(ApiError, match="another connection"):
@@ -133,7 +133,7 @@ async def test_one_whose_twin_was_refused_before_it_is_delivered(
     monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", full_at_first)
     specs = [await named(gateway), await named(gateway)]
     refused, second = await asyncio.gather(
-        *(gateway.begin(spec, Caller(ANONYMOUS), 0.0) for spec in specs), return_exceptions=True
+        *(gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0) for spec in specs), return_exceptions=True
     )
     assert isinstance(refused, ApiError)
     assert not isinstance(second, BaseException)
@@ -154,34 +154,34 @@ async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_clie
     with monkeypatch.context() as patch:
         patch.setattr(gateway.dispatcher.scripts, "enqueue", unheard)
         with pytest.raises(ApiError, match="does not answer"):
-            await gateway.begin(spec, Caller(ANONYMOUS), 0.0)
+            await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0)
     gateway.cluster.redis_error = ""
     assert "cancelled" not in await gateway.dispatcher.record(spec.id)
-    (await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
+    (await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
 
 
 async def test_an_answer_that_is_there_is_given_also_while_new_work_is_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
+    (await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
 
-    def refuse(spec: GenerationSpec) -> None:
+    def refuse(*_: object) -> None:
         raise ApiError(429, "it is late", code="deadline_unreachable")
 
-    monkeypatch.setattr(gateway, "admit", refuse)
-    again = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    monkeypatch.setattr(gateway.admission, "admit", refuse)
+    again = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     assert gateway.dispatcher.streams == {again.spec.id: again.stream}
     again.close()
     other = await named(gateway)
     other.id = "cmpl-new"
     with pytest.raises(ApiError, match="it is late"):
-        await gateway.begin(other, Caller(ANONYMOUS), 0.0)
+        await gateway.admission.begin(other, Caller(ANONYMOUS), 0.0)
 
 
 async def test_who_has_read_a_part_is_not_told_another_answer_when_the_request_is_forgotten(gateway: Gateway) -> None:
     spec = await named(gateway)
     with pytest.raises(ApiError) as refused:
-        await gateway.begin(spec, Caller(ANONYMOUS), 0.0, f"{spec.id}:3")
+        await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0, f"{spec.id}:3")
     assert refused.value.code == "request_not_found"
     assert not await gateway.dispatcher.record(spec.id)
 
@@ -207,7 +207,7 @@ async def test_tokens_of_a_request_that_is_handed_over_stay_in_the_stream(
     gateway: Gateway, scheduler: ScriptedScheduler, server: RedisServer
 ) -> None:
     scheduler.lead()
-    running = await gateway.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    running = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
     await running.next()

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.delivery.codec import from_delivery, to_delivery
-from services.gateway.delivery.generation import ChoiceText
+from services.gateway.delivery.stream import ChoiceText
 from services.gateway.errors import ApiError, failed
 from services.gateway.openai.output import plan_tools
-from services.gateway.request import ToolUse
+from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
 from shared.grammars import NOT_FOLLOWED
@@ -96,7 +95,7 @@ def test_the_finish_reason_says_whether_a_call_is_whole(
 ) -> None:
     use = ToolUse("hermes", ("get_weather",), True, forced=True)
     made = make_spec(endpoint="chat", tools=use, stop=stop)
-    request = from_delivery(made.id, to_delivery(made, model), "normal")
+    request = GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal")
     assert request.tools == use
     choice = ChoiceText(request, model, [50])
     text, _, _ = choice.feed(model.encode(WHOLE["hermes"][:end]), reason)
@@ -148,7 +147,7 @@ def test_a_named_function_is_shown_among_the_others(model: ModelText) -> None:
 
 def test_a_gateway_that_goes_on_with_a_request_names_the_field_of_its_grammar(model: ModelText) -> None:
     made = make_spec(grammar_field="tools")
-    assert from_delivery(made.id, to_delivery(made, model), "normal").grammar_field == "tools"
+    assert GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal").grammar_field == "tools"
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery import generation as generation_module
-from services.gateway.delivery.generation import ChoiceText, Generation
-from services.gateway.delivery.stream import Offer, Position, RequestStream, Row
+from services.gateway.delivery import stream as stream_module
+from services.gateway.delivery.stream import ChoiceText, Generation, Offer, Position, RequestStream, Row
 from services.gateway.errors import ApiError, handed_over, taken_over
 from services.gateway.metrics import Metrics
-from services.gateway.openai.sse import EventWriter
+from services.gateway.openai.answers import EventWriter
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support.tokenizers import write_model
@@ -200,7 +199,7 @@ def test_the_end_by_a_stop_string_is_told_once_redis_has_it_and_its_text_before(
 
 
 def test_an_end_that_redis_does_not_take_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_module, "HELD_FINISH_S", 0.001)
+    monkeypatch.setattr(stream_module, "HELD_FINISH_S", 0.001)
 
     async def scenario() -> None:
         running, _ = found_while_redis_is_away()

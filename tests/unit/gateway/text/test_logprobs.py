@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery.codec import from_delivery, rows_of, to_delivery
-from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.stream import Position, RequestStream, Row
+from services.gateway.delivery.stream import Generation, Position, RequestStream, Row, rows_of
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
-from services.gateway.openai.bodies import ChatBody, CompletionBody
-from services.gateway.openai.response import answer
-from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import check_records, requested_choices, requested_logprobs
+from services.gateway.openai.answers import EventWriter, answer
+from services.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    check_records,
+    requested_choices,
+    requested_logprobs,
+)
 from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
@@ -194,13 +196,13 @@ def test_best_of_tells_the_choices_with_the_highest_mean_and_counts_all() -> Non
 
 def test_a_delivery_carries_all_that_another_gateway_needs_to_tell_the_same() -> None:
     request = asking(5, n=3, keep=2, continuous_usage=True)
-    again = from_delivery(request.id, to_delivery(request, model()), "normal")
+    again = GenerationSpec.from_delivery(request.id, request.to_delivery(model().text.tail), "normal")
     assert (again.logprobs, again.keep, again.continuous_usage) == (5, 2, True)
     assert again.record_bytes == request.record_bytes == record_bytes(6)
     hidden = asking(None, n=3, keep=2)
-    again = from_delivery(hidden.id, to_delivery(hidden, model()), "normal")
+    again = GenerationSpec.from_delivery(hidden.id, hidden.to_delivery(model().text.tail), "normal")
     assert (again.logprobs, again.record_bytes) == (None, 4)
-    assert from_delivery("x", to_delivery(spec(), model()), "low").record_bytes == 0
+    assert GenerationSpec.from_delivery("x", spec().to_delivery(model().text.tail), "low").record_bytes == 0
 
 
 def test_continuous_usage_counts_the_tokens_so_far_in_every_event() -> None:

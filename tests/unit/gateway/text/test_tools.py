@@ -17,16 +17,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.delivery.codec import from_delivery, to_delivery
-from services.gateway.delivery.generation import Generation
-from services.gateway.delivery.stream import Position, RequestStream, Row
+from services.gateway.delivery.stream import Generation, Position, RequestStream, Row
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
+from services.gateway.openai.answers import EventWriter, answer
 from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
+from services.gateway.openai.chat import plain_messages
 from services.gateway.openai.output import output_grammar, plan_tools
-from services.gateway.openai.response import answer
-from services.gateway.openai.sse import EventWriter
-from services.gateway.openai.validate import plain_messages
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
@@ -285,7 +282,7 @@ CONVERSATION = [
 def test_templates_are_shown_tools_calls_and_results_as_transformers_shows_them(model: ModelText) -> None:
     body = chat(messages=CONVERSATION, tools=TOOLS)
     shown = plan_tools(body, model).shown
-    ids = model.encode_chat(plain_messages(body.messages), True, shown)
+    ids = model.chat.encode(plain_messages(body.messages), True, shown)
     theirs = PreTrainedTokenizerFast(tokenizer_object=model.tokenizer, chat_template=HERMES)
     plain = json.loads(json.dumps(CONVERSATION))
     plain[1]["content"], plain[2]["content"] = "", "sunny"
@@ -339,7 +336,7 @@ def events(model: ModelText, request: GenerationSpec, tokens: list[int], had: st
 
 def test_a_stream_of_calls_is_openais_and_goes_on_anywhere_with_the_same_events(model: ModelText) -> None:
     made = make_spec(id="chatcmpl-1", endpoint="chat", tools=USE)
-    request = from_delivery(made.id, to_delivery(made, model), "normal")
+    request = GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal")
     assert request.tools == USE
     tokens = model.encode(SAID)
     told = events(model, request, tokens)

@@ -1,28 +1,210 @@
-"""Server-sent events of one request, as bytes.
+"""Answer a checked request in OpenAI's form: as server-sent events, as one body, or with the id to ask for it later.
 
-What is constant in an event is built once per request; only text and reasons are encoded per event. Every event has an
-id, `request:` and a Position: what a client that has read so far has. It may go on from there at any gateway.
+`serve` is the common end of every endpoint that generates. What is constant in an event is built once per request; only
+text and reasons are encoded per event. Every event has an id, `request:` and a Position: what a client that has read so
+far has. The client may continue from there at any gateway. A client that leaves cancels its request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.delivery.generation import Delta, Generation, Usage
-from services.gateway.delivery.stream import NOTHING, PREAMBLE, Position, Row
-from services.gateway.errors import ApiError
-from services.gateway.text.tools.reader import merged
+from services.gateway.auth import Caller
+from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
+from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.gateway import Gateway
+from services.gateway.openai.document import errors
+from services.gateway.request import GenerationSpec
+from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.tools.reader import CallPiece, merged
+from shared import ids
 from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
+
+GENERATION_ERRORS = errors(403, 404, 409, 415, 429, 503)
+ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {
+        "description": "with `background`: the request waits or runs; `location` says where to ask for it",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+_IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return a JSON response, encoded by orjson."""
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
+    fingerprint = gateway.model.fingerprint
+    if spec.max_tokens == 0:  # echo only: nothing is generated
+        return _echo_only(spec, fingerprint)
+    await take_headers(request, spec)
+    if spec.background:
+        await gateway.admission.begin_background(spec, request.state.caller, started)
+        return _accepted(spec)
+    last_event = request.headers.get("last-event-id", "") if spec.stream else ""
+    generation, headers = await begin(gateway, request, spec, started, last_event)
+    if spec.stream:
+        return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
+    return await whole_response(collect(generation, request, fingerprint), headers)
+
+
+async def take_headers(request: Request, spec: GenerationSpec) -> None:
+    """Set the trace of a request, and the id that its Idempotency-Key names. Raise ApiError(400)."""
+    spec.traceparent = request.headers.get("traceparent", "")[:256]
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return
+    if not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise invalid(
+            "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
+        )
+    kind = ids.kind_of(spec.id)
+    spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key)
+    spec.body_sha256 = hashlib.sha256(await request.body()).digest()
+
+
+async def begin(
+    gateway: Gateway, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
+) -> tuple[Generation, dict[str, str]]:
+    """Begin a request with a waiting client; return it and the headers of its answer. Raise ApiError; it must be
+    closed.
+    """
+    caller: Caller = request.state.caller
+    generation = await gateway.admission.begin(spec, caller, started, last_event)
+    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
+
+
+async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, str]) -> Response:
+    """Await the body of an answer and return the response; a client that has left gets an empty one. Raise ApiError."""
+    try:
+        response = json_response(await answer)
+    except ClientLeft:
+        return Response(status_code=499)  # the client has gone
+    response.headers.update(headers)
+    return response
+
+
+def _accepted(spec: GenerationSpec) -> Response:
+    """Return the 202 of a background request; `GET /v1/requests/{id}` has its state."""
+    state = {
+        "id": spec.id,
+        "object": "request",
+        "status": "queued",
+        "background": True,
+        "created": spec.created,
+        "model": spec.model,
+        "priority": spec.priority,
+        "prompt_tokens": spec.prompt_tokens,
+    }
+    response = json_response(state, 202)
+    response.headers.update({"x-orcinus-request": spec.id, "location": f"/v1/requests/{spec.id}"})
+    return response
+
+
+def _echo_only(spec: GenerationSpec, fingerprint: str) -> Response:
+    if spec.background:
+        raise invalid("background", "max_tokens 0 leaves nothing to do in the background; got background true")
+    if spec.stream:
+        raise invalid("stream", "max_tokens 0 cannot be streamed; got stream true")
+    empty = [""] * spec.choices
+    usage = Usage(spec.prompt_tokens, 0)
+    ids: list[list[int]] = [[] for _ in empty]
+    return json_response(answer(spec, fingerprint, empty, ids, ["length"] * spec.choices, usage))
+
+
+class ClientLeft(Exception):  # noqa: N818 - an event, not an error
+    """The client has left before the answer."""
+
+
+async def collect(generation: Generation, request: Request, fingerprint: str) -> dict[str, Any]:
+    """Return the body of the answer. Raise ApiError, or ClientLeft after cancelling the request."""
+    working = asyncio.create_task(whole(generation, fingerprint))
+    leaving = asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        generation.close()
+        await end(working, leaving)
+
+
+async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
+    """Return the body of the answer, once the request has ended. Raise ApiError."""
+    texts, ids, calls = await _run(generation)
+    reasons = [choice.finish_reason or "stop" for choice in generation.choices]
+    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls)
+
+
+def answer(
+    spec: GenerationSpec,
+    fingerprint: str,
+    texts: list[str],
+    ids: list[list[int]],
+    reasons: list[str],
+    usage: Usage,
+    logprobs: Logprobs | None = None,
+    calls: list[list[CallPiece]] | None = None,
+) -> dict[str, Any]:
+    """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
+    choices = []
+    for number, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
+        text, entry = texts[index], None if logprobs is None else logprobs.take(index)
+        choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
+        if spec.endpoint == "chat":
+            choice["message"] = _message(text, [] if calls is None else calls[index])
+        else:
+            choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
+        if spec.return_token_ids:
+            choice["token_ids"] = ids[index]
+        choices.append(choice)
+    return {
+        "id": spec.id,
+        "object": "chat.completion" if spec.endpoint == "chat" else "text_completion",
+        "created": spec.created,
+        "model": spec.model,
+        "system_fingerprint": fingerprint,
+        "choices": choices,
+        "usage": usage.body(),
+    }
+
+
+def _message(text: str, calls: list[CallPiece]) -> dict[str, Any]:
+    """Of an assistant that may have called tools."""
+    if not calls:
+        return {"role": "assistant", "content": text, "refusal": None}
+    bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merged(calls)]
+    return {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": bodies}
+
+
+async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list[list[CallPiece]]]:
+    """By choice: text, token ids, tool calls."""
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    ids: list[list[int]] = [[] for _ in generation.choices]
+    calls: list[list[CallPiece]] = [[] for _ in generation.choices]
+    while not generation.done:
+        for delta in await generation.next():
+            texts[delta.choice].append(delta.text)
+            ids[delta.choice] += delta.token_ids
+            calls[delta.choice] += delta.calls
+    return ["".join(parts) for parts in texts], ids, calls
+
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -1,0 +1,124 @@
+"""Serve `/v1/requests/{id}`: the state, the answer, the rest of the stream and the cancelling of any request.
+
+State and answer are made from the record in Redis, by any gateway, until five minutes after the request's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.gateway.admission import unknown_request
+from services.gateway.delivery.dispatcher import Dispatcher
+from services.gateway.delivery.stream import Generation, RequestStream
+from services.gateway.gateway import Gateway
+from services.gateway.metrics import Metrics
+from services.gateway.openai.answers import GENERATION_ERRORS, EventStream, EventWriter, json_response, whole
+from services.gateway.openai.completions import THREAD_TOKENS
+from services.gateway.openai.document import FOUND, errors, event_stream
+from services.gateway.request import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes over one gateway."""
+    routes = APIRouter()
+
+    @routes.get(
+        "/v1/requests/{request_id}/stream",
+        responses={**event_stream("the events that are still to come, or were not read"), **GENERATION_ERRORS},
+    )
+    async def resume(request_id: str, request: Request) -> Response:
+        """Goes on with a request, also one of another gateway or one that has ended (kept for five minutes).
+
+        `Last-Event-ID` is the id of the last event that was read; without it everything comes again.
+        """
+        started = time.monotonic()
+        last_event = request.headers.get("last-event-id", "")
+        generation = await gateway.admission.resume(request_id, request.state.tenant, started, last_event)
+        writer = EventWriter(generation, gateway.model.fingerprint)
+        return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})
+
+    @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
+    async def request_status(request_id: str, request: Request) -> Response:
+        """What became of a request; kept for five minutes after its end, with its answer."""
+        record = await gateway.dispatcher.raw_record(request_id)
+        if record.get(b"tenant", b"").decode() != request.state.tenant:
+            raise unknown_request(request_id)
+        answer = await result(request_id, record, gateway.dispatcher, gateway.model)
+        return json_response(status(request_id, record) | ({"result": answer} if answer else {}))
+
+    @routes.delete("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
+    async def cancel_request(request_id: str, request: Request) -> Response:
+        """Cancels a request, wherever it is."""
+        verdict = await gateway.dispatcher.cancel_for(request_id, request.state.tenant)
+        if verdict in ("unknown", "forbidden"):
+            raise unknown_request(request_id)
+        return json_response({"id": request_id, "object": "request", "cancelled": verdict != "finished"})
+
+    return routes
+
+
+_NAMES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
+_DELIVERED = frozenset({"1", "2", "4"})
+_UNCOUNTED = Metrics()
+"""Tokens that are returned again are not counted."""
+
+
+def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
+    """Return the state of a request from `req:{id}`, without its answer."""
+    fields = {name.decode(): value.decode() for name, value in record.items() if name != b"delivery"}
+    state: dict[str, Any] = {
+        "id": request_id,
+        "object": "request",
+        "status": fields.get("state"),
+        "background": "background" in fields,
+        "priority": fields.get("class"),
+        "prompt_tokens": int(fields.get("tokens", 0)),
+        "enqueued_ms": int(fields.get("enqueued_ms", 0)),
+        "started_ms": int(fields["started_ms"]) if "started_ms" in fields else None,
+        "ended_ms": int(fields["ended_ms"]) if "ended_ms" in fields else None,
+        "cancel_requested": "cancelled" in fields,
+    }
+    if fields.get("state") == "finished":
+        state["finish_reasons"] = [_NAMES.get(part) for part in fields.get("finish", "").split(",") if part]
+        output = int(fields.get("output_tokens", 0))
+        prompt = state["prompt_tokens"]
+        state["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        state["error"] = fields.get("error") or None
+    return state
+
+
+async def result(
+    request_id: str, record: dict[bytes, bytes], dispatcher: Dispatcher, model: ModelText
+) -> dict[str, Any] | None:
+    """Return the answer in one piece, made from the record; None while there is none, and for a request that failed or
+    was cancelled. Raise ApiError(503).
+    """
+    ends = record.get(b"finish", b"").decode().split(",")
+    if record.get(b"state") != b"finished" or b"delivery" not in record or not _DELIVERED.issuperset(ends):
+        return None
+    spec = GenerationSpec.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+    stream = RequestStream(request_id, spec.choices)
+    generation = Generation(spec, model, stream, _Silent(), _UNCOUNTED, time.monotonic())
+    await dispatcher.read(stream)
+    if not stream.done:  # it expired just now
+        return None
+    answer = whole(generation, model.fingerprint)
+    if sum(stream.received) > THREAD_TOKENS:
+        return await asyncio.to_thread(asyncio.run, answer)
+    return await answer
+
+
+class _Silent:
+    """Commands of a generation that repeats a finished request: none is sent."""
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
+        written()
+
+    def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...

@@ -1,0 +1,64 @@
+"""Serve `/tokenize` and `/detokenize`: the tokenizer of the served model."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.gateway.errors import invalid
+from services.gateway.gateway import Gateway
+from services.gateway.openai.answers import json_response
+from services.gateway.openai.bodies import DetokenizeBody, TokenizeBody, check_model, read_body
+from services.gateway.openai.chat import encode_messages
+from services.gateway.openai.completions import THREAD_TOKENS, decode, encode_text
+from services.gateway.openai.document import FOUND, body_of, errors
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes over one gateway."""
+    routes = APIRouter()
+    served = gateway.settings.served_model_name
+
+    @routes.post("/tokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or of messages."""
+        body = await read_body(request, TokenizeBody)
+        check_model(body.model, served)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "send either prompt or messages")
+        limits = gateway.cluster.limits
+        if body.messages is not None:
+            if body.add_special_tokens:
+                raise invalid(
+                    "add_special_tokens", "add_special_tokens is for prompt only; a chat template adds its own"
+                )
+            generation = body.add_generation_prompt is not False
+            tokens = await encode_messages(body.messages, gateway.model, limits, generation)
+        else:
+            if body.add_generation_prompt is not None:
+                raise invalid("add_generation_prompt", "add_generation_prompt is for messages only")
+            tokens = await encode_text(body.prompt or "", gateway.model, limits, body.add_special_tokens is not False)
+        answer = {"count": len(tokens), "max_model_len": limits.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            many = len(tokens) > THREAD_TOKENS
+            strings = gateway.model.tokens
+            answer["token_strs"] = await asyncio.to_thread(strings, tokens) if many else strings(tokens)
+        return json_response(answer)
+
+    @routes.post("/detokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await read_body(request, DetokenizeBody)
+        check_model(body.model, served)
+        size = gateway.model.vocab_size
+        if max(body.tokens, default=0) >= size:
+            index = next(index for index, token in enumerate(body.tokens) if token >= size)
+            raise invalid(
+                "tokens", f"tokens[{index}] must be a token id from 0 to {size - 1}; got {body.tokens[index]}"
+            )
+        (text,) = await decode([body.tokens], gateway.model, bool(body.skip_special_tokens))
+        return json_response({"prompt": text})
+
+    return routes

@@ -1,0 +1,89 @@
+"""How many of the gateway's modules run for one streamed chat request. A real Redis, HTTP in this process.
+
+Counted are modules of services/gateway with a function (a coroutine that goes on counts, too) that ran between the
+client's request and the end of its stream, in any thread. An import alone does not count. Tasks that run once a second
+are told apart by repetition: counted is what ran for every one of several requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+
+import services.gateway
+from services.gateway.app import public_app
+from services.gateway.gateway import Gateway
+from services.gateway.http.server import server as http_server
+from services.gateway.text.tokenizer import ModelText
+from shared.settings import GatewaySettings
+from tests.support.scripted_scheduler import ScriptedScheduler, answering
+from tests.support.stack import RedisServer
+from tests.support.tokenizers import write_model
+from tests.support.waiting import free_port
+
+MOST = 12
+ROOT = Path(services.gateway.__file__).parent
+REQUESTS = 5
+
+
+class Walk:
+    """Note the gateway's modules in which a function runs, in threads that begin within the block, too."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def _note(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and (path := frame.f_code.co_filename).startswith(str(ROOT)):
+            self.found.add(str(Path(path).relative_to(ROOT)))
+
+    def __enter__(self) -> Walk:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+async def test_a_streamed_chat_request_crosses_few_modules(tmp_path: Path) -> None:
+    port = free_port()
+    model = ModelText(write_model(tmp_path / "m"))
+    with RedisServer(tmp_path / "redis") as redis:
+        settings = GatewaySettings(model=tmp_path / "m", redis_url=redis.url, port=port)
+        gateway = Gateway(settings, model)
+        scheduler = ScriptedScheduler(redis.client, settings.keys).lead()
+        gateway.start()
+        front = http_server(public_app(gateway), settings)
+        front.config.port = port
+        serving = asyncio.create_task(front.serve())
+        async with asyncio.timeout(30):
+            while gateway.reason_not_ready() or not front.started:
+                await asyncio.sleep(0.01)
+        body = {
+            "model": settings.served_model_name, "stream": True, "max_tokens": 12,
+            "messages": [{"role": "user", "content": "def"}],
+        }  # fmt: skip
+        walks = []
+        with answering(scheduler, lambda _: list(range(10, 22))):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                with Walk() as walk:
+                    for _ in range(REQUESTS):
+                        walk.found = set()
+                        answer = await client.post("/v1/chat/completions", json=body)
+                        assert answer.status_code == 200
+                        assert answer.text.endswith("data: [DONE]\n\n")
+                        walks.append(walk.found)
+        front.should_exit = True
+        await serving
+        await gateway.stop()
+        model.close()
+    crossed = set.intersection(*walks)
+    assert len(crossed) <= MOST, "\n".join(sorted(crossed))
+    assert {"http/protocol.py", "openai/chat.py", "text/chat_template.py"} <= crossed
