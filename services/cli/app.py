@@ -12,7 +12,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -30,9 +30,6 @@ from shared.settings import (
     SchedulerSettings,
     WorkerSettings,
 )
-
-if TYPE_CHECKING:
-    from services.gateway.processes.parent import Place
 
 app = typer.Typer(
     name="orcinus",
@@ -96,13 +93,6 @@ def up(
     raise typer.Exit(run_up(values, stop_with_parent))
 
 
-def _serve_gateway(settings: GatewaySettings, place: Place | None = None) -> int:
-    """Import and run a gateway: in this process, or in one of several that a parent forked."""
-    from services.gateway.main import run
-
-    return run(settings, place)
-
-
 def _use(settings: CommonSettings) -> None:
     """Refuse a model that is not on this machine; keep `orcinus rm` from one that is."""
     from services.hub.store import hold
@@ -114,13 +104,16 @@ def _use(settings: CommonSettings) -> None:
 @settings_command(app, "gateway", GatewaySettings)
 def gateway(values: Values) -> None:
     """Run the HTTP gateway."""
+    from services.gateway import processes
+
     settings = build(GatewaySettings, values)
     _use(settings)
-    if settings.processes > 1:
-        from services.gateway.processes.parent import run as run_several
+    place = processes.Place.from_environment()
+    if settings.processes > 1 and place is None:
+        raise typer.Exit(processes.run(settings))
+    from services.gateway.main import run
 
-        raise typer.Exit(run_several(settings, _serve_gateway))
-    raise typer.Exit(_serve_gateway(settings))
+    raise typer.Exit(run(settings, place))
 
 
 @settings_command(app, "scheduler", SchedulerSettings)

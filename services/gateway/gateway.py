@@ -15,7 +15,7 @@ from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.errors import handed_over
 from services.gateway.metrics import Metrics
-from services.gateway.processes.siblings import Siblings
+from services.gateway.processes import Siblings
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing

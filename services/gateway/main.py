@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
-import os
 import signal
 import socket
 
@@ -21,16 +20,14 @@ from services.gateway.gateway import Gateway
 from services.gateway.http.listeners import listen
 from services.gateway.http.server import GRACE_S, Server, renew_certificates, scheme, server, warn_of_clear_text
 from services.gateway.kserve.front import GrpcFront
-from services.gateway.processes.parent import Place
-from services.gateway.processes.siblings import Siblings
+from services.gateway.processes import Place, Siblings
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
+from shared.supervisor import beat
 from shared.tasks import end
 from shared.telemetry import logs
 
 log = logging.getLogger("orcinus.gateway")
-
-BEAT_S = 1.0
 
 
 def run(settings: GatewaySettings, place: Place | None = None) -> int:
@@ -84,8 +81,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
-    if place is None:  # else the parent gets it from a terminal as well, and says SIGTERM: that would be the second
-        loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
     loop.add_signal_handler(signal.SIGHUP, renew)
     if place is not None:
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
@@ -95,7 +91,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     serving = [
         asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)
     ]
-    beating = [asyncio.create_task(_beat(place.beats))] if place is not None else []
+    beating = [asyncio.create_task(beat())] if place is not None else []
     asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
     tasks = gateway.tasks
     await asyncio.wait({*asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,14 +114,6 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     await gateway.stop()
     await end(*beating)
     return failure
-
-
-async def _beat(pipe: int) -> None:
-    """Write a byte to the parent every second, as a sign that the event loop runs."""
-    while True:
-        with contextlib.suppress(BlockingIOError):  # a parent that was stopped has not read for hours
-            os.write(pipe, b".")
-        await asyncio.sleep(BEAT_S)
 
 
 async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -> None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from services.launcher.service import Service
+from shared.supervisor import Service
 
 STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
 

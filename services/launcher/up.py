@@ -23,12 +23,12 @@ from services.launcher.model_check import expected_bytes, memory_problem, model_
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
-from services.launcher.service import ServiceSpec
-from services.launcher.supervisor import Supervisor
+from services.launcher.supervisor import StackSupervisor
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
 from shared.options import Values, build, env_name, fields_of, flag, without_password
 from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+from shared.supervisor import ServiceSpec
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
@@ -76,7 +76,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             screen.result(greeting(gateway))
 
         try:
-            return Supervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
+            return StackSupervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
         finally:
             screen.settle()
             if local_redis is not None:

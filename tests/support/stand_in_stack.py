@@ -9,10 +9,10 @@ from pathlib import Path
 
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
-from services.launcher.service import ServiceSpec
-from services.launcher.supervisor import Supervisor
+from services.launcher.supervisor import StackSupervisor
 from shared.errors import ConfigurationError
 from shared.restarts import Backoff
+from shared.supervisor import ServiceSpec
 
 
 class FileProbe:
@@ -42,7 +42,7 @@ def main() -> int:
     ]
     screen = Screen()
     with RunDir(Path(plan["run_dir"])) as run_dir:
-        return Supervisor(
+        return StackSupervisor(
             run_dir,
             specs,
             screen,

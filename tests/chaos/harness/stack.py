@@ -22,10 +22,10 @@ from redis.exceptions import RedisError
 
 from bench.local import free_ports
 from services.launcher.redis_server import find_binary, missing_binary_message
-from services.launcher.service import WRAPPER
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
 from shared.settings import ROOT
+from shared.supervisor import WRAPPER
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.proxy import Proxy
 

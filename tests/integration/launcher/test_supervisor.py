@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher.service import Service, ServiceSpec, describe_exit
 from shared.restarts import Backoff
+from shared.supervisor import Service, ServiceSpec, describe_exit
 from tests.support.launcher import ROOT, Stack, alive, clean_env
 from tests.support.waiting import until
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import secrets
+import socket
 
 import pytest
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import Metrics
-from services.gateway.processes.parent import Place
-from services.gateway.processes.siblings import LENGTH_BYTES, Siblings, labelled, merged
+from services.gateway.processes import LENGTH_BYTES, Place, Siblings, labelled, merged
 
 
 def texts(*counts: int) -> list[bytes]:
@@ -50,9 +51,15 @@ def test_a_process_that_said_nothing_is_left_out() -> None:
     assert merged([first]) == merged([first, b""])
 
 
-async def test_of_a_process_that_is_killed_in_the_middle_of_its_answer_nothing_is_told(tmp_path: Path) -> None:
+def test_an_answer_that_is_cut_by_a_kill_is_left_out() -> None:
+    uvloop.run(asked_while_one_is_killed())  # as the gateway runs
+
+
+async def asked_while_one_is_killed() -> None:
     registries = [Metrics("m", aliases=False).registry for _ in range(3)]
-    first, second = (Siblings(Place(number, 3, tmp_path, -1), registries[number], dict) for number in range(2))
+    group = secrets.token_hex(8)
+    places = [Place(number, 3, group) for number in range(3)]
+    first, second = (Siblings(places[number], registries[number], dict) for number in range(2))
     text = labelled(registries[2], "2")
 
     async def killed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,13 +68,15 @@ async def test_of_a_process_that_is_killed_in_the_middle_of_its_answer_nothing_i
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_unix_server(killed, tmp_path / "2.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(places[2].address(2))
+    server = await asyncio.start_unix_server(killed, sock=listener)
     try:
         for each in (first, second):
             await each.start()
-        told = (await first.metrics()).decode()
+        answer = (await first.metrics()).decode()
         processes = {
-            sample.labels["process"] for family in text_string_to_metric_families(told) for sample in family.samples
+            sample.labels["process"] for family in text_string_to_metric_families(answer) for sample in family.samples
         }
         assert processes == {"0", "1"}
     finally:

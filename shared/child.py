@@ -1,8 +1,8 @@
-"""Starts one service so that it cannot outlive its launcher. Run as a file, before anything else is imported:
+"""Start one service so that it cannot outlive its supervisor. Run as a file, before anything else is imported:
 
-    python -I -S child.py LAUNCHER_PID [--guard] COMMAND ...
+    python -I -S child.py SUPERVISOR_PID [--guard] COMMAND ...
 
-On Linux the kernel kills the service when the launcher dies (PR_SET_PDEATHSIG survives exec, so the service keeps
+On Linux the kernel kills the service when the supervisor dies (PR_SET_PDEATHSIG survives exec, so the service keeps
 this pid). Elsewhere this process stays as a guard that watches its parent and forwards signals.
 """
 
@@ -16,25 +16,29 @@ WATCH_S = 0.2
 
 
 def main() -> None:
-    launcher, command = int(sys.argv[1]), sys.argv[2:]
+    supervisor, command = int(sys.argv[1]), sys.argv[2:]
     guarded = command[0] == "--guard"
-    # A launcher started with `&` from a script ignores SIGINT, and Python ignores SIGPIPE; exec would pass that on.
+    # These two are passed on to services, some of which handle them; until then they must end none.
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # A supervisor started with `&` from a script ignores SIGINT, and Python ignores SIGPIPE; exec would pass that on.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if guarded or not sys.platform.startswith("linux"):
-        guard(launcher, command[1:] if guarded else command)
+        guard(supervisor, command[1:] if guarded else command)
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        guard(launcher, command)
-    if os.getppid() != launcher:
-        sys.exit(1)  # it died before the kernel knew that we care
+        guard(supervisor, command)
+    if os.getppid() != supervisor:
+        sys.exit(1)  # it died before the kernel was told to watch it
     execute(command)
 
 
 def execute(command: list[str]) -> None:
+    """Become the command; exit with 2 where that cannot be started."""
     try:
         os.execvp(command[0], command)  # noqa: S606 - no shell is wanted
     except OSError as error:
@@ -42,7 +46,8 @@ def execute(command: list[str]) -> None:
         sys.exit(2)
 
 
-def guard(launcher: int, command: list[str]) -> None:
+def guard(supervisor: int, command: list[str]) -> None:
+    """Run the command as a child, and end with it or with the supervisor."""
     child = os.fork()
     if child == 0:
         execute(command)
@@ -53,7 +58,7 @@ def guard(launcher: int, command: list[str]) -> None:
         if pid:
             code = os.waitstatus_to_exitcode(status)
             sys.exit(code if code >= 0 else 128 - code)
-        if os.getppid() != launcher:
+        if os.getppid() != supervisor:
             os.kill(child, signal.SIGKILL)
         time.sleep(WATCH_S)
 
