@@ -87,7 +87,7 @@ async def _api_error(_request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Methods of all routes over the path; starlette names the first route's only."""
+    """Return the methods of all routes over the path; starlette names only those of the first."""
     found: set[str] = set()
     for route in request.app.state.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
@@ -125,7 +125,7 @@ PAGE_HEADERS = {
 
 
 class PageHeaders:
-    """Add PAGE_HEADERS to every answer that has not set its own."""
+    """Add PAGE_HEADERS to every answer that has not set them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -142,20 +142,20 @@ class PageHeaders:
 
 
 class HostNames:
-    """403 unless `Host` is an address, localhost or one of `names`."""
+    """Answer 403 unless `Host` is an address, localhost or one of `names`."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app
         self._names = frozenset({"localhost", *names})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._known(Headers(scope=scope).get("host", "")):
+        if scope["type"] == "http" and not self._allows(Headers(scope=scope).get("host", "")):
             text = "host not allowed on the ops port; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
             await ApiError(403, text, code="host_not_allowed").send(send)
             return
         await self._app(scope, receive, send)
 
-    def _known(self, host: str) -> bool:
+    def _allows(self, host: str) -> bool:
         name = host.lower()
         if not name.endswith("]"):
             head, colon, port = name.rpartition(":")

@@ -1,8 +1,8 @@
 """Identify callers by the keys of the settings and those of `orcinus keys`, which are in Redis.
 
-The gateway holds all records and looks once a second whether `keys:version` has changed, so a revoked key is refused
-within two seconds, at every gateway; what runs under it goes to its end. A silent Redis leaves the records as they
-were: it takes no new work in any case.
+The gateway has all records and looks once a second whether `keys:version` has changed, so a revoked key is refused
+within two seconds, at every gateway; requests that run under it continue. A silent Redis leaves the records as they
+were: it accepts no new work in any case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_PRIORITY = "normal"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Limit of one key; 0: unlimited."""
+    """Limits of one key; 0 means no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -48,11 +48,11 @@ class Rates:
 
     @property
     def arguments(self) -> tuple[int, int, int]:
-        """As enqueue.lua takes them."""
+        """Return the limits in the order of enqueue.lua."""
         return self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
 
     def headers(self, requests: int, tokens: int) -> dict[str, str]:
-        """OpenAI's x-ratelimit-* for a request that was taken, given what is left; none for what has no limit."""
+        """Return OpenAI's x-ratelimit-* of an accepted request, given what is left (-1: no limit)."""
         found = {}
         limits = (("requests", self.requests_per_minute, requests), ("tokens", self.tokens_per_minute, tokens))
         for what, limit, left in limits:
@@ -102,11 +102,11 @@ class Keyring:
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
         self._records: dict[str, KeyRecord] = {}
-        self._any = False  # record was ever seen
-        self._several = len(self._configured) > 1  # tenants may come
+        self._any = False  # any record was ever there
+        self._several = len(self._configured) > 1  # tenants have keys
         self._version: bytes | None = None
         self._secret = b""
-        self._ahead_s = 0.0  # Redis's clock less ours
+        self._ahead_s = 0.0  # Redis's clock minus the clock here
         self._used: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
         self._written_at = -USED_EVERY_S
         self.read = False
@@ -171,11 +171,11 @@ class Keyring:
         return Caller(record.tenant, self.salt(record.tenant), record.id, rates, record.max_priority, self._several)
 
     def _of_settings(self, text: str) -> Caller | None:
-        digest, known = api_keys.digest(text), False
+        digest, matches = api_keys.digest(text), False
         for expected in self._configured:  # all of them, so that the time says nothing
-            known |= hmac.compare_digest(digest, expected)
+            matches |= hmac.compare_digest(digest, expected)
         tenant = digest.hex()[:16]
-        if not known:
+        if not matches:
             return None
         return Caller(tenant, self.salt(tenant), tenant, self._rates, has_others=self._several)
 

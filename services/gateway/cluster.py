@@ -1,6 +1,6 @@
 """Read the state of the stack from Redis once a second: leases, workers, stats, memory.
 
-One task with a connection of its own; a request only reads attributes of the last snapshot, which holds limits and
+One task with one connection; a request only reads attributes of the last snapshot, which holds limits and
 forecasts computed when it was made. The task also writes the gateway's heartbeat.
 """
 
@@ -27,12 +27,12 @@ log = logging.getLogger("orcinus.gateway")
 EVERY_S = 1.0
 DISCOVER_S = 10.0
 DISCOVER_FIRST_S = 5.0
-"""While no worker is known; `stats` says sooner that there are some, and their limits."""
+"""While no worker was found; `stats` shows sooner that there are some, and their limits."""
 HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
 RETRY_MOST_S = 60.0
 STALE_S = 5.0
-"""A snapshot older than this says nothing."""
+"""A snapshot older than this is not used."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Snapshot:
     def seen(self) -> Seen:
         """Return what shows whether work moves."""
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
-        stats = {shard: {name: _number(own.get(name)) for name in names} for shard, own in self.stats.items()}
+        stats = {shard: {name: _number(found.get(name)) for name in names} for shard, found in self.stats.items()}
         return Seen(self.leases, stats, self.steps, _number(self.queue.get("requests")))
 
     def total(self, name: str) -> float:
@@ -68,7 +68,7 @@ class Snapshot:
         return sum(_number(stats.get(name)) for stats in self.stats.values())
 
     def limits(self, fallback: Limits) -> Limits:
-        """Return the limits that every worker meets; those of `fallback`, the model's, while no worker is known."""
+        """Return the limits that every worker meets; those of `fallback`, the model's, without a worker."""
         found = [*self.workers.values(), *self.stats.values()]
 
         def least(name: str) -> int:
@@ -102,7 +102,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a request that comes now has to wait for at the best shard, by its class."""
+    """The predicted wait of a request that comes now, by its class, at the best shard."""
 
     ttft_ms: float
     queued_tokens: int  # that have to run first
@@ -112,7 +112,7 @@ class Forecast:
 
     @property
     def why(self) -> str:
-        """Return what explains it."""
+        """Return the reason for the wait."""
         if self.behind:
             return f"{self.behind} sequences wait for slots or memory before it, {self.starts_s:.3g} start a second"
         return f"{self.queued_tokens} prompt tokens are before it, at {self.prefill_tok_s:.0f} a second"
@@ -139,11 +139,11 @@ class Cluster:
         self.active = 0  # requests that this gateway delivers
         self.unfinished = 0  # those of them that have not ended
         self.drain_asked = asyncio.Event()
-        """An operator wants this gateway to leave."""
+        """Set when an operator drains this gateway."""
 
     async def run(self) -> None:
-        """Until cancelled."""
-        heard = True  # so that the first failure is said
+        """Look once a second, until cancelled."""
+        heard = True  # so that the first failure is logged
         while True:
             started = time.monotonic()
             try:
@@ -204,7 +204,7 @@ class Cluster:
 
     def retry_after_s(self, waiting_tokens: float) -> float:
         """Return the seconds until so many more tokens of the queue will have begun to run, at the measured rates; 1
-        while no rate is known.
+        before any rate was measured.
         """
         rate = sum(self._drain_tok_s(stats) for stats in self._led())
         return float(min(RETRY_MOST_S, max(1, math.ceil(waiting_tokens / rate)))) if rate > 0 else 1.0
@@ -248,7 +248,7 @@ class Cluster:
         for reply in replies[2:]:
             if isinstance(reply, Exception):
                 raise reply
-        _, drain, told, memory, queue, *rest = replies[1:]
+        _, drain, heartbeats, memory, queue, *rest = replies[1:]
         if drain:
             self.drain_asked.set()
         per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
@@ -264,12 +264,12 @@ class Cluster:
             memory_used=int(memory.get("used_memory", 0)),
             memory_most=int(memory.get("maxmemory", 0)),
             queue=_text(queue),
-            steps={key: step.decode() for key, step in zip(beats, told[1:], strict=True) if step is not None},
+            steps={key: step.decode() for key, step in zip(beats, heartbeats[1:], strict=True) if step is not None},
             renewed=renewed_at(stats, self.snapshot, now),
         )
 
     async def _discover(self) -> None:
-        """Shards, workers and heartbeats that came since the last time, by SCAN; rare, because it walks the keys."""
+        """Find shards, workers and heartbeats by SCAN; rarely, because it walks the keys."""
         lease, worker = self._keys.lease(""), self._keys.worker("")
         beats = tuple(self._keys.alive(role, "") for role in ("scheduler", "worker"))
         found = set()
@@ -286,7 +286,7 @@ class Cluster:
 
 
 def renewed_at(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:
-    """When each shard's stats were last seen to change, by this process's clock: a shard's own may be another."""
+    """Return when each shard's stats were last seen to change, by this process's clock: a shard may have another."""
     return {
         shard: before.renewed[shard]
         if before and shard in before.renewed and before.stats[shard].get("time_ms") == fields.get("time_ms")

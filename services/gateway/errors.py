@@ -1,4 +1,4 @@
-"""The errors a client can see, in OpenAI's shape: {"error": {message, type, param, code}}.
+"""Define the errors that a client can see, in OpenAI's shape: {"error": {message, type, param, code}}.
 
 Handlers raise ApiError; the exception handlers of app.py turn it into a response, openai/answers.py into an event when
 the first byte has left already.
@@ -80,8 +80,9 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
 
 
 def failed(why: str, grammar_field: str = "") -> ApiError:
-    """Return the error of a request that ended with an error of a worker; a 400 where the request's grammar was at
-    fault. grammar_field: the field that brought the grammar, as far as it is known.
+    """Return the error of a request that ended with an error of a worker; a 400 for a fault of the request's grammar.
+
+    grammar_field: the field that brought the grammar; empty when that was not recorded.
     """
     if why.startswith(NOT_FOLLOWED):
         text = f"{why}; send a simpler one in {grammar_field}" if grammar_field else why

@@ -1,4 +1,4 @@
-"""Hold the parts of one gateway process: start, stop and drain them, and say whether they are well."""
+"""Hold the parts of one gateway process: start, stop and drain them, and report whether they work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("orcinus.gateway")
 
 
 class Gateway:
-    """Holds all that lives as long as the process."""
+    """Every part that lives as long as the process."""
 
     def __init__(self, settings: GatewaySettings, model: ModelText) -> None:
         """Raise ConfigurationError when a key is needed and there is none."""
@@ -81,7 +81,7 @@ class Gateway:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks that run as long as the process; main.py ends the process when one of them has ended."""
+        """Return the tasks that run as long as the process; main.py ends the process when one of them has ended."""
         return [*self.dispatcher.tasks, *self._watching]
 
     def dead_task(self) -> str:

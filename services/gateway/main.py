@@ -1,7 +1,7 @@
-"""`orcinus gateway`: serves HTTP until it is told to stop.
+"""Run `orcinus gateway`: serve HTTP and gRPC until a signal or a drain command.
 
-Listens before Redis is there (live, not ready), drains at the first SIGTERM or SIGINT or when `orcinus drain` asks for
-it, stops at once at the second signal.
+It listens before Redis is there (live, not ready), drains at the first SIGTERM or SIGINT or when `orcinus drain` asks
+for it, and stops at once at the second signal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
         failure = uvloop.run(_serve(gateway, public, ops, place))
     model.close()
     if failure:
-        # Whoever started this process starts it again; without that task it would only look alive.
+        # The supervisor of this process starts it again; without that task it would only look alive.
         log.critical("a task of this gateway died, so the process ends: %s", failure)
         return 1
     log.info("stopped")
@@ -125,7 +125,7 @@ async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -
 
 
 async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
-    """Listening, where a port is set. Raise ConfigurationError."""
+    """Return a front that listens, where a port is set. Raise ConfigurationError."""
     settings = gateway.settings
     if not settings.grpc_port:
         return None

@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics: what clients got, and the stack as this gateway last saw it in Redis.
+"""Keep the gateway's Prometheus metrics: deliveries to clients, and the stack as of the last look at Redis.
 
 One registry per gateway, so that tests may have several in one process. Names have units; a request's figures are
 observed at its end and with each delivery, none per token.
@@ -44,16 +44,16 @@ ALIASES = (
     Alias("vllm:time_per_output_token_seconds", P + "inter_token_seconds", {}),
     Alias("vllm:e2e_request_latency_seconds", P + "request_duration_seconds", {}),
 )
-"""What the scheduler has is in services/scheduler/metrics.py, so that no figure is counted twice."""
+"""Figures of the scheduler have theirs in services/scheduler/metrics.py, so that none is counted twice."""
 
 
 class Metrics:
-    """Named by what they count."""
+    """All metrics of a gateway, named by what they count."""
 
     def __init__(self, model: str = "", aliases: bool = False) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self._own: list[Collector] = []
+        self._collectors: list[Collector] = []
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return self._keep(Counter(P + name, text, labels, registry=registry))
@@ -72,7 +72,7 @@ class Metrics:
         )
         self._deliveries = Deliveries()
         registry.register(self._keep(self._deliveries))
-        self.told = self._deliveries.told
+        self.delivered = self._deliveries.delivered
         self.duration = histogram(
             "request_duration_seconds", "From arrival to the last token, by endpoint", SECONDS, "endpoint"
         )
@@ -100,10 +100,10 @@ class Metrics:
         self._stack = StackCollector()
         registry.register(self._keep(self._stack))
         if aliases:
-            registry.register(Aliases(self._own, ALIASES, model))
+            registry.register(Aliases(self._collectors, ALIASES, model))
 
     def _keep(self, collector: C) -> C:
-        self._own.append(collector)
+        self._collectors.append(collector)
         return collector
 
     def watch(self, cluster: Cluster) -> None:
@@ -117,7 +117,7 @@ class Metrics:
         self._calls[script].observe(seconds)
 
     def read(self, entry_id: bytes) -> None:
-        """Note that a token batch was read; the id of an entry says when Redis took it, in ms."""
+        """Note that a token batch was read; the id of an entry is the time, in ms, at which Redis took it."""
         self._lag.observe(max(0.0, time.time() - int(entry_id.partition(b"-")[0]) / 1000))
 
     def finished(self, spec: GenerationSpec, reasons: list[str | None], output_tokens: int, seconds: float) -> None:
@@ -135,17 +135,15 @@ class Metrics:
 
 
 class Deliveries(Collector):
-    """Notes of deliveries, counted when metrics are read: a counter and a histogram cost as much as the text of a
-    token.
-    """
+    """Note deliveries, and count them when metrics are read: both cost as much as a token's text."""
 
     def __init__(self) -> None:
         self._tokens = 0
         self._gaps_s: list[float] = []
         self._gaps = ColumnHistogram(P + "inter_token_seconds", "Between two deliveries of one request", GAPS_S)
 
-    def told(self, tokens: int, gap_s: float | None) -> None:
-        """gap_s: since the request's last delivery; None: there was none."""
+    def delivered(self, tokens: int, gap_s: float | None) -> None:
+        """Note a delivery. gap_s: since the request's last one; None for the first."""
         self._tokens += tokens
         if gap_s is not None:
             self._gaps_s.append(gap_s)

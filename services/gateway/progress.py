@@ -1,8 +1,8 @@
-"""Does work move? What /health/progress tells, from what Redis showed second by second. Pure: time is an argument.
+"""Decide for /health/progress whether work moves, from the looks at Redis. Pure: time is an argument.
 
 Work moves when a step was answered: the last step in a shard's statistics, or in the heartbeat of a scheduler or a
-worker, is another one than before. A statistic that is not rewritten says that there is work for as long as it said so
-last, and a heartbeat that ran out is no movement.
+worker, is another one than before. A statistic that is not rewritten counts as it was written last, and a heartbeat
+that expired is no movement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Seen:
 
 @dataclass(slots=True)
 class _Track:
-    """Something that may have work, and when that last moved, or was not there."""
+    """A part that may have work, and when its work last moved, or it last had none."""
 
     since: float
     works: bool = False
@@ -42,15 +42,15 @@ class Progress:
 
     def __init__(self, now: float) -> None:
         self._shards: dict[str, _Track] = {}
-        self._own = _Track(now)
+        self._requests = _Track(now)
         self._steps: dict[str, str] = {}
 
     def look(self, seen: Seen | None, unfinished: int, now: float) -> None:
-        """seen: None while Redis does not answer. unfinished: requests of this gateway that have not ended."""
+        """Take one look. seen: None while Redis does not answer. unfinished: requests that have not ended here."""
         if seen is None:
             for track in self._shards.values():
                 track.look(track.works, False, now)
-            self._own.look(self._own.works or unfinished > 0, False, now)
+            self._requests.look(self._requests.works or unfinished > 0, False, now)
             return
         moved = self._beats_moved(seen.steps)
         self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in seen.stats}
@@ -64,19 +64,19 @@ class Progress:
             track.mark = mark
         # Parked requests that never ran are counted as queued; they wait until a client returns.
         waiting = seen.queued - sum(stats.get("parked", 0.0) for stats in seen.stats.values())
-        self._own.look(unfinished > 0 or waiting > 0, moved, now)
+        self._requests.look(unfinished > 0 or waiting > 0, moved, now)
 
     def stalled(self, now: float) -> tuple[float, str]:
-        """Return the seconds in which work was there and did not move, and what has not; (0, '') when all is well."""
+        """Return for how many seconds work was there and did not move, and where; (0, '') when all is well."""
         found = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
-        if self._own.works:
-            found.append((now - self._own.since, "the queue"))
+        if self._requests.works:
+            found.append((now - self._requests.since, "the queue"))
         return max(found, default=(0.0, ""))
 
     def _beats_moved(self, steps: Mapping[str, str]) -> bool:
-        """Return a heartbeat that begins anew is a process that was restarted: no step yet."""
+        """Return whether any heartbeat names another step. One that begins anew, after a restart, has no step yet."""
         moved = any(step != self._steps.get(name, step) and step != "0" for name, step in steps.items())
         self._steps.update(steps)
-        if len(self._steps) > 4 * len(steps) + 64:  # processes that are gone
+        if len(self._steps) > 4 * len(steps) + 64:  # of processes that have ended
             self._steps = dict(steps)
         return moved

@@ -70,7 +70,7 @@ class GenerationSpec:
     prompt_texts: list[str] = field(default_factory=list)  # for echo, else empty
     stop: list[str] = field(default_factory=list)
     stop_ids: list[int] = field(default_factory=list)
-    priority: str = ""  # '' until the class of the caller's key is known
+    priority: str = ""  # '' until the caller's key has set it
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -118,7 +118,7 @@ class GenerationSpec:
         return self.prompt_tokens + self.choices * self.max_tokens
 
     def to_request(self, gateway: str, tenant: str, salt: bytes) -> tuple[queue_pb2.Request, bytes]:
-        """Return the message for `requests:{class}` and, when they are big, the prompts for a key of their own."""
+        """Return the message for `requests:{class}` and, when they are big, the prompts for another key."""
         prompts = queue_pb2.Prompts(tokens=[pack(prompt) for prompt in self.prompts])
         apart = 4 * self.prompt_tokens > PROMPT_APART_BYTES
         fields: dict[str, Any] = {name: getattr(self, name) for name in REQUEST_FIELDS}

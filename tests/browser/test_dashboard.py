@@ -126,7 +126,7 @@ def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
         redis.stop(signal.SIGKILL)
         visit.says("#state", "no Redis")
         assert "Redis does not answer" in visit.text("#banner")
-        assert "What is shown is from" in visit.text("#banner")
+        assert "The figures are from" in visit.text("#banner")
         assert visit.text("#tok-s") == "1,235", "the last figures stay, marked as old"
         assert visit.page.locator("main.stale").count() == 1
         redis.start()
@@ -140,7 +140,7 @@ def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
 
 def test_each_missing_part_of_a_stack_is_named(open_page: OpenPage, written: WrittenStack) -> None:
     visit = open_page()
-    visit.says("#banner", "No scheduler has told anything of tiny")
+    visit.says("#banner", "No scheduler has reported on tiny")
     assert "No iteration has been answered yet" in visit.text("#iterations-sub")
     assert visit.text("#ttft") == "–"
     written.lead()
@@ -149,7 +149,7 @@ def test_each_missing_part_of_a_stack_is_named(open_page: OpenPage, written: Wri
     written.worker()
     visit.says("#state", "live")
     written.tell(time_ms=written.now_ms() - 60_000)
-    visit.says("#banner", "has said nothing since")
+    visit.says("#banner", "has been silent since")
     written.leave()
     visit.says("#banner", "No scheduler leads shard-0")
     written.event("worker_lost", "its stream ended")

@@ -1,4 +1,4 @@
-// The lines over time (uPlot) and the picture of the last iterations (canvas). Colours come from page.css.
+// Draw the lines over time (uPlot) and the picture of the last iterations (canvas). Colours come from page.css.
 
 import { count, milliseconds } from "./format.js";
 
@@ -8,7 +8,7 @@ const ms = (plot, values) => values.map((value) => (value === null ? "" : millis
 const plain = (plot, values) => values.map((value) => (value === null ? "" : count(value)));
 const share = (plot, values) => values.map((value) => (value === null ? "" : `${Math.round(value)} %`));
 
-// What each chart draws: [label, value of a row, colour, dashed].
+// The lines of each chart: [label, value of a row, colour, dashed].
 const CHARTS = {
   throughput: { unit: plain, lines: [["tokens/s", (row) => row("tok_s"), "--line1"]], fill: true },
   sequences: {

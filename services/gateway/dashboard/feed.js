@@ -1,4 +1,4 @@
-// The events of the gateway, over fetch and not EventSource: a key goes into a header, and an answer says why it failed.
+// Read the events of the gateway, over fetch and not EventSource: a key needs a header, and a refusal has a reason.
 
 const AGAIN_MS = [500, 1000, 2000, 5000];
 const SILENT_MS = 5000; // frames come each second

@@ -46,7 +46,7 @@ class Viewer:
         self._ready.set()
 
     async def take(self) -> bytes:
-        """Wait for something and returns all that waits, in order."""
+        """Wait for a frame, and return all that waits, in order."""
         await self._ready.wait()
         self._ready.clear()
         found = (self._past or b"") + (self._frame or b"")
@@ -81,7 +81,7 @@ class Feed:
             await end(task)
 
     async def _run(self) -> None:
-        """Until the last viewer has left."""
+        """Read and send frames, until the last viewer has left."""
         redis = connect(self._settings, connections=1, socket_timeout_s=2.0)
         reader = StackReader(redis, self._settings.keys)
         self._past = {}
@@ -100,8 +100,8 @@ class Feed:
     async def _look(self, reader: StackReader) -> View:
         try:
             view = await reader.look()
-            for shard, told in view["shards"].items():
-                await self._remember(reader, shard, told["stats"], view["time_ms"])
+            for shard, state in view["shards"].items():
+                await self._remember(reader, shard, state["stats"], view["time_ms"])
         except FAILED as error:
             return {"error": f"Redis does not answer: {str(error) or type(error).__name__}"}
         except (KeyError, TypeError, ValueError) as error:  # of another version, or not ours

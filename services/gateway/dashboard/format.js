@@ -1,4 +1,4 @@
-// Numbers and times as people read them. Pure.
+// Format numbers and times for reading. Pure.
 
 export const NONE = "–";
 
@@ -19,7 +19,7 @@ export function milliseconds(value) {
   return `${ms.toFixed(ms < 10 ? 2 : 1)} ms`;
 }
 
-// 0 is how the scheduler says that nothing came in the last minute.
+// The scheduler writes 0 when nothing came in the last minute.
 export function measured(value) {
   return Number(value) > 0 ? milliseconds(value) : NONE;
 }

@@ -1,4 +1,4 @@
-// The page: frames of the feed into the document. Text from outside only ever becomes textContent.
+// Write frames of the feed into the page. Text from outside only ever becomes textContent.
 
 import { Charts, drawIterations } from "./charts.js";
 import { follow, giveKey } from "./feed.js";
@@ -13,7 +13,7 @@ const sum = (list, name) => list.reduce((total, stats) => total + (Number(stats[
 
 const past = {}; // shard -> columns
 let charts;
-let last; // the frame that is shown
+let last; // the frame on the page
 
 function say(id, text) {
   const element = by(id);
@@ -67,7 +67,7 @@ function choose(shards) {
 
 function show(frame) {
   if (frame.error) {
-    const since = last ? ` What is shown is from ${clock(last.time_ms)}.` : "";
+    const since = last ? ` The figures are from ${clock(last.time_ms)}.` : "";
     state("lost", "no Redis", `${frame.error}.${since}`);
     return;
   }
@@ -87,7 +87,7 @@ function show(frame) {
   events(frame.events);
   iterations(frame.shards[name]?.iterations ?? {}, stats);
   if (name) {
-    for (const [shard, told] of Object.entries(frame.shards)) remember((past[shard] ??= {}), told.stats);
+    for (const [shard, state] of Object.entries(frame.shards)) remember((past[shard] ??= {}), state.stats);
     charts.show(past[name]);
   }
 }
@@ -95,11 +95,11 @@ function show(frame) {
 function condition(frame, name, all) {
   const shard = frame.shards[name];
   if (!shard) {
-    state("waiting", "no scheduler", `No scheduler has told anything of ${frame.model} in the last five minutes.`, "empty");
+    state("waiting", "no scheduler", `No scheduler has reported on ${frame.model} in the last five minutes.`, "empty");
   } else if (!shard.led) {
     state("lost", "no scheduler", `No scheduler leads ${name}. Its last figures are from ${clock(shard.stats.time_ms)}.`);
   } else if (frame.time_ms - shard.stats.time_ms > SILENT_MS + 1000) {
-    state("lost", "silent", `The scheduler of ${name} has said nothing since ${clock(shard.stats.time_ms)}.`);
+    state("lost", "silent", `The scheduler of ${name} has been silent since ${clock(shard.stats.time_ms)}.`);
   } else if (!frame.workers.some((worker) => worker.alive)) {
     state("waiting", "no worker", "No worker is registered: requests wait.", "empty");
   } else {
@@ -202,7 +202,7 @@ function events(list) {
     row.append(time, kind, String(event.text ?? ""));
     return row;
   });
-  by("events").replaceChildren(...(rows.length ? rows : [fill("li", ["Nothing has happened: no worker lost, no policy changed."])]));
+  by("events").replaceChildren(...(rows.length ? rows : [fill("li", ["No events: no worker was lost, no policy changed."])]));
 }
 
 function iterations(rows, stats) {
@@ -219,8 +219,8 @@ function iterations(rows, stats) {
 }
 
 function lost(why) {
-  const since = last ? ` What is shown is from ${clock(last.time_ms)}.` : "";
-  state("lost", "disconnected", `No contact with the gateway: ${why}. Trying again.${since}`);
+  const since = last ? ` The figures are from ${clock(last.time_ms)}.` : "";
+  state("lost", "disconnected", `No connection to the gateway: ${why}; trying again.${since}`);
 }
 
 function refused(why) {

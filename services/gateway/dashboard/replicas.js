@@ -1,12 +1,12 @@
-// A row for each replica: what it runs and holds, and how fast it goes. Text from outside only ever becomes textContent.
+// A row for each replica: sequences, blocks and speed. Text from outside only ever becomes textContent.
 
 import { count, measured, NONE, percent } from "./format.js";
 
 const by = (id) => document.getElementById(id);
 
 export function replicas(shards) {
-  const found = Object.entries(shards).flatMap(([shard, told]) =>
-    Object.entries(told.replicas ?? {}).map(([name, figures]) => ({ shard, name, figures })),
+  const found = Object.entries(shards).flatMap(([shard, state]) =>
+    Object.entries(state.replicas ?? {}).map(([name, figures]) => ({ shard, name, figures })),
   );
   const several = Object.keys(shards).length > 1;
   by("replicas").replaceChildren(...found.map((one) => row(one, several)));
@@ -18,7 +18,7 @@ function row({ shard, name, figures }, several) {
   const head = document.createElement("th");
   head.scope = "row";
   const about = document.createElement("small");
-  about.textContent = [figures.state, figures.dock ? "for those on trial" : "", figures.role, several ? shard : "", `epoch ${figures.epoch}`].filter(Boolean).join(" · ");
+  about.textContent = [figures.state, figures.dock ? "quarantine" : "", figures.role, several ? shard : "", `epoch ${figures.epoch}`].filter(Boolean).join(" · ");
   about.className = figures.state === "serving" && !figures.dock ? "" : "warn";
   head.append(name, about);
   const loading = figures.loading ? `, ${count(figures.loading)} wait for KV` : "";

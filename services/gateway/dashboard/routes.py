@@ -61,7 +61,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get(EVENTS)
     async def events() -> Response:
-        """What the page shows, as server-sent events: `past` once, `now` each second."""
+        """Send what the page shows, as server-sent events: `past` once, `now` each second."""
         if gateway.draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
         return _Events(gateway, feed, feed.enter())
@@ -70,7 +70,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 class _Events(Response):
-    """End when the viewer has gone, also between two events, and when the gateway stops."""
+    """Send events until the viewer leaves, also between two events, or the gateway stops."""
 
     media_type = "text/event-stream"
 

@@ -34,17 +34,17 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.left: set[str] = set()
-        """Requests whose client took them over from here and has gone: the adopter brings them back."""
+        """Requests whose client took them over from here and has left: the adopter brings them back."""
         self.ended: set[str] = set()
         """Requests that have ended, until the adopter has removed them in Redis."""
 
     @property
     def kept(self) -> list[str]:
-        """The ids of the requests that are read now."""
+        """Return the ids of the requests that are read now."""
         return list(self._tasks)
 
     def keep(self, generation: Generation) -> None:
-        """Read a generation to its end, and closes it."""
+        """Read a generation to its end, and close it."""
         request_id = generation.spec.id
         task = asyncio.create_task(self._read(generation))
         self._tasks[request_id] = task
@@ -75,14 +75,14 @@ class BackgroundTasks:
 
 EVERY_S = 2.0
 GONE_S = 1.5
-"""How long a heartbeat must be missing, after it ran out: a Redis that was away has no heartbeat at all."""
+"""Time for which a heartbeat must be missing, after it expired: a Redis that was away has no heartbeat at all."""
 ADOPTING_MS = 10_000
-"""What one gateway gets to adopt a request, before another one tries."""
+"""Time for one gateway to adopt a request, before another one tries."""
 BATCH = 256
 
 
 class OrphanAdopter:
-    """The task and its connection."""
+    """Adopt background requests of gateways that have died: a task and its connection."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class OrphanAdopter:
         background: BackgroundTasks,
         adopt: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        """adopt(request, gateway): delivers a request here that `gateway` delivered. Raise ApiError."""
+        """adopt(request, gateway): deliver a request here that `gateway` delivered. Raise ApiError."""
         self._keys: Keys = settings.keys
         self._gateway_id = gateway_id
         self._background = background
@@ -100,7 +100,7 @@ class OrphanAdopter:
         self._missing: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look every two seconds, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S * random.uniform(0.8, 1.2))  # noqa: S311 - jitter, no secret
             try:
@@ -121,7 +121,7 @@ class OrphanAdopter:
             self._background.ended -= set(ended)
 
     async def _bring_back(self, request_id: str) -> None:
-        """One that is this gateway's own, and that a client has read for a while."""
+        """Read a request of this gateway again that a client has read for a while."""
         if await self._tried(request_id, self._gateway_id):
             self._background.left.discard(request_id)
 
@@ -136,7 +136,7 @@ class OrphanAdopter:
         return [name for name, since in self._missing.items() if now - since >= GONE_S]
 
     async def adopt_from(self, gateway: str) -> None:
-        """Adopt background requests of a gateway that is gone, BATCH at most."""
+        """Adopt background requests of a gateway that has died, BATCH at most."""
         key = self._keys.background_of(gateway)
         found = await self._redis.srandmember(key, BATCH)
         if not found:
@@ -151,7 +151,7 @@ class OrphanAdopter:
                 await self._redis.srem(key, request_id)
                 adopted += 1
         if adopted:
-            log.info("adopted %d background requests of gateway %s, which is gone", adopted, gateway)
+            log.info("adopted %d background requests of gateway %s, which has died", adopted, gateway)
 
     async def _tried(self, request_id: str, gateway: str) -> bool:
         """Adopt one request. Return False when it is to be tried again."""
@@ -160,10 +160,10 @@ class OrphanAdopter:
         except ApiError as error:
             if error.status == 503 or error.code == TAKEN_OVER:
                 return False
-            log.info("background request %s is gone: %s", request_id, error.message)
+            log.info("background request %s not adopted: %s", request_id, error.message)
         except (*Unreachable, RedisError):
             raise
         except Exception:  # a record that this version cannot read must not end the gateway, and each one after it
-            log.exception("background request %s was not adopted", request_id)
+            log.exception("background request %s cannot be adopted", request_id)
             return False
         return True

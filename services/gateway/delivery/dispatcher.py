@@ -1,4 +1,4 @@
-"""Own the gateway's traffic with Redis: one task writes and asks, one task reads tokens. No handler awaits Redis.
+"""Talk to Redis for all requests: one task writes and asks, one task reads tokens. No handler awaits Redis.
 
 A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is read by the wrong
 request and no cancel is lost. Jobs run in the order in which they were handed over. Commands about requests (cancel,
@@ -49,7 +49,7 @@ class Command:
     send: Callable[[], Awaitable[Any]]
     refusals: int = 0
 
-    async def say(self) -> None:
+    async def try_send(self) -> None:
         """Send the command, twice at most: a connection that Redis closed shows only at its first use, and a repeated
         command does no harm. A process that dies before the next round loses the command.
         """
@@ -70,9 +70,9 @@ class Retries:
 
     def keep(self, command: Command) -> None:
         """Keep a command for the next round, in place of an earlier one of the same key."""
-        known = self._waiting.pop(command.key, None)
-        if known is not None:
-            command.refusals = max(command.refusals, known.refusals)
+        earlier = self._waiting.pop(command.key, None)
+        if earlier is not None:
+            command.refusals = max(command.refusals, earlier.refusals)
         elif len(self._waiting) >= MOST_KEPT:
             request_id, kind = oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -101,7 +101,7 @@ SILENT_S = 5.0
 """A request unheard of for so long has its record read: its tokens may have left the stream unread."""
 READ_ENTRIES = 64
 FLUSH_S = 2.0
-"""What a clean stop waits for the last commands."""
+"""Time for the last commands at a clean stop."""
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class QueueBounds(Protocol):
 
 
 class Dispatcher:
-    """Own every Redis connection that serves requests."""
+    """Use every Redis connection that serves requests."""
 
     def __init__(self, settings: GatewaySettings, gateway_id: str, cluster: Cluster, metrics: Metrics) -> None:
         self._settings = settings
@@ -173,12 +173,12 @@ class Dispatcher:
 
     @property
     def streams(self) -> dict[str, RequestStream]:
-        """Requests that run now, by id."""
+        """Return the streams of the requests that run now, by id."""
         return self._streams
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks that run between start and stop; none of them ends by itself."""
+        """Return the tasks that run between start and stop; none of them ends by itself."""
         return list(self._tasks)
 
     # What handlers call
@@ -248,9 +248,7 @@ class Dispatcher:
         )
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
-        """Tell the scheduler that a stop string was found: tokens 0 .. at_token - 1 stay. written: called once Redis
-        has it.
-        """
+        """End a choice at a stop string: tokens 0 .. at_token - 1 stay. written: called once Redis has the command."""
         stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
         control = queue_pb2.Control(stop=stop)
 
@@ -271,7 +269,7 @@ class Dispatcher:
         return str(await self.ask(lambda: self._control(request_id, "cancel", control, tenant=tenant)))
 
     async def record(self, request_id: str) -> dict[str, str]:
-        """`req:{id}`; empty when there is none. Raise ApiError(503)."""
+        """Return `req:{id}` as text; empty when there is none. Raise ApiError(503)."""
         found = await self.raw_record(request_id)
         return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
 
@@ -284,7 +282,7 @@ class Dispatcher:
         return await self.ask(read)
 
     async def read(self, stream: RequestStream) -> None:
-        """Put what is recorded of a request into a mailbox that gets nothing else. Raise ApiError(503)."""
+        """Fill a stream that gets nothing else from the record of its request. Raise ApiError(503)."""
         fill(stream, *await self.ask(lambda: _missing(self._redis, self._keys, stream)))
 
     # The working task
@@ -363,7 +361,7 @@ class Dispatcher:
     def _put_command(self, command: Command) -> None:
         async def job() -> None:
             try:
-                await command.say()
+                await command.try_send()
             except Unreachable as error:
                 self._cluster.note_unreachable(str(error) or type(error).__name__)
                 self._retries.keep(command)
@@ -486,17 +484,17 @@ class Dispatcher:
             self._metrics.refilled.inc()
             self._settle(stream, row, first, stream.offer(row, first))
         for item in stream.take_ahead():
-            # Still a gap: what is missing is not checkpointed yet; the watch asks again.
+            # Still a gap: the missing tokens are not checkpointed yet; the watch reads the record again.
             self._settle(stream, item.row, item.first, stream.offer(item.row, item.first))
         for row in ends(record, stream.choices):
-            # What the stream still holds of these is late now.
+            # Rows of these that the stream still has are late now.
             at = stream.received[row.choice]
             self._settle(stream, row, at, stream.offer(row, at))
 
 
 async def _missing(redis: Redis, keys: Keys, stream: RequestStream) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
-    """Read `req:{id}` (empty when it is gone) and the tokens in `out` that the stream lacks: (index of the first token,
-    row).
+    """Read `req:{id}` (empty when it has expired) and the tokens in `out` that the stream lacks, as (index of the
+    first token, row).
     """
     pipe: Any = redis.pipeline(transaction=True)
     pipe.hgetall(keys.req(stream.request_id))

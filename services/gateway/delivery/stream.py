@@ -39,9 +39,11 @@ _INDEX = re.compile(r"-?[0-9]{1,9}")
 
 @dataclass(slots=True)
 class Position:
-    """How far a client has read. last: for each choice the index of the last token with text that the client has,
-    NOTHING or PREAMBLE before; one more than the last token's with the text that only the end released, two more with
-    the reason. usage: the client has the usage, too.
+    """How far a client has read.
+
+    last: for each choice the index of the last token with text that the client has, NOTHING or PREAMBLE before; one
+    more than the last token's with the text that only the end released, two more with the reason. usage: the client has
+    the usage, too.
     """
 
     last: list[int]
@@ -49,7 +51,7 @@ class Position:
 
     @staticmethod
     def parse(given: str, request_id: str, choices: int) -> Position:
-        """From an event's id. Raise ApiError(400) for one that is not of this request.
+        """Return the position in an event's id. Raise ApiError(400) for an id that is not of this request.
 
         >>> Position.parse("cmpl-1:4.-1", "cmpl-1", 2)
         Position(last=[4, -1], usage=False)
@@ -101,8 +103,10 @@ class Ahead:
 
 @dataclass(slots=True)
 class RequestStream:
-    """Rows of one request. `bound`: rows kept for a slow client; 0 means no bound (no client reads slowly). `survives`:
-    the request continues without its client.
+    """Rows of one request.
+
+    bound: rows kept for a slow client; 0 means no bound (no client reads slowly). survives: the request continues
+    without its client.
     """
 
     request_id: str
@@ -169,7 +173,7 @@ class RequestStream:
         self.finished[choice] = True
 
     def wake(self) -> None:
-        """Let `take` return, be it with nothing: what its caller waits for may have come another way."""
+        """Let `take` return, also with nothing: its caller may wait for something else."""
         self._wake.set()
 
     def fail(self, error: ApiError, cut: bool = False) -> None:
@@ -243,8 +247,10 @@ HELD_FINISH_S = 30.0
 
 
 class HeldFinishes:
-    """Ends by a stop string that the client gets only once Redis has them. The scheduler learns of a stop string from
-    the gateway alone: if the end were sent first and the gateway killed then, the record would keep another end.
+    """Hold ends by a stop string back from the client until Redis has them.
+
+    The scheduler learns of a stop string from the gateway alone: if the end were sent first and the gateway killed
+    then, the record would keep another end.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -281,7 +287,7 @@ class HeldFinishes:
 
 
 class Finish(IntEnum):
-    """As in protos/queue.proto."""
+    """How a choice ended, as in protos/queue.proto."""
 
     RUNNING = 0
     STOP = 1
@@ -313,7 +319,7 @@ class Usage:
     completion_tokens: int
 
     def body(self) -> dict[str, int]:
-        """OpenAI's `usage`."""
+        """Return OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -322,11 +328,11 @@ class Usage:
 
 
 class ChoiceText:
-    """Turns the tokens of one choice into text."""
+    """Turn the tokens of one choice into text."""
 
     # fmt: off
     __slots__ = (
-        "_detokenizer", "_include", "_length", "_matcher", "_min_tokens", "_silent", "_stop_ids", "_tells_offsets",
+        "_detokenizer", "_has_offsets", "_include", "_length", "_matcher", "_min_tokens", "_silent", "_stop_ids",
         "_tools", "calls", "count", "finish_reason", "is_plain", "offsets",
     )
     # fmt: on
@@ -337,14 +343,14 @@ class ChoiceText:
         self._stop_ids = frozenset(spec.stop_ids)
         self._include = spec.include_stop_str_in_output
         self._min_tokens = spec.min_tokens
-        self._tells_offsets = spec.logprobs is not None and spec.endpoint == "completions"
+        self._has_offsets = spec.logprobs is not None and spec.endpoint == "completions"
         self._length = 0  # of the text of all tokens so far, held back or not
-        self.offsets: list[int] = []  # where in that text each token begins; only if an answer tells it
+        self.offsets: list[int] = []  # where in that text each token begins; only if an answer has it
         self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.count = 0
         self.finish_reason: str | None = None
-        self.is_plain = not (spec.stop or self._tells_offsets or spec.tools)  # then `grow` does as `feed`
+        self.is_plain = not (spec.stop or self._has_offsets or spec.tools)  # then `grow` does as `feed`
         self._silent = frozenset() if self._include else self._stop_ids
 
     def grow(self, tokens: list[int]) -> str:
@@ -378,7 +384,7 @@ class ChoiceText:
         text, matcher = "", self._matcher
         for used, token in enumerate(tokens, 1):
             self.count += 1
-            if self._tells_offsets:
+            if self._has_offsets:
                 self.offsets.append(self._length)
             if token in self._stop_ids and not self._include:
                 continue
@@ -433,8 +439,10 @@ class Generation:
         position: Position | None = None,
         left: Callable[[], None] | None = None,
     ) -> None:
-        """Begin the delivery. started: time.monotonic() at the request's arrival. position: what the client has
-        already. left: called when the client has gone and the request continues without it.
+        """Begin the delivery.
+
+        started: time.monotonic() at the request's arrival. position: how far the client has read. left: called when the
+        client has left and the request continues without it.
         """
         self.spec = spec
         self.stream = stream
@@ -467,7 +475,7 @@ class Generation:
         return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
 
     async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
-        """Return what was gained since the last call, at most one Delta a choice; empty after `timeout_s`.
+        """Return the gain since the last call, at most one Delta a choice; empty after `timeout_s`.
 
         deliver: as in `RequestStream.take`; it has to `apply` the rows that it takes. Raise ApiError when the request
         failed, was cancelled or its client was cut; earlier rows are returned first.
@@ -489,7 +497,7 @@ class Generation:
         return bool(self._held_finishes)
 
     def apply(self, rows: list[Row]) -> list[Delta]:
-        """Return what rows add, in order. Raise ApiError when the first of them is a failure."""
+        """Return the gain of rows, in order. Raise ApiError when the first of them is a failure."""
         if self.is_plain and len(rows) == 1 and not rows[0].finish:
             return self._grow(rows[0])
         deltas: dict[int, Delta] = {}
@@ -503,15 +511,15 @@ class Generation:
                     raise self._ended
                 break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
-            known = max(0, self._had[row.choice] - choice.count)
+            skipped = max(0, self._had[row.choice] - choice.count)
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
             calls = choice.calls
-            self._keep_logprobs(row, known, tokens)
+            self._keep_logprobs(row, skipped, tokens)
             ended = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
             if stopped:
                 self.stream.end_choice(row.choice)
-                if row.finish != Finish.STOP:  # also when the row has an end: the record has to say what the client got
+                if row.finish != Finish.STOP:  # also when the row has an end: the record has to agree with the client
                     written = self._held_finishes.hold(row.choice) if beyond < 2 else _nothing
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
                     ended = None
@@ -531,7 +539,7 @@ class Generation:
         return list(deltas.values())
 
     def _grow(self, row: Row) -> list[Delta]:
-        """Do what `apply` comes to for nearly every row: add text. No choice can have ended before."""
+        """Add the text of a plain row, as nearly every row is. No choice can have ended before."""
         text = self.choices[row.choice].grow(row.tokens)
         self._observe(len(row.tokens))
         return [Delta(row.choice, text, row.tokens, None)]
@@ -539,21 +547,21 @@ class Generation:
     def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
         """Feed a choice and return only what the client does not have yet."""
         choice = self.choices[number]
-        known = max(0, self._had[number] - choice.count)
-        if not known:
+        skipped = max(0, self._had[number] - choice.count)
+        if not skipped:
             return choice.feed(tokens, reason)
-        all_known = known >= len(tokens)
-        _, _, stopped = choice.feed(tokens[:known], None)
-        if stopped or (all_known and reason is None):
+        skips_all = skipped >= len(tokens)
+        _, _, stopped = choice.feed(tokens[:skipped], None)
+        if stopped or (skips_all and reason is None):
             choice.calls = []
             return "", [], stopped
-        return choice.feed(tokens[known:], reason)
+        return choice.feed(tokens[skipped:], reason)
 
-    def _keep_logprobs(self, row: Row, known: int, tokens: list[int]) -> None:
-        """tokens: those of the row that count and that the client has not; `known` of it were before them."""
+    def _keep_logprobs(self, row: Row, skipped: int, tokens: list[int]) -> None:
+        """Keep the log-probabilities of `tokens`, those of the row that count, behind `skipped` that the client has."""
         if self.logprobs is not None:
             size = self.spec.record_bytes
-            records = row.logprobs[size * known : size * (known + len(tokens))]
+            records = row.logprobs[size * skipped : size * (skipped + len(tokens))]
             self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
 
     def close(self) -> None:
@@ -599,7 +607,7 @@ class Generation:
         if not tokens:
             return
         now = time.monotonic()
-        self._metrics.told(tokens, None if self._last is None else now - self._last)
+        self._metrics.delivered(tokens, None if self._last is None else now - self._last)
         if self._last is None:
             if self.span is not None:
                 self.span.first_token()

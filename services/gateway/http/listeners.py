@@ -13,7 +13,7 @@ BACKLOG = 2048
 def listen(host: str, port: int, what: str, *, shared: bool = False) -> socket.socket:
     """Return a socket that listens. shared: beside those of other processes of this user that share it as well.
 
-    Raise ConfigurationError that says which port and what to do.
+    Raise ConfigurationError that names the port and the remedy.
     """
     return _bound(host, port, what, shared, listening=True)
 

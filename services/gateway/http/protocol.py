@@ -47,8 +47,9 @@ class Bounds:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. Adds to the scope ways to write without waiting, to wait until its client has read, and to drop
-    it."""
+    """One connection. Add to the scope ways to write without waiting, to wait until the client has read, and to drop
+    the connection.
+    """
 
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(**given)
@@ -106,7 +107,7 @@ class Protocol(HttpToolsProtocol):
             self.data_received(held)
 
     def _hold(self, data: bytes) -> None:
-        """Keep it unread until all is answered that came before; beyond the bound the client may not send on."""
+        """Keep bytes unread until all requests before them are answered; beyond the bound, stop reading."""
         self._wait_no_more()
         self._held += data
         if len(self._held) > self._bounds.head_bytes:
@@ -153,12 +154,12 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _has_room(self) -> bool:
-        """May `_write` be called now? Only while the connection's newest request is answered in chunks."""
+        """Return whether `_write` may be called now: while the connection's newest request is answered in chunks."""
         cycle = self.cycle
         return not self.flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
 
     def _write(self, body: bytes) -> None:
-        """Write a chunk of the current answer, past the middleware, which costs as much as all the rest."""
+        """Write a chunk of the current answer, past the wrappers of the application, which cost as much as the rest."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _too_long(self) -> ApiError:
@@ -180,7 +181,7 @@ class Protocol(HttpToolsProtocol):
         self._answer(ApiError(408, text, code="request_timeout"))
 
     def _answer(self, error: ApiError) -> None:
-        """Refuse and closes; only closes where another answer to this request is on its way, or was there already."""
+        """Refuse and close; only close where an answer to this request is on its way, or was written already."""
         self._wait_no_more()
         if self.transport.is_closing():
             return
@@ -212,7 +213,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class RequestContext:
-    """Outermost: x-request-id in and out, the count of answers, errors that no handler caught."""
+    """Set x-request-id in and out, count answers, answer errors that no handler caught."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, pages: Collection[str] = ()) -> None:
         """pages: paths of the live page, counted by name."""
@@ -262,7 +263,7 @@ class RequestContext:
 
 
 class BodyLimit:
-    """413 for bodies over the limit, by their header or, chunked, while they come in."""
+    """Answer 413 to bodies over the limit, by their header or, chunked, while they come in."""
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
         self._app = app
@@ -291,10 +292,10 @@ class BodyLimit:
 
 
 class CutSlow:
-    """Pure ASGI, around everything else."""
+    """Drop a connection whose client does not read; around everything else."""
 
     def __init__(self, app: ASGIApp, seconds: float, metrics: Metrics) -> None:
-        """seconds: in which a write has to find room in the connection's buffer."""
+        """seconds: time for a write to find room in the connection's buffer."""
         self._app = app
         self._seconds = seconds
         self._metrics = metrics

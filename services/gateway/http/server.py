@@ -19,7 +19,7 @@ from shared.settings import GatewaySettings, is_loopback
 log = logging.getLogger("orcinus.gateway")
 
 GRACE_S = 5
-"""What answers get to be written when delivery has ended."""
+"""Time to write answers when delivery has ended."""
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2, the oldest that is spoken; those of TLS 1.3 are all good."""
 
@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
 
 
 def server(app: Any, settings: GatewaySettings) -> Server:
-    """One port's. Raise ConfigurationError for a certificate that will not do."""
+    """Return the server of one port. Raise ConfigurationError for a certificate that cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_pair(settings.tls_cert, settings.tls_key)
     config = uvicorn.Config(
@@ -55,12 +55,12 @@ def server(app: Any, settings: GatewaySettings) -> Server:
 
 
 def scheme(settings: GatewaySettings) -> str:
-    """http or https."""
+    """Return http or https."""
     return "https" if settings.tls_cert is not None else "http"
 
 
 def warn_of_clear_text(settings: GatewaySettings) -> None:
-    """Keys and prompts that cross a network unencrypted are the operator's choice, but a known one."""
+    """Warn that keys and prompts cross a network unencrypted: that is for the operator to choose."""
     if settings.tls_cert is not None:
         return
     for host, port in ((settings.host, settings.port), (settings.ops_host, settings.ops_port)):
@@ -69,7 +69,7 @@ def warn_of_clear_text(settings: GatewaySettings) -> None:
 
 
 def renew_certificates(servers: Sequence[uvicorn.Server], settings: GatewaySettings) -> None:
-    """Read the files again, for connections that come from now on; what will not do is not taken."""
+    """Read the files again, for connections that come from now on; keep the old certificate when they are bad."""
     if settings.tls_cert is None or settings.tls_key is None:
         return
     try:

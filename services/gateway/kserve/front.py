@@ -36,7 +36,7 @@ log = logging.getLogger("orcinus.gateway")
 
 
 class Certificate:
-    """A chain and its key. gRPC asks `_renewed` at each handshake, on a thread of its own."""
+    """A chain and its key. gRPC calls `_renewed` at each handshake, on another thread."""
 
     def __init__(self, chain: Path, key: Path) -> None:
         self._chain = chain
@@ -56,7 +56,7 @@ class Certificate:
         return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._chain.read_bytes())])
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: as before."""
+        """Return a certificate that was read since the last handshake; None to keep the one before."""
         fresh, self._fresh = self._fresh, None
         return fresh
 
@@ -65,8 +65,8 @@ MOST_CALLS = 4096
 MOST_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
 READ_BODIES = 2
-"""Messages up to so many times the limit of a body are read, and refused here in words and with a code. At longer ones
-gRPC itself ends the call, and neither can be added."""
+"""Messages up to so many times the limit of a body are read, and refused here with a message and a code. At longer
+ones gRPC ends the call without them."""
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -100,7 +100,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         options = [
             ("grpc.max_receive_message_length", READ_BODIES * gateway.settings.max_body_bytes),
             ("grpc.max_metadata_size", gateway.settings.max_header_bytes),
-            ("grpc.keepalive_time_ms", 10_000),  # a client whose machine is gone is noticed
+            ("grpc.keepalive_time_ms", 10_000),  # a client whose machine died is noticed
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -140,13 +140,13 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerLive(  # noqa: N802 - names in kserve.proto, here and below
         self, request: kserve.ServerLiveRequest, context: Context
     ) -> kserve.ServerLiveResponse:
-        """This process answers."""
+        """Answer that the process runs."""
         return kserve.ServerLiveResponse(live=True)
 
     async def ServerReady(  # noqa: N802
         self, request: kserve.ServerReadyRequest, context: Context
     ) -> kserve.ServerReadyResponse:
-        """New work would be served."""
+        """Return whether new work would be served."""
         return kserve.ServerReadyResponse(ready=not self._gateway.reason_not_ready())
 
     async def ServerMetadata(  # noqa: N802
@@ -160,8 +160,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: kserve.ModelReadyRequest, context: Context
     ) -> kserve.ModelReadyResponse:
-        """New work for this model would be served; another model is not ready."""
-        await self._told("ModelReady", context, self._call(context))
+        """Return whether new work for this model would be served; another model is not ready."""
+        await self._answered("ModelReady", context, self._call(context))
         ready = request.name == self._name and not self._gateway.reason_not_ready()
         return kserve.ModelReadyResponse(ready=ready)
 
@@ -169,19 +169,19 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve.ModelMetadataRequest, context: Context
     ) -> kserve.ModelMetadataResponse:
         """Return the tensors of the model."""
-        return await self._told("ModelMetadata", context, self._metadata(request, context))
+        return await self._answered("ModelMetadata", context, self._metadata(request, context))
 
     async def ModelInfer(  # noqa: N802
         self, request: kserve.ModelInferRequest, context: Context
     ) -> kserve.ModelInferResponse:
         """Return the whole answer to one request."""
-        return await self._told("ModelInfer", context, self._infer(request, context))
+        return await self._answered("ModelInfer", context, self._infer(request, context))
 
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context
     ) -> None:
         """Answer in pieces, each with the id of its request; a request that fails ends alone."""
-        await self._told("ModelStreamInfer", context, self._stream(requests, context))
+        await self._answered("ModelStreamInfer", context, self._stream(requests, context))
 
     async def _metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> kserve.ModelMetadataResponse:
         await self._call(context)
@@ -229,8 +229,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         authorization = metadata.get("authorization")
         return Call(self._gateway.keyring.identify(authorization), str(metadata.get("traceparent", ""))[:256])
 
-    async def _told(self, method: str, context: Context, work: Awaitable[T]) -> T:
-        """Return the outcome of a call; an error of ours as the status and trailing metadata that say it."""
+    async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
+        """Return the outcome of a call; answer an ApiError with a status and trailing metadata."""
         status = "cancelled"
         try:
             result = await work
@@ -263,7 +263,7 @@ class _Stream:
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
 
     async def run(self, requests: AsyncIterator[kserve.ModelInferRequest]) -> None:
-        """Until the client has said all and heard all. Raise ApiError when it does not read."""
+        """Serve until the client has sent all and read all. Raise ApiError when it does not read."""
         try:
             async with asyncio.TaskGroup() as group:
                 async for request in requests:
@@ -287,19 +287,19 @@ class _Stream:
 
     async def _answer(self, request: kserve.ModelInferRequest) -> None:
         generation = await self._front.begin(request, self._call, streams=True)
-        telling = asyncio.create_task(self._tell(request, generation))
+        sending = asyncio.create_task(self._send(request, generation))
         cutting = asyncio.create_task(generation.stream.cut.wait())
         try:
-            await asyncio.wait({telling, cutting}, return_when=asyncio.FIRST_COMPLETED)
-            if not telling.done():
+            await asyncio.wait({sending, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
                 generation.failure = generation.stream.failure
                 raise generation.failure or ApiError(503, "the stream was cut", code="cut")
-            telling.result()
+            sending.result()
         finally:
             generation.close()
-            await end(telling, cutting)
+            await end(sending, cutting)
 
-    async def _tell(self, request: kserve.ModelInferRequest, generation: Generation) -> None:
+    async def _send(self, request: kserve.ModelInferRequest, generation: Generation) -> None:
         if not generation.spec.stream:
             made = await whole_answer(request, generation)
             made.parameters[FINAL].bool_param = True

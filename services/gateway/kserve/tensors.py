@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's tensors: texts and fields of a request out of them, answers into them. Pure.
+"""Read requests from the Open Inference Protocol's tensors, and write answers into them. Pure.
 
 A request has the tensor `text_input` and, if it likes, `sampling_parameters` (one JSON object) and `stream`; its
 parameters are fields of `/v1/completions`. An answer has `text_output` and `finish_reason`, an element a choice.
@@ -25,7 +25,7 @@ EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
 MOST_DIMENSIONS = 8
 MOST_ELEMENTS = 1 << 16
-"""Of a tensor; more than any server's limit of choices. Both bound the work before the request is known to be good."""
+"""Of a tensor; more than any server's limit of choices. Both bound the work before a request has been checked."""
 OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "best_of", "background")
 """Fields of `/v1/completions` that have another form here, or none."""
 
@@ -114,7 +114,7 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
 
 
 def _parameters(given: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:
-    """Parameters as fields. The protocol's own `priority` (1: first) and `timeout` (in us) mean what they say there."""
+    """Return parameters as fields. `priority` (1 is first) and `timeout` (in us) mean what the protocol says."""
     fields: dict[str, Any] = {}
     for name, parameter in given.items():
         kind = parameter.WhichOneof("parameter_choice")
@@ -181,7 +181,7 @@ def _set(parameter: kserve.InferParameter, value: Any) -> None:
 
 
 def body_of(fields: dict[str, Any]) -> bytes:
-    """Return the fields as the HTTP body that says the same. Raise ApiError(400) for a number that JSON has not."""
+    """Return the HTTP body with the same fields. Raise ApiError(400) for a number that JSON cannot write."""
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise invalid(name, f"{name} must be a finite number; got {value}")

@@ -94,7 +94,7 @@ async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, s
     try:
         response = json_response(await answer)
     except ClientLeft:
-        return Response(status_code=499)  # the client has gone
+        return Response(status_code=499)  # no client reads it
     response.headers.update(headers)
     return response
 
@@ -186,7 +186,7 @@ def answer(
 
 
 def _message(text: str, calls: list[CallPiece]) -> dict[str, Any]:
-    """Of an assistant that may have called tools."""
+    """Return the message of an assistant that may have called tools."""
     if not calls:
         return {"role": "assistant", "content": text, "refusal": None}
     bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merged(calls)]
@@ -194,7 +194,7 @@ def _message(text: str, calls: list[CallPiece]) -> dict[str, Any]:
 
 
 async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list[list[CallPiece]]]:
-    """By choice: text, token ids, tool calls."""
+    """Read a request to its end; return text, token ids and tool calls of each choice."""
     texts: list[list[str]] = [[] for _ in generation.choices]
     ids: list[list[int]] = [[] for _ in generation.choices]
     calls: list[list[CallPiece]] = [[] for _ in generation.choices]
@@ -209,7 +209,7 @@ async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 SLOW_FLUSH_S = 5.0
-"""What a client that was cut for slowness gets to read the error event."""
+"""Time for a client that was cut for slowness to read the error event."""
 
 
 class Writer(Protocol):
@@ -268,7 +268,7 @@ class EventWriter:
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Return events of one delivery; empty when all its text is still held back."""
-        last = self._position.last  # moved before each event: its id says what is had with it
+        last = self._position.last  # moved before each event, whose id includes it
         if self.is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
             delta = deltas[0]
             if delta.finish_reason is None and not delta.calls:
@@ -283,7 +283,7 @@ class EventWriter:
             if delta.text or delta.calls or (ids and delta.finish_reason is None):
                 last[delta.choice] = count - 1 if delta.finish_reason is None else count
                 logprobs = self._logprobs(delta.choice)
-                if delta.calls:  # one event with the text before them: its id says what is had with it
+                if delta.calls:  # one event with the text before them, whose id includes both
                     parts.append(self._raw(delta.choice, calls_delta(delta), ids, None, logprobs))
                 else:
                     parts.append(self._event(delta.choice, delta.text, ids, None, logprobs))
@@ -341,9 +341,10 @@ class EventWriter:
 
 
 class EventStream(Response):
-    """The answer of a streaming request. Its writer is stopped when the client leaves or is cut. While the writer waits
-    and the connection has room, the task that reads Redis writes each row itself. The writer writes ends, and whatever
-    has to wait for the client.
+    """Answer a streaming request. The writer is stopped when the client leaves or is cut.
+
+    While the writer waits and the connection has room, the task that reads Redis writes each row. The writer writes
+    ends, and events that have to wait for the client.
     """
 
     media_type = "text/event-stream"
@@ -424,7 +425,7 @@ class EventStream(Response):
                 generation.stream.wake()
         except Exception:
             log.exception("a stream failed")
-            generation.stream.fail(_failed())  # the writer tells it
+            generation.stream.fail(_failed())  # the writer sends it
         return True
 
     async def _cut(self, scope: Scope, send: Send) -> None:
@@ -451,7 +452,7 @@ def calls_delta(delta: Delta) -> bytes:
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Return when the client has left."""
     while True:
         message: Any = await receive()
         if message["type"] == "http.disconnect":

@@ -83,7 +83,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredBody(Body):
-    """What completions and chat share of it. At most one of them is given."""
+    """The fields that bind the output, in completions and chat. At most one of them is given."""
 
     response_format: ResponseFormat | None = None
     guided_json: Schema | str | None = None
@@ -110,7 +110,7 @@ class Tool(Body):
 
 
 class ChosenFunction(Body):
-    """The function that a call must be of."""
+    """The function that has to be called."""
 
     name: ToolName
 
@@ -143,7 +143,7 @@ def _kind_of_choice(value: Any) -> str:
     return "Allowed" if kind == "allowed_tools" else "Tool"
 
 
-# The tags are no lower-case words, as what is said of a fault must not name them (bodies.py).
+# The tags are no lower-case words, because `_refusal` leaves out of a field's name what is none.
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
     | Annotated[ChosenTool, Tag("Tool")]
@@ -153,7 +153,7 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(Body):
-    """What an assistant's message called; arguments are the text of a JSON object."""
+    """A call in an assistant's message; arguments are the text of a JSON object."""
 
     name: ToolName
     arguments: str
@@ -233,7 +233,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(StructuredBody):
-    """What completions and chat share."""
+    """The fields that completions and chat share."""
 
     model: str = Field(min_length=1, max_length=256)
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
@@ -249,7 +249,7 @@ class GenerationBody(StructuredBody):
     logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_BIAS)
     user: str | None = Field(None, max_length=1024)
 
-    # Orcinus' own
+    # Not of OpenAI
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1: off")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
@@ -410,7 +410,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""Of JSON, also one that has no end: the pattern never fails behind a quote, so no byte is looked at twice."""
+"""A string of JSON, also one without an end: the pattern never fails behind a quote, so no byte is read twice."""
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -459,12 +459,12 @@ async def read_body(request: Request, kind: type[T]) -> T:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Return the first fault of a pydantic error as OpenAI would say it."""
+    """Return the first fault of a pydantic error in OpenAI's words."""
     first, *others = error.errors(include_url=False, include_context=False)
     if first["type"] == "string_type" and isinstance(first["input"], list):
         # Text or a list of parts: a list was sent, so what is wrong is in it.
-        own = first["loc"][:-1]
-        first = next((other for other in others if own and other["loc"][: len(own)] == own), first)
+        parent = first["loc"][:-1]
+        first = next((other for other in others if parent and other["loc"][: len(parent)] == parent), first)
     # Names of union members ("str", "list[TextPart]") are pydantic's, not the client's.
     location = [part for part in first["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", str(part))]
     location = [part for part in location if part not in ("str", "[key]")]
@@ -472,7 +472,7 @@ def _refusal(error: ValidationError) -> ApiError:
     for part in location:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     place = param
-    if location and location[0] != "messages":  # the field is enough; the message says which of its items
+    if location and location[0] != "messages":  # the field is enough; the message names the item
         param = str(location[0])
     if first["type"] == "extra_forbidden":
         return invalid(place, f"Unrecognized request argument supplied: {place}", "unknown_parameter")

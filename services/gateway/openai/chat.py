@@ -41,7 +41,7 @@ def router(gateway: Gateway) -> APIRouter:
         openapi_extra=body_of(ChatBody),
     )
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation."""
+        """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ChatBody)
         spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits)
@@ -53,7 +53,7 @@ def router(gateway: Gateway) -> APIRouter:
 async def chat_spec(
     body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
 ) -> GenerationSpec:
-    """Raise ApiError."""
+    """Return the request that a body describes. request_id: None for a new one. Raise ApiError."""
     check_model(body.model, served)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
@@ -89,7 +89,7 @@ async def encode_messages(
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
-    """As chat templates want them. Raise ApiError(400)."""
+    """Return messages in the form of chat templates. Raise ApiError(400)."""
     return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
@@ -121,7 +121,7 @@ def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
 
 
 def _called(name: str, function: Any) -> dict[str, Any]:
-    """Templates want arguments as an object."""
+    """Return a call with its arguments as an object, for chat templates."""
     try:
         arguments = orjson.loads(function.arguments or "{}")
     except orjson.JSONDecodeError as error:

@@ -45,7 +45,7 @@ def router(gateway: Gateway) -> APIRouter:
         openapi_extra=body_of(CompletionBody),
     )
     async def completions(request: Request) -> Response:
-        """Continues one or several prompts."""
+        """Continue one or several prompts."""
         started = time.monotonic()
         body = await read_body(request, CompletionBody)
         spec = await completion_spec(body, gateway.model, served, gateway.cluster.limits)
@@ -57,7 +57,7 @@ def router(gateway: Gateway) -> APIRouter:
 async def completion_spec(
     body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
 ) -> GenerationSpec:
-    """Raise ApiError."""
+    """Return the request that a body describes. request_id: None for a new one. Raise ApiError."""
     check_model(body.model, served)
     prompts, texts = await _prompts(body, model, limits)
     echo = bool(body.echo)

@@ -1,4 +1,4 @@
-"""The OpenAPI document's parts that FastAPI cannot infer, because bodies are parsed by hand (bodies.py)."""
+"""Make the parts of the OpenAPI document that FastAPI cannot infer, because bodies.py parses the bodies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MEANING = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: every error that it can answer, and those that any route can."""
+    """Return `responses` of a route: every error that it can answer, and those that any route can."""
     return {
         status: {"model": ErrorAnswer, "description": _MEANING[status]}
         for status in sorted({400, 401, 405, 408, 413, 431, 500, *statuses})
@@ -40,7 +40,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is `kind`."""
+    """Return `openapi_extra` of a route whose body is `kind`."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

@@ -36,42 +36,42 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/models", responses={200: FOUND, **errors()})
     async def models() -> Response:
-        """The served model."""
+        """List the served model."""
         return json_response({"object": "list", "data": [model_card()]})
 
     @routes.get("/v1/models/{model_id:path}", responses={200: FOUND, **errors(404)})
     async def model(model_id: str) -> Response:
-        """One model."""
+        """Return one model."""
         check_model(model_id, served)
         return json_response(model_card())
 
     @routes.get("/health", responses={200: FOUND, **errors()})
     @routes.get("/health/live", responses={200: FOUND, **errors()})
     async def live() -> Response:
-        """This process answers."""
+        """Answer that the process runs."""
         return json_response({"status": "live"})
 
     @routes.get("/ready", responses={200: FOUND, 503: _NOT_WELL, **errors()})
     @routes.get("/health/ready", responses={200: FOUND, 503: _NOT_WELL, **errors()})
     async def ready() -> Response:
-        """New work would be served."""
+        """Return whether new work would be served."""
         return _health("ready", gateway.reason_not_ready())
 
     @routes.get("/health/progress", responses={200: FOUND, 503: _NOT_WELL, **errors()})
     async def progress() -> Response:
-        """Work moves, or there is none."""
+        """Return whether work moves, or there is none."""
         return _health("moving", gateway.reason_stalled())
 
     @routes.get("/version", responses={200: FOUND, **errors()})
     async def version() -> Response:
-        """The version of this gateway."""
+        """Return the version of this gateway."""
         return json_response({"version": VERSION})
 
     return routes
 
 
 def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
-    """`/metrics` and `/stats`; on the public port only where a key protects them."""
+    """Return the routes of `/metrics` and `/stats`; on the public port they need a key."""
     routes = APIRouter()
 
     def guard() -> None:
@@ -84,7 +84,7 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
 
     @routes.get("/metrics", include_in_schema=not on_public_port)
     async def metrics() -> Response:
-        """Prometheus metrics of this gateway, and of the other processes behind its port."""
+        """Return Prometheus metrics of this gateway, and of the other processes behind its port."""
         guard()
         siblings = gateway.siblings
         text = gateway.metrics.text() if siblings is None else await siblings.metrics()
@@ -92,7 +92,7 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
 
     @routes.get("/stats", include_in_schema=not on_public_port)
     async def stats() -> Response:
-        """What this gateway knows of the stack."""
+        """Return the state of the stack as of the gateway's last look."""
         guard()
         snapshot, siblings = gateway.cluster.snapshot, gateway.siblings
         return json_response(

@@ -1,6 +1,6 @@
 """Find what binds the output of a request: the fields that bring a grammar, and tools.
 
-Tools also say what the chat template shows and how calls are read from the text.
+Tools also decide what the chat template shows and how calls are read from the text.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice"}
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """use: how calls are read, None where no tool may be called. shown: for the template. grammar: of an answer that
-    has to call, else empty. has_control: a call begins with a control token."""
+    """The effect of a request's tools.
+
+    use: how calls are read, None where no tool may be called. shown: the tools for the template. grammar: of an answer
+    that has to call, else empty. has_control: a call begins with a control token.
+    """
 
     use: ToolUse | None = None
     shown: tuple[dict[str, Any], ...] = ()
@@ -43,7 +46,7 @@ class ToolPlan:
 
 
 def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
-    """Raise ApiError(400)."""
+    """Return the effect of `tools` and `tool_choice`. Raise ApiError(400)."""
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools and choice not in ("none", "auto"):
         raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
@@ -81,7 +84,7 @@ async def bind_output(spec: GenerationSpec, body: GenerationBody, model: ModelTe
 
 
 async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan) -> tuple[str, str]:
-    """Return what binds the output, compiled once, behind the field that brought it; empty where nothing does. Raise
+    """Return the field that binds the output, and its grammar, compiled once; empty where nothing binds it. Raise
     ApiError.
     """
     field, grammar = await body_grammar(body, model.grammars)

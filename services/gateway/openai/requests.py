@@ -34,9 +34,9 @@ def router(gateway: Gateway) -> APIRouter:
         responses={**event_stream("the events that are still to come, or were not read"), **GENERATION_ERRORS},
     )
     async def resume(request_id: str, request: Request) -> Response:
-        """Goes on with a request, also one of another gateway or one that has ended (kept for five minutes).
+        """Continue the stream of a request, also one of another gateway or one that has ended (kept for five minutes).
 
-        `Last-Event-ID` is the id of the last event that was read; without it everything comes again.
+        `Last-Event-ID` is the id of the last event that was read; without it the stream comes from its beginning.
         """
         started = time.monotonic()
         last_event = request.headers.get("last-event-id", "")
@@ -46,7 +46,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
     async def request_status(request_id: str, request: Request) -> Response:
-        """What became of a request; kept for five minutes after its end, with its answer."""
+        """Return the state of a request, and its answer for five minutes after its end."""
         record = await gateway.dispatcher.raw_record(request_id)
         if record.get(b"tenant", b"").decode() != request.state.tenant:
             raise unknown_request(request_id)
@@ -55,7 +55,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
     async def cancel_request(request_id: str, request: Request) -> Response:
-        """Cancels a request, wherever it is."""
+        """Cancel a request, wherever it runs."""
         verdict = await gateway.dispatcher.cancel_for(request_id, request.state.tenant)
         if verdict in ("unknown", "forbidden"):
             raise unknown_request(request_id)

@@ -1,8 +1,8 @@
 """Serve `/v1/responses`, stateless: a conversation as OpenAI's newer clients send it.
 
-Inside it is a chat request whose id begins with `resp_`; its record can be read for five minutes. The body becomes a
-body of `/v1/chat/completions`, where everything that a model computes is checked. Nothing is kept for a later call, so
-fields that refer to one are refused by name. The events of a stream add up to the whole response object.
+A response is a chat request whose id begins with `resp_`; its record can be read for five minutes. The body becomes a
+body of `/v1/chat/completions`, which is checked there. Nothing is kept for a later call, so fields that refer to one
+are refused by name. The events of a stream add up to the whole response object.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ResponsesBody(Body):
     prompt_cache_retention: str | None = Field(None, max_length=32)
     safety_identifier: str | None = Field(None, max_length=1024)
 
-    # Orcinus' own
+    # Not of OpenAI
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1: off")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -184,8 +184,7 @@ def messages(body: ResponsesBody) -> list[dict[str, Any]]:
             raise invalid("input", f"{where} must be an object; got {shown(item)}", "invalid_value")
         kind = item.get("type") or "message"
         if kind not in ITEMS:
-            known = ", ".join(ITEMS)
-            text = f"{where}.type {shown(kind)} is not supported; known are {known}"
+            text = f"{where}.type {shown(kind)} is not supported; supported are {', '.join(ITEMS)}"
             raise invalid("input", text, "unsupported_parameter")
         message = ITEMS[kind](item, where)
         if kind == "function_call" and found and "tool_calls" in found[-1]:
@@ -271,9 +270,9 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _check_names(item: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+def _check_names(item: dict[str, Any], allowed: tuple[str, ...], where: str) -> None:
     for name in item:
-        if name not in known:
+        if name not in allowed:
             raise invalid("input", f"Unrecognized request argument supplied: {where}.{name}", "unknown_parameter")
 
 
@@ -284,7 +283,7 @@ INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
 def shell(
     body: ResponsesBody, response_id: str, created: int, defaults: SamplingDefaults = SamplingDefaults()
 ) -> dict[str, Any]:
-    """Return a response before its first token: what it is to be."""
+    """Return a response as it is before its first token."""
     text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
     return {
         "id": response_id,
@@ -332,7 +331,7 @@ def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, u
 
 
 def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole response that says what a whole chat completion says."""
+    """Return the response with the content of a chat completion."""
     choice = answer["choices"][0]
     message, reason = choice["message"], choice["finish_reason"]
     calls = message.get("tool_calls") or []
@@ -445,9 +444,9 @@ class ResponseEvents:
 
     def error(self, error: ApiError) -> bytes:
         """Return an error after the first byte; the stream ends behind it."""
-        said = {"code": error.code or "server_error", "message": error.message}
-        events = self._event("error", **said, param=error.param)
-        return events + self._event("response.failed", response=self._shell | {"status": "failed", "error": said})
+        fault = {"code": error.code or "server_error", "message": error.message}
+        events = self._event("error", **fault, param=error.param)
+        return events + self._event("response.failed", response=self._shell | {"status": "failed", "error": fault})
 
     def _text(self, text: str) -> bytes:
         item, events = self._message()
@@ -479,7 +478,7 @@ class ResponseEvents:
         return item, added
 
     def _done(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
-        """Return an item at its end, and the events that say what it holds."""
+        """Return an item at its end, and the events with its content."""
         whole = "".join(item.pieces)
         if key != MESSAGE:
             done = item.begun | {"status": status, "arguments": whole}
@@ -511,7 +510,7 @@ def router(gateway: Gateway) -> APIRouter:
         openapi_extra=body_of(ResponsesBody),
     )
     async def responses(request: Request) -> Response:
-        """Answers a conversation."""
+        """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ResponsesBody)
         spec = await _spec(gateway, body)
@@ -532,7 +531,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def response(response_id: str, request: Request) -> Response:
-        """A response that runs, in the background or not, or has ended less than five minutes ago."""
+        """Return a response that runs, in the background or not, or has ended less than five minutes ago."""
         if request.query_params.get("stream", "false") not in ("false", "False", "0"):
             raise invalid(
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
@@ -541,7 +540,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """Cancels a response, wherever it is."""
+        """Cancel a response, wherever it runs."""
         found = await _found(gateway, response_id, request.state.tenant)
         if found["status"] in ("queued", "in_progress"):
             verdict = await gateway.dispatcher.cancel_for(response_id, request.state.tenant)
@@ -562,7 +561,7 @@ async def _spec(gateway: Gateway, body: ResponsesBody) -> GenerationSpec:
 
 
 async def _found(gateway: Gateway, response_id: str, tenant: str) -> dict[str, Any]:
-    """Return what is known of a response. Raise ApiError(404, 503)."""
+    """Return a response from its record. Raise ApiError(404, 503)."""
     record = await gateway.dispatcher.raw_record(response_id)
     if not response_id.startswith(ids.BEGINNINGS[KIND]) or record.get(b"tenant", b"").decode() != tenant:
         raise unknown_request(response_id)

@@ -23,7 +23,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/tokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a prompt or of messages."""
+        """Return the token ids of a prompt or of messages."""
         body = await read_body(request, TokenizeBody)
         check_model(body.model, served)
         if (body.prompt is None) == (body.messages is None):
@@ -49,7 +49,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/detokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body = await read_body(request, DetokenizeBody)
         check_model(body.model, served)
         size = gateway.model.vocab_size

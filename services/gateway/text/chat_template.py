@@ -1,4 +1,4 @@
-"""Turn chat messages into token ids with the model's own template.
+"""Turn chat messages into token ids with the chat template of the model.
 
 What users write is never parsed as control tokens. Control tokens inside user text are hidden from the template behind
 unguessable names, and the rendered text is encoded by a twin of the tokenizer that knows every control token under
@@ -36,7 +36,7 @@ PATIENCE = 10
 
 
 class RenderError(Exception):
-    """What a template did that it may not, or could not do."""
+    """A template did what it may not, or could not render."""
 
 
 class Renderer:
@@ -54,13 +54,13 @@ class Renderer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
+        """Return the pid of the process, if it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def render(self, **context: Any) -> str:
         """Return the text. `context`: JSON values.
 
-        Raise jinja2.TemplateError with the template's own words, RenderError for all else.
+        Raise jinja2.TemplateError with the template's words, RenderError for all else.
         """
         payload = orjson.dumps(context)
         with self._lock:
@@ -193,12 +193,12 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise invalid("messages", f"the model's chat template refused the messages: {error}") from error
-        except Exception as error:  # a template is a program; whatever it does to these messages is no crash of ours
+        except Exception as error:  # a template is a program; it must not bring the gateway down
             raise invalid("messages", f"the model's chat template cannot render the messages: {error}") from error
 
 
 class _Hidden:
-    """Hides control tokens of user text behind unguessable names, for one request."""
+    """Hide control tokens of user text behind unguessable names, for one request."""
 
     def __init__(self, pattern: re.Pattern[str] | None) -> None:
         self._pattern = pattern

@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, never half a code point.
+"""Turn token ids into text, one token at a time, never half a code point.
 
 Two ways, chosen once per model by TokenText: a table of each token's bytes (byte-level BPE, SentencePiece with byte
 fallback: nearly every model), or, for any other decoder, decoding a short window twice and taking the difference. Both
@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
 
 
 class TokenText:
-    """Turn ids of one model into text. Shared by all requests; holds no state of any."""
+    """Turn ids of one model into text. Shared by all requests, without state of any."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -72,7 +72,7 @@ class TokenText:
         return self._pieces[token] if token < len(self._pieces) else b""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of whole sequences, as the tokenizer's own decoder gives it."""
+        """Return the text of whole sequences, from the decoder of the tokenizer."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def _table(self) -> list[bytes] | None:
@@ -112,7 +112,7 @@ class TokenText:
 
 
 class TableDetokenizer:
-    """By table: O(1) a token. Nearly every token is text of its own and is looked up; the rest is decoded."""
+    """Turn ids into text by a table, O(1) a token. Nearly every token is looked up; the rest is decoded."""
 
     __slots__ = ("_decoder", "_is_open", "_pieces", "_skip", "_strip", "_texts")
 
@@ -156,7 +156,7 @@ def _whole(piece: bytes) -> str | None:
 
 
 class WindowDetokenizer:
-    """By decoding a window [start, read) and [start, now) and taking what the second adds."""
+    """Turn ids into text by decoding a window [start, read) and [start, now); the text is what the second adds."""
 
     __slots__ = ("_ids", "_read", "_shown", "_skip", "_tokenizer")
 
@@ -181,7 +181,7 @@ class WindowDetokenizer:
         if text.endswith(_REPLACEMENT) and len(self._ids) < _WINDOW_MOST:
             return ""
         new = text[len(self._shown) :]
-        # The window goes on from the tokens just shown: a decoder that treats a first token differently sees one.
+        # The window continues from the tokens just shown: a decoder that treats a first token differently sees one.
         del self._ids[: self._read]
         self._read = len(self._ids)
         self._shown = self._decode(self._ids)

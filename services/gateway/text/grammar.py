@@ -27,7 +27,7 @@ OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 
 
 class GrammarCheck:
-    """Compile what requests bring. One for each model."""
+    """Compile the grammars of requests. One for each model."""
 
     def __init__(self, model: Path, vocab_size: int) -> None:
         self._grammars = Grammars(model, vocab_size)
@@ -52,7 +52,7 @@ class GrammarCheck:
 
 
 def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
-    """Of the values of a JSON schema. lenient: keywords that cannot be kept are ignored. Raise ApiError."""
+    """Return the grammar of a JSON schema. lenient: ignore keywords that cannot be kept. Raise ApiError."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -66,7 +66,7 @@ def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
 
 
 def choice_grammar(choices: Iterable[str]) -> str:
-    """Of one of several texts."""
+    """Return the grammar of one of several texts."""
     return LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities as OpenAI tells them, from the records that come with the tokens (shared/logprobs.py).
+"""Make OpenAI's log-probabilities from the records that come with the tokens (shared/logprobs.py).
 
-They are the model's own: log softmax of its logits before temperature, penalties, bias and masks. One entry for each
-token that counts, also where its text is held back, left out (special tokens) or cut off (stop strings).
+A log-probability is the log softmax of the model's logits before temperature, penalties, bias and masks. There is one
+entry for each token that counts, also where its text is held back, left out (special tokens) or cut off (stop strings).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.gateway.text.detokenizer import TokenText
 from shared.logprobs import TokenLogprobs, unpack_records
 
 LEAST = -9999.0
-"""Stands for the log-probability of what cannot be, which JSON has no number for; as OpenAI does."""
+"""The log-probability of an impossible token, as OpenAI sends it: JSON has no number for minus infinity."""
 
 
 class Offsets(Protocol):
@@ -111,9 +111,7 @@ class Logprobs:
         return named
 
     def _name(self, token: int) -> str:
-        """Return a token's text; where that is no whole characters its bytes, where there is none its id: no two the
-        same.
-        """
+        """Return a unique name of a token: its text, its bytes where those are no text, its id without bytes."""
         piece = self._text.piece(token)
         try:
             return piece.decode() or f"token_id:{token}"
@@ -122,7 +120,7 @@ class Logprobs:
 
 
 def _agreeing(one: TokenLogprobs, token: int) -> TokenLogprobs:
-    """Return the sampled token has one number, also where two kernels summed in another order."""
+    """Give the sampled token one number, also where two kernels summed in another order."""
     return TokenLogprobs(dict(one.best).get(token, one.sampled), one.best)
 
 

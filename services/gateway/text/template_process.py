@@ -1,4 +1,4 @@
-"""Render a chat template in a process of its own that can open neither a file nor a socket.
+"""Render a chat template in a process apart that can open neither a file nor a socket.
 
 A template is a program that comes with a model. The gateway starts this module with an empty environment and one end of
 a socket as its standard input, and sends JSON in frames of multiprocessing's: first {source, seconds, bytes}, then
@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """As transformers makes it: templates see values, and no attribute that leads out of them."""
+    """Return the environment of transformers: templates see values, and no attribute that leads out of them."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -39,7 +39,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; for serving it is only its body."""
+    """Render the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
@@ -64,19 +64,19 @@ def _tojson(
 
 
 TEXT, REFUSED, FAILED = b"T", b"R", b"F"
-"""Rendered; the template's own refusal; anything else that went wrong."""
+"""Rendered; refused by the template; any other failure."""
 MOST_CHARS = 16 << 20
 """Of a rendered text."""
 
 
 NEEDED_LATER = (pprint, textwrap, jinja2.constants, jinja2.debug)
-"""What jinja2 imports when a template asks for it, which is too late here."""
+"""Modules that jinja2 imports when a template needs them, which is too late here."""
 WARM_UP = "{{ 'a\\n' | wordwrap(1) | urlize | pprint }}{{ strftime_now('%c %Z') }}"
 """Has codecs and the time zone read before no file can be opened any more."""
 
 
 class TooLongError(BaseException):
-    """A render ran out of its time. No Exception, so that nothing on the way takes it for one of its own."""
+    """A render ran out of its time. No Exception, so that no handler on the way catches it."""
 
 
 def _answer(render: Any, context: dict[str, Any], seconds: float) -> bytes:
@@ -112,7 +112,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["bytes"], settings["bytes"]))
         for nothing in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
             resource.setrlimit(nothing, (0, 0))
-        # Compiling folds constants, so it is bounded as well; its own refusals come with the first context.
+        # Compiling folds constants, so it is bounded as well; its refusals come with the first context.
         template: list[jinja2.Template] = []
 
         def render(**context: Any) -> str:

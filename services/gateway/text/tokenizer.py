@@ -1,4 +1,4 @@
-"""Everything the gateway knows about one model: its tokenizer, chat template, end-of-text ids and context length.
+"""Load the text side of one model: tokenizer, chat template, end-of-text ids and context length.
 
 Loaded once from a Hugging Face directory; a directory that cannot be served raises ModelError naming file and remedy.
 """
@@ -37,9 +37,10 @@ class ModelText:
         tool_parser: str = "auto",
         sampling_defaults: str = "model",
     ) -> None:
-        """template_timeout_s: what the chat template may take for one conversation. Raise ModelError.
+        """Load a model directory. Raise ModelError.
 
-        tool_parser: how the model writes calls of tools, as the setting says; sampling_defaults: as that setting.
+        template_timeout_s: processor time of the chat template for one conversation. tool_parser: the format in which
+        the model writes calls of tools; auto reads it from the template. sampling_defaults: as that setting.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -68,7 +69,7 @@ class ModelText:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return ids of a raw prompt; control tokens written in it count.
 
-        What is added is tokenizer.json's business alone; transformers 5 ignores add_bos_token beside it, too.
+        tokenizer.json alone decides what is added; transformers 5 ignores add_bos_token beside it, too.
         """
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -149,7 +150,7 @@ def _read_json(directory: Path, name: str, required: str | None = None) -> dict[
     except (OSError, orjson.JSONDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise ModelError(f"{path} is no JSON object")
     return value
 
 

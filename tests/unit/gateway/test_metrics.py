@@ -102,10 +102,10 @@ def test_deliveries_are_counted_whenever_they_are_asked_for() -> None:
     metrics = Metrics()
     name = "orcinus_gateway_inter_token_seconds"
     assert exposed(metrics)["orcinus_gateway_output_tokens_total"] == 0
-    metrics.told(3, None)
+    metrics.delivered(3, None)
     for _ in range(GAPS_KEPT + 1):
-        metrics.told(2, 0.002)
-    metrics.told(1, 0.02)
+        metrics.delivered(2, 0.002)
+    metrics.delivered(1, 0.02)
     for _ in range(2):
         found = exposed(metrics)
         assert found["orcinus_gateway_output_tokens_total"] == 2 * GAPS_KEPT + 6

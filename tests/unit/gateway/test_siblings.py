@@ -20,7 +20,7 @@ def texts(*counts: int) -> list[bytes]:
         metrics = Metrics("m", aliases=True)
         for _ in range(count):
             metrics.answers.labels('/a "quoted" \n# HELP x y', "200").inc()
-        metrics.told(10 * count, None)
+        metrics.delivered(10 * count, None)
         found.append(labelled(metrics.registry, str(number)))
     return found
 

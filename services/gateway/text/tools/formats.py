@@ -1,6 +1,6 @@
 """Describe how models write tool calls: the marks of each format, and a grammar of calls for a forced choice.
 
-The format is the model's own, so it is read from its chat template or set with --tool-parser.
+The format depends on the model, so it is read from the chat template or set with --tool-parser.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Function(Protocol):
 
 
 def format_of(template: str) -> str:
-    """How a model writes calls, by what its chat template contains; "none" where it knows no tools."""
+    """Return how a model writes calls, by the content of its chat template; "none" for a template without tools."""
     if "tools" not in template:
         return "none"
     if OPENINGS["mistral"] in template:
@@ -48,8 +48,10 @@ def format_of(template: str) -> str:
 
 
 def calls_grammar(use: ToolUse, functions: Sequence[Function], opening: str, args: str) -> str:
-    """Of one call, or of up to MOST_CALLS; in Lark. opening, args: what stands before a call, and before arguments
-    where they stand alone, as atoms of Lark."""
+    """Return the grammar of one call, or of up to MOST_CALLS, in Lark.
+
+    opening, args: the marks before a call, and before arguments without an object around them, as atoms of Lark.
+    """
     key = "parameters" if use.format == "llama3" else "arguments"
     more = f"{{0,{MOST_CALLS - 1}}}"
     between = {"hermes": '("\\n" call)', "llama3": '("; " object)', "mistral": '(", " object)', "mistral-args": "call"}

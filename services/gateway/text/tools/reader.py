@@ -25,8 +25,10 @@ BLANKS = " \t\n\r"
 
 
 class CallObject:
-    """`feed` from the opening brace on. name: once it is known; ended: behind the closing brace; failed: no such
-    object, or one without a name."""
+    """Read one call's object with `feed`, from the opening brace on.
+
+    name: empty until it was read. ended: the closing brace was read. failed: no such object, or one without a name.
+    """
 
     def __init__(self, name: str = "") -> None:
         """name: of a call of which the arguments alone are written, from their opening brace to their closing one."""
@@ -46,7 +48,7 @@ class CallObject:
             self._place, self._key = "value", ARGUMENTS[0]
 
     def feed(self, text: str) -> tuple[int, str]:
-        """How much of the text belongs to the object, and what its arguments gained."""
+        """Return how many characters of the text belong to the object, and the arguments among them."""
         gained: list[str] = []
         used = 0
         while used < len(text) and not (self.ended or self.failed):
@@ -90,7 +92,7 @@ class CallObject:
         self._place = "colon"
 
     def _take_value(self, char: str, gained: list[str]) -> None:
-        """One character of a value, or the one behind it."""
+        """Take one character of a value, or the one behind it."""
         if not self._written and char in BLANKS:
             return
         if not self._quoted and self._depth == 0 and self._written and (char in ",}" or char in BLANKS):
@@ -149,7 +151,7 @@ _BEGINS_NAMED = re.compile(r"[\w.-]{1,64}(\[\w{0,7}|\[CALL_ID\]\w{0,64}(\[\w{0,4
 
 @dataclass(slots=True)
 class CallPiece:
-    """What a call gained. id and name come once, with its first piece."""
+    """A part of a call. id and name come once, with its first piece."""
 
     index: int
     id: str
@@ -157,7 +159,7 @@ class CallPiece:
     arguments: str
 
     def body(self) -> dict[str, object]:
-        """As in a delta of OpenAI's stream."""
+        """Return the form of a delta in OpenAI's stream."""
         if not self.name:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         function = {"name": self.name, "arguments": self.arguments}
@@ -165,7 +167,7 @@ class CallPiece:
 
 
 def merged(pieces: list[CallPiece]) -> list[CallPiece]:
-    """One piece a call."""
+    """Return one piece for each call."""
     found: dict[int, CallPiece] = {}
     for piece in pieces:
         held = found.setdefault(piece.index, CallPiece(piece.index, piece.id, piece.name, ""))
@@ -259,7 +261,7 @@ class ToolReader:
         return True
 
     def _open_bare(self) -> bool:
-        """Return a call without an opening is a call only where no text was before it."""
+        """Begin a call without an opening, which is a call only where no text was before it."""
         rest = self._held.lstrip()
         tagged = rest.removeprefix(PYTHON_TAG)
         is_first = not self._said and not self.calls
@@ -289,7 +291,7 @@ class ToolReader:
         return True
 
     def _begin_named(self, rest: str) -> bool:
-        """Return a name before its arguments, or text."""
+        """Begin a call whose name stands before its arguments, or treat it as text."""
         found = _NAMED.match(rest)
         if found is None or found[2] is None:
             may_come = _BEGINS_NAMED.fullmatch(rest) if found is None else found.end() == len(rest)
@@ -302,19 +304,19 @@ class ToolReader:
 
     def _read_object(self) -> bool:
         call = self._object
-        known = bool(call.name)
+        has_begun = bool(call.name)
         used, arguments = call.feed(self._held)
-        if not known:
+        if not has_begun:
             self._raw += self._held[:used]
         self._held = self._held[used:]
         bare = self._use.format == "llama3"
-        if call.name and not known and not (bare and call.name not in self._use.names):
+        if call.name and not has_begun and not (bare and call.name not in self._use.names):
             self._begin_call(call.name)
-            known = True
-        if known and arguments:
+            has_begun = True
+        if has_begun and arguments:
             self._pieces.append(CallPiece(self.calls - 1, "", "", arguments))
-        if call.failed or call.ended or (bare and call.name and not known):
-            if not known:
+        if call.failed or call.ended or (bare and call.name and not has_begun):
+            if not has_begun:
                 return self._is_text()
             self._at = _At.BEHIND if self._use.parallel else _At.OVER
             return True
@@ -322,14 +324,14 @@ class ToolReader:
 
     def _begin_call(self, name: str) -> None:
         digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
-        own = digest[:9] if self._is_mistral else f"call_{digest[:24]}"  # its templates want nine
-        self._pieces.append(CallPiece(self.calls, own, name, ""))
+        call_id = digest[:9] if self._is_mistral else f"call_{digest[:24]}"  # its templates want nine
+        self._pieces.append(CallPiece(self.calls, call_id, name, ""))
         self.calls += 1
         self._raw = self._blank = ""
         self._behind_call = True
 
     def _go_behind(self) -> bool:
-        """Another object, the closing, or text."""
+        """Take another object, the closing, or text."""
         rest = self._skip_blanks()
         closing, separator = ("", "") if self._alone else (CLOSINGS[self._use.format], SEPARATORS[self._use.format])
         if not rest or (len(rest) < len(closing) and closing.startswith(rest)):
@@ -357,7 +359,7 @@ class ToolReader:
         return True
 
     def _say(self, text: str) -> None:
-        """White space beside calls is dropped."""
+        """Put out text, without the white space beside calls."""
         text = text.lstrip() if self._behind_call else self._blank + text
         kept = text.rstrip()
         self._blank = text[len(kept) :]
