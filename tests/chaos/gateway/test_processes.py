@@ -171,7 +171,7 @@ def test_one_process_that_is_drained_leaves_its_port_to_the_other_and_the_last_o
         under_way.check(LONG)
         assert [stream.resumed for stream in under_way.streams] == [0] * STREAMS
     until("it has left", lambda: processes(stack) == {1: there[1]})
-    assert "process 0 was drained" in stack.log("gateway")
+    until("the parent has noticed", lambda: "process 0 was drained" in stack.log("gateway"))
     (last,) = drained(stack, "gateway")
     assert last["id"] == there[1]
     assert stack.wait("gateway") == 0
