@@ -42,6 +42,7 @@ def test_a_schedulers_word_that_there_are_workers_makes_a_gateway_ready(
         scheduler.stats(workers=1)
         own.wait_ready()
         assert httpx.get(own.url + "/v1/models", verify=PLAIN).json()["data"][0]["max_model_len"] == 100
+    redis_server.client.flushdb()  # its limit is not for the gateway of other tests
 
 
 def test_without_a_scheduler_new_work_is_503_and_the_reason_is_told(
