@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as package_version
@@ -258,40 +259,25 @@ def version(json: Json = False) -> None:
     print(json_module.dumps({"version": number}) if json else f"orcinus {number}")
 
 
-@bench.command("scheduler", context_settings=PASS_ON, add_help_option=False)
-def bench_scheduler(context: typer.Context) -> None:
-    """Measure plan and apply with 32 to 4096 running sequences."""
-    raise typer.Exit(run_tool("bench-scheduler", context.args))
+BENCHES = {
+    "scheduler": "Measure plan and apply with 32 to 4096 running sequences.",
+    "gateway": "Measure tokens per second and delay of one gateway process on one core.",
+    "replicas": "Measure one scheduler with 1, 2, 4 and 8 replicas: CPU time per step, and routing by prefix.",
+    "engine": "Measure the engine's steps beside the limits of the machine.",
+    "kernels": "Measure every operation of the forward pass beside the limits of the machine and beside torch.",
+    "serve": "Load a running server and measure latencies and throughput.",
+}
 
 
-@bench.command("gateway", context_settings=PASS_ON, add_help_option=False)
-def bench_gateway(context: typer.Context) -> None:
-    """Measure tokens per second and delay of one gateway process on one core."""
-    raise typer.Exit(run_tool("bench-gateway", context.args))
+def _bench_command(name: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        raise typer.Exit(run_tool(f"bench-{name}", context.args))
+
+    return run
 
 
-@bench.command("replicas", context_settings=PASS_ON, add_help_option=False)
-def bench_replicas(context: typer.Context) -> None:
-    """Measure one scheduler with 1, 2, 4 and 8 replicas: CPU time per step, and routing by prefix."""
-    raise typer.Exit(run_tool("bench-replicas", context.args))
-
-
-@bench.command("engine", context_settings=PASS_ON, add_help_option=False)
-def bench_engine(context: typer.Context) -> None:
-    """Measure the engine's steps beside the limits of the machine."""
-    raise typer.Exit(run_tool("bench-engine", context.args))
-
-
-@bench.command("kernels", context_settings=PASS_ON, add_help_option=False)
-def bench_kernels(context: typer.Context) -> None:
-    """Measure every operation of the forward pass beside the limits of the machine and beside torch."""
-    raise typer.Exit(run_tool("bench-kernels", context.args))
-
-
-@bench.command("serve", context_settings=PASS_ON, add_help_option=False)
-def bench_serve(context: typer.Context) -> None:
-    """Load a running server and measure latencies and throughput."""
-    raise typer.Exit(run_tool("bench-serve", context.args))
+for _name, _help in BENCHES.items():
+    bench.command(_name, help=_help, context_settings=PASS_ON, add_help_option=False)(_bench_command(_name))
 
 
 @app.command("simulate", context_settings=PASS_ON, add_help_option=False)

@@ -2,7 +2,7 @@
 
 A matcher is made when its sequence enters, in a separate thread, by replaying the outputs that came with it: a
 preemption or a failover needs nothing else. Just before a row is sampled its matcher is fed the tokens since; where the
-last of them is still the device's secret, that inflight is waited for while the forward pass runs.
+last of them is still the device's secret, that step is waited for while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SlotGrammars:
         """Return by slot the ids that its next token may have, for SamplingTable.set_masks; or the error of the slot.
 
         previous: the step before this one, which may still be out. A slot with a failed draw there has neither: it
-        fails with that inflight. Wait for that inflight and for grammars that entered just now.
+        fails with that step. Wait for that step and for grammars that entered just now.
         """
         found: dict[int, bytes] = {}
         wrong: dict[int, str] = {}

@@ -88,7 +88,7 @@ class Item:
 
 @dataclass(frozen=True)
 class _Given:
-    """What is to be answered: a inflight, an error, or neither where the Run ends."""
+    """One entry of the queue of answers: a step in flight, an error, or neither at the end of the Run."""
 
     run: RunState
     epoch: int = 0  # the step's
