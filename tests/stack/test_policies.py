@@ -130,6 +130,8 @@ def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: 
     assert urgent.status_code == 200, urgent.text
     assert waited > 0, "the low ones waited when the urgent one had its token"
     assert stack.settled()["pending"] == [0, 0, 0, 0]
+    patient = {"prompt": load.prompts[1], "max_tokens": 1, "priority": "low"}
+    until("the gateway forgets the wait", lambda: stack.post("/v1/completions", patient).status_code == 200)
 
 
 def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, load: Load) -> None:
