@@ -1,8 +1,8 @@
 """The five parts of a policy: order, memory, budget, batching and preemption.
 
-A part answers one question about columns, holds no running sequence and never changes a table. A part that learns is
-told what happened by the hooks. No two schedulers share a part, and each replica has a memory and a budget of its own
-(`for_replica`).
+A part answers one question about columns, holds no running sequence and never changes a table. A part that learns from
+events implements the hooks (served, stepped, finished, joined). No two schedulers share a part. Each replica has its
+own memory and budget parts (`for_replica`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.scheduler.core.types import Int32, Limits, Rows
 
 
 class Blocks(Protocol):
-    """What a part may read of a block pool."""
+    """The part of a block pool that a policy may read, in blocks."""
 
     @property
     def total(self) -> int: ...
@@ -30,7 +30,7 @@ class Blocks(Protocol):
 
 
 class ReplicaView(Protocol):
-    """What a part may read of a replica."""
+    """The part of a replica that a policy may read."""
 
     number: int
     limits: Limits
@@ -52,16 +52,16 @@ class ReplicaView(Protocol):
 
 
 class Queue(Protocol):
-    """Waiting sequences in a policy's order. A sequence that has left WAITING or was dropped is passed over."""
+    """Waiting sequences in a policy's order. head() passes over a sequence that has left WAITING or was dropped."""
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        """Add `sequence`; a preempted one keeps its arrival."""
+        """Add `sequence`. A preempted one keeps its arrival."""
 
     def head(self, now_ns: int) -> Sequence | None:
-        """Return the next sequence, or None if none may be next; the same until something changes or time passes."""
+        """Return the next sequence, or None if none may be next. Calls in a row at one `now_ns` return the same."""
 
     def pop(self, sequence: Sequence) -> None:
-        """Remove the sequence that head() has just returned: it is about to enter."""
+        """Remove the sequence that head() has just returned, because it is about to enter."""
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, is parked or is skipped."""
@@ -71,72 +71,75 @@ class Queue(Protocol):
 
 
 class Order(ABC):
-    """Which sequence is next."""
+    """Which waiting sequence is next, and in which order running sequences share a step."""
 
-    by_class: bool = False  # a waiting sequence of a better class goes before all of worse ones, but for ageing
+    by_class: bool = False  # waiting sequences of a better class go before all of worse classes, except for ageing
     age_ns: int = 0  # time of waiting that lifts a sequence by one class; 0 means never
-    prefixes: bool = False  # goes by `hits`: those of all the waiting are looked up while they are few (LOOKED_AT)
-    counts: bool = False  # wants served()
+    prefixes: bool = False  # reads `hits`: prefixes of all waiting sequences are looked up, up to LOOKED_AT of them
+    counts: bool = False  # served() has to be called
 
     @abstractmethod
     def queue(self) -> Queue:
-        """Return an empty queue in this order; the other methods are about the last one."""
+        """Return an empty queue in this order. The other methods refer to the last queue returned."""
 
     @abstractmethod
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        """Return running `rows` in this order."""
+        """Return running `rows` [n] in this order."""
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        """Count the tokens [n] that a step gives to interned tenants [n], each in a class [n]."""
+        """Count the tokens [n] that a step gives to interned tenants [n] in classes [n]."""
         return
 
     def keep_slots(self, table: SlotTable, max_running: int, waiting: int) -> None:
-        """Decide before a step, while sequences wait, whether some slots stay free for some of them; then head() may
-        return None though sequences wait."""
+        """Decide which slots some tenants must leave free in the next step. Called before a step while sequences wait.
+
+        Because of them head() may return None although sequences wait. max_running: slots that may be in use.
+        waiting: sequences that wait.
+        """
         return
 
 
 @dataclass(slots=True)
 class Candidates:
-    """The first of the waiting, in order: [n] columns."""
+    """The first waiting sequences, in order: [n] columns."""
 
-    known: Int64  # tokens known
-    limit: Int64  # tokens of prompt and output at most, less one: whose KV is ever held
-    cached: Int64  # tokens whose KV is there already
-    shared: Int64  # blocks of `cached` that a running sequence holds: they cost nothing
+    known: Int64  # known tokens: prompt and outputs
+    limit: Int64  # most tokens whose KV is ever held: prompt and largest output, less the last token
+    cached: Int64  # tokens whose KV exists already
+    shared: Int64  # blocks of `cached` that a running sequence holds: they cost no memory
     priority: Int32
-    prompt: Int64  # tokens of the prompt: known - prompt were produced before
+    prompt: Int64  # tokens of the prompt; known - prompt are outputs from before
 
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """What a memory estimate has to know of the running iteration."""
+    """The pace of a replica, for memory estimates."""
 
-    lookahead: int
-    max_tokens: int  # of a step
+    lookahead: int  # steps planned before the result of an earlier one is known
+    max_tokens: int  # largest token budget of a step
 
 
 class Memory(ABC):
-    """Whether sequences may hold KV."""
+    """Which waiting sequences may hold KV."""
 
     @abstractmethod
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
-        """Return [k] blocks to reserve for each of the first k of [n] candidates that may enter together, shared ones
-        included, at least those of its known tokens.
+        """Return [k] blocks to reserve for the first k of [n] candidates, which may enter together.
 
-        The caller checks that so many are available. The first candidate is admitted where nothing runs.
+        Each count includes shared blocks and covers at least the known tokens. The caller checks that the blocks are
+        available. Where nothing runs, k is at least 1.
         """
 
     def for_replica(self) -> Self:
-        """Return the same part for a further replica: what it learns of memory is its own, of requests is shared."""
+        """Return this part for a further replica. It shares what was learned of requests, not what was of memory."""
         return self
 
     def stepped(self, replica: ReplicaView, preempted: int) -> None:
-        """Note that a step was planned, for which `preempted` sequences were preempted."""
+        """Note that a step was planned and that `preempted` sequences were preempted for it."""
         return
 
     def finished(self, prompt: int, output: int, limit: int) -> None:
-        """Note that a sequence ended by itself with `output` tokens of at most `limit`."""
+        """Note that a sequence ended by itself with `output` of at most `limit` output tokens."""
         return
 
 
@@ -145,29 +148,32 @@ class Budget(ABC):
 
     @abstractmethod
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
-        """Return the bound of a step, decodes included, at least 1. `step_tokens`: the operator's setting or 0."""
+        """Return the most tokens of a step, decodes included, at least 1.
+
+        step_tokens: the operator's setting; 0 uses the policy's own budget.
+        """
 
     @abstractmethod
     def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
-        """Return the tokens of a step that decodes these rows and has prompts to add; at most max_tokens().
+        """Return the tokens of a step that decodes the rows `decodes` and has prompts to add; at most max_tokens().
 
-        depth: most tokens that lie cached before the chunk of a prompt that enters. May leave nothing for prompts, but
-        not for ever.
+        A step may have no tokens for prompts, but not for ever. depth: most cached tokens before the first chunk of an
+        entering prompt.
         """
 
     def for_replica(self) -> Self:
-        """Return the same part for a further replica."""
+        """Return this part for a further replica."""
         return self
 
 
 class Batching(ABC):
     """Which sequences share an iteration."""
 
-    padded: bool = False  # the engine computes to the longest of the batch (for the simulator)
-    at_end: bool = False  # a batch is delivered when the last of it has ended (for the simulator)
+    padded: bool = False  # the engine pads all sequences of a batch to the longest (for the simulator)
+    at_end: bool = False  # a batch is delivered when its last sequence has ended (for the simulator)
 
     def max_running(self, limit: int) -> int:
-        """Return how many sequences may run at once; `limit` by the settings and the worker."""
+        """Return how many sequences may run at once, at most `limit` (from the settings and the worker)."""
         return limit
 
     def max_step_seqs(self, sequences: int, max_running: int, microbatches: int) -> int:
@@ -175,23 +181,23 @@ class Batching(ABC):
         return -(-max_running // microbatches)
 
     def max_new_seqs(self, replica: ReplicaView, waiting: int, max_running: int, oldest_ns: int, now_ns: int) -> int:
-        """Return how many of the waiting may enter in this step; `oldest_ns`: arrival of the first.
+        """Return how many of `waiting` sequences may enter in this step.
 
-        It may grow by the passing of time alone (a queue delay).
+        oldest_ns: arrival of the first. The answer may grow with `now_ns` alone (a queue delay).
         """
         return waiting
 
     def joined(self, replica: ReplicaView, sequences: int) -> None:
-        """Note that so many have entered in this step."""
+        """Note that `sequences` sequences enter in this step."""
         return
 
     @abstractmethod
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
-        """Return [k] tokens for the first k prompts that get a chunk when [n] have `rest` to go behind `before` tokens
-        whose KV is there, and `left` of the budget is left; k <= n, all > 0, their sum <= left.
+        """Return [k] chunk lengths for the first k of [n] prompts: k <= n, each above 0, their sum at most `left`.
 
-        first: no other prompt has a chunk in this step; alone: nor does any sequence decode, so that the first must
-        get some tokens.
+        rest: [n] tokens still to be computed. before: [n] tokens whose KV exists. left: tokens left of the budget.
+        first: no other prompt has a chunk in this step. alone: also no sequence decodes, so that the first prompt must
+        get a chunk.
         """
 
 
@@ -204,8 +210,11 @@ class Mode(enum.IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class Slo:
-    """Preemption for TBT limits: it begins when a running sequence of class <= high has less slack than `risk_ns` and
-    goes on until all of them have more than `safe_ns` (hysteresis)."""
+    """Thresholds of preemption for TBT limits.
+
+    Preemption begins when a running sequence of class <= high has less slack than `risk_ns`. It goes on until all of
+    them have more than `safe_ns` (hysteresis).
+    """
 
     risk_ns: int
     safe_ns: int
@@ -214,7 +223,7 @@ class Slo:
 class Preemption(ABC):
     """Which sequence is preempted, and how."""
 
-    stalls: bool = False  # a row without its next block sits the step out; one is preempted only when none can run
+    stalls: bool = False  # a row without its next block sits the step out; preempt only when no row can run
     takes: bool = False  # a waiting sequence of class <= high may take slot and blocks from rows of lower classes
     slo: Slo | None = None
 
@@ -224,7 +233,7 @@ class Preemption(ABC):
 
     @abstractmethod
     def mode(self, replica: ReplicaView, row: int) -> Mode:
-        """Return how it is preempted. SWAP is done only if the host tier has room, else RECOMPUTE."""
+        """Return how `row` is preempted. SWAP becomes RECOMPUTE where the host tier has no room."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -237,9 +246,9 @@ class Policy:
     tokens: Budget
     batch: Batching
     relief: Preemption
-    prefix_cache: bool = False  # shares and keeps prefixes by default
-    lookahead: int = 0  # of the system itself; the simulator's default
+    prefix_cache: bool = False  # whether prefixes are kept and shared, unless a setting says otherwise
+    lookahead: int = 0  # of the system that the preset models; the simulator's default
 
     def parts_of(self, replica: int) -> tuple[Memory, Budget]:
-        """Return the parts that each replica has for itself; the first replica has the policy's own."""
+        """Return the memory and budget parts of a replica. Replica 0 uses the policy's own."""
         return (self.memory.for_replica(), self.tokens.for_replica()) if replica else (self.memory, self.tokens)

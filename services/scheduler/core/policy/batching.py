@@ -1,4 +1,4 @@
-"""Which sequences share an iteration: how many, how many may join, and how much of each prompt."""
+"""Batching: how many sequences share an iteration, how many may join, and how much of each prompt it computes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.scheduler.core.table import Int64
 
 
 class WholePrefill(Batching):
-    """Iteration-level batching with whole prompts (Orca): up to max_bs of those that are not in flight, by arrival.
+    """Iteration-level batching with whole prompts (Orca): up to max_bs sequences that are not in flight, by arrival.
 
-    A prompt waits for a step with room for all of it; the first of a step does not wait but is cut at the worker's
-    max_step_tokens, and goes on in the next steps, so that a prompt longer than that runs too. `slots`: sequences that
-    run at most (lmdeploy's fixed slots).
+    A prompt waits for a step with room for all of it. The first prompt of a step does not wait: it is cut at what is
+    left of the budget and goes on in the next steps, so that a prompt longer than the budget runs too.
     """
 
     def __init__(self, slots: int = 0) -> None:
+        """slots: most sequences that run (lmdeploy's fixed slots); 0 means no limit but the caller's."""
         self._slots = slots
 
     def max_running(self, limit: int) -> int:
@@ -27,10 +27,11 @@ class WholePrefill(Batching):
 
 
 class Static(Batching):
-    """A batch of up to `max_bs` is formed of what waits when nothing runs, and nobody joins before all of it has ended
-    (FasterTransformer as it was). Its members may take several steps to enter; it is padded and delivered at its end.
+    """A batch of up to `max_bs` waiting sequences is formed when nothing runs, and none joins before all have ended.
 
-    With `delay_ns` (Triton's dynamic batching) it is formed when `max_bs` wait or the first of them has waited so long.
+    As FasterTransformer was. Its sequences may take several steps to enter. The batch is padded, and delivered at its
+    end. With `delay_ns` (Triton's dynamic batching) a batch is formed when `max_bs` sequences wait or the first of them
+    has waited for that time.
     """
 
     at_end = True
@@ -39,7 +40,7 @@ class Static(Batching):
         self.padded = padded
         self._max_bs = max_bs
         self._delay_ns = delay_ns
-        self._open: dict[int, int] = {}  # replica -> members of its batch that have not entered yet
+        self._open: dict[int, int] = {}  # replica -> sequences of its batch that have not entered yet
 
     def max_running(self, limit: int) -> int:
         return min(limit, self._max_bs)
@@ -59,16 +60,19 @@ class Static(Batching):
 
 
 class Chunked(Batching):
-    """Prompts in chunks of what the decodes leave of the budget (Sarathi; FastGen, whose passes are all of one size);
-    microbatches share evenly.
+    """Prompts in chunks of what the decodes leave of the budget; microbatches share the sequences evenly.
 
-    multiple: a chunk is a multiple of it, unless less than that is left of its prompt. most: tokens of a chunk at most,
-    0 for no bound. least: nothing is run with less than that left of the budget (SGLang: 64). depth: `most` (or else
-    the budget) is halved behind so many tokens, cut to a third behind twice as many, and so on, since a chunk's
-    attention reads all that lies before it; 0: never. slots: sequences that run at most.
+    Sources: Sarathi; FastGen, whose passes are all of one size.
     """
 
     def __init__(self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0) -> None:
+        """multiple: a chunk is a multiple of it, unless less than that is left of its prompt.
+
+        most: largest chunk, in tokens; 0 means no limit. least: no prompt runs with fewer tokens left of the budget
+        (SGLang: 64). depth: the largest chunk (`most`, or else the budget) is divided by 2 after so many tokens of the
+        prompt, by 3 after twice as many, and so on, because a chunk's attention reads all tokens before it; 0 means
+        never. slots: most sequences that run; 0 means no limit but the caller's.
+        """
         self._multiple, self._most, self._least, self._depth, self._slots = multiple, most, least, depth, slots
 
     def max_running(self, limit: int) -> int:
@@ -78,7 +82,7 @@ class Chunked(Batching):
         return max(-(-min(sequences, max_running) // microbatches), 1)
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
-        if alone and left < max(self._least, self._multiple):  # a small budget must not keep prompts out for ever
+        if alone and left < max(self._least, self._multiple):  # else a small budget would keep prompts out for ever
             return np.minimum(rest[:1], left)
         if left < max(self._least, 1):
             return rest[:0]
@@ -95,7 +99,7 @@ class Chunked(Batching):
         if count == rest.size:
             return wanted
         over = left - (int(used[count - 1]) if count else 0)
-        over -= over % size  # of the first that does not fit
+        over -= over % size  # tokens for the first prompt that does not fit
         lengths = wanted[: count + (over > 0)].copy()
         if over:
             lengths[-1] = over
@@ -103,7 +107,10 @@ class Chunked(Batching):
 
 
 def whole(rest: Int64, left: int, first: bool) -> Int64:
-    """The first prompts that fit whole; the first of a step is cut instead."""
+    """Return [k] lengths of the first prompts that fit whole in `left` tokens.
+
+    Where none fits, the first prompt of a step (`first`) is cut to `left`.
+    """
     count = int(np.searchsorted(np.cumsum(rest), left, side="right"))
     if not count and first and left > 0:
         return np.minimum(rest[:1], left)

@@ -1,4 +1,4 @@
-"""How many tokens one iteration may run; never more than the worker takes in one step."""
+"""Token budgets: how many tokens one iteration may run, at most the worker's max_step_tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy as np
 from services.scheduler.core.policy.base import Budget, ReplicaView
 from services.scheduler.core.types import PREFILL, Rows
 
-TBT_NS = 100_000_000  # target of those who give no limit
-ALIGN = 64
+TBT_NS = 100_000_000  # TBT target of a request that gives no limit
+ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
 
 class Unlimited(Budget):
-    """As many as the worker takes (Orca has no token budget)."""
+    """As many tokens as the worker takes (Orca has no token budget)."""
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
@@ -35,9 +35,12 @@ class Fixed(Budget):
 
 
 class EmaBudget(Budget):
-    """The dynamic budget of Sarathi's facts sheet: what the mean time per token lets through under the tightest TBT
-    limit of the decodes (N ms, or 100, where none gives one), the prompts' part floored to 64 tokens; 256 of them
-    before any measurement."""
+    """As many tokens as the mean time per token allows under the tightest TBT limit of the decodes (N ms, or 100, where
+    no decode has one), the prompts' part rounded down to a multiple of 64.
+
+    The dynamic budget of Sarathi's facts sheet. Before any measurement prompts get 256 tokens. A step without decodes
+    takes as many tokens as the worker does.
+    """
 
     def __init__(self, tbt_ns: int = TBT_NS) -> None:
         self._tbt_ns = tbt_ns
@@ -59,11 +62,14 @@ class EmaBudget(Budget):
 
 
 class ModelBudget(Budget):
-    """As many as the step-time model lets through under the tightest TBT limit of the decodes (N ms, or 100, for those
-    who give none), with a factor for what it gets wrong. For the sake of a limit that nobody gave prompts never get
-    less than 64 tokens. Fixed(512) until the model has seen 16 steps.
+    """As many tokens as the step-time model allows under the tightest TBT limit of the decodes (N ms, or 100, for
+    decodes without one), times a safety factor.
 
-    Where prompts are handed over a step takes half of that limit: whose KV is copied out beside it waits for its end.
+    Only limits that requests give can leave prompts fewer than 64 tokens; the default target cannot. The budget is 512
+    tokens until the model has seen 16 steps. A step without decodes takes as many tokens as the worker does.
+
+    On a prefill replica a step without decodes takes at most half of the tightest limit: a sequence that is handed over
+    waits for the end of the step beside which its KV is copied out.
     """
 
     def __init__(self, tbt_ns: int = TBT_NS, safety: float = 0.85) -> None:
@@ -83,7 +89,7 @@ class ModelBudget(Budget):
             limits = table.tbt_slo_ns[: table.high]
             target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min(initial=self._tbt_ns)) // 2
             prompts = self._fits(replica, target_ns, 0, 0, max(depth, deepest(replica)))
-            # Where all steps have been of one size the model cannot tell what a token takes; the mean can.
+            # When all steps were of one size the model cannot tell the time of one token, but the mean can.
             prompts = min(prompts, replica.token_time.budget(int(target_ns * self._safety), most, 0, ALIGN))
             return min(max(prompts, ALIGN), most)
         rows, target_ns = table.rows(decodes), self._tbt_ns
@@ -102,22 +108,27 @@ class ModelBudget(Budget):
         return ModelBudget(self._tbt_ns, self._safety)
 
     def _fits(self, replica: ReplicaView, limit_ns: int, decodes: int, context: int, depth: int) -> int:
-        """Tokens of prompts beside the decodes."""
+        """Return the prompt tokens that fit beside the decodes within `limit_ns` times the safety factor.
+
+        decodes: how many. context: sum of their context lengths. depth: tokens before the prompt's chunk.
+        """
         largest = replica.model.largest(limit_ns * self._safety, decodes, context, depth)
         return max(largest - decodes, 0)
 
 
 class Starved:
-    """Prompts get 64 tokens after 16 steps in which a limit left them nothing: a limit that cannot be kept anyway must
-    not keep them out for ever."""
+    """Gives prompts 64 tokens after 16 steps in a row in which a latency limit left them none.
 
-    patience = 16
+    A limit that cannot be met would otherwise keep prompts out for ever.
+    """
+
+    patience = 16  # steps
 
     def __init__(self) -> None:
         self._steps = 0
 
     def feed(self, tokens: int) -> int:
-        """Tokens for prompts in a step that has `tokens` for them."""
+        """Return the prompt tokens of a step for which the limit leaves `tokens`."""
         self._steps = 0 if tokens else self._steps + 1
         if self._steps > self.patience:
             self._steps = 0
@@ -126,13 +137,13 @@ class Starved:
 
 
 def at_most(replica: ReplicaView, tokens: int) -> int:
-    """`tokens` (0: as many as there may be), at most those that the worker takes."""
+    """Return `tokens`, but at most what the worker takes in a step; 0 means that maximum."""
     most = replica.limits.max_step_tokens
     return min(tokens or most, most)
 
 
 def tightest(replica: ReplicaView, decodes: Rows) -> int:
-    """ns, the least TBT limit of these slots; 0 if none has one."""
+    """Return the least TBT limit (ns) of the rows `decodes`; 0 if none has one."""
     table = replica.table
     if not table.limited:
         return 0
@@ -142,7 +153,7 @@ def tightest(replica: ReplicaView, decodes: Rows) -> int:
 
 
 def deepest(replica: ReplicaView) -> int:
-    """Tokens before the next chunk of the prompt that is furthest, of those that prefill."""
+    """Return the largest number of tokens planned already of a prompt that still prefills; 0 without prompts."""
     table, high = replica.table, replica.table.high
     prefills = table.known[:high] - table.planned[:high] > 1
     return int(table.planned[:high][prefills].max()) if np.count_nonzero(prefills) else 0

@@ -1,7 +1,8 @@
 """Fairness between tenants by virtual token counters (VTC, OSDI '24, algorithm 2).
 
-`Counters` says how much each tenant was served. Two queues use it: `FairQueue` serves the tenant with the least counter
-(the order `fair`), `ByShare` lets a tenant that is ahead of the waiting ones stand back (`class-slack`, per class).
+`Counters` counts the tokens that each tenant was served. Two queues use it. `FairQueue` serves the tenant with the
+least counter (the order `fair`). `ByShare` skips a tenant that is ahead of the other waiting tenants (`class-slack`,
+one queue a class). A tenant is an interned number that indexes the columns.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import Int32, Rows
 
-ABSENT = 16  # steps without anything waiting or served after which somebody has been away
+ABSENT = 16  # a tenant that was neither waiting nor served for more steps than this is absent
 
 
 class Counters:
-    """By small integers, `waiting()` being those of whom something waits. One that was away is lifted (or lowered) to
-    the least counter of those who were not; what was counted for the absent is forgotten by that."""
+    """One counter of served tokens for each tenant (VTC, algorithm 2).
+
+    An absent tenant that comes back starts at the least counter of the tenants that are present, which lifts or lowers
+    its counter. Tokens that were counted before its absence are thereby forgotten.
+    """
 
     def __init__(self, waiting: Callable[[], list[int]]) -> None:
-        self.counter: Int64 = np.zeros(16, np.int64)
-        self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # step of the last service
+        """waiting: return the tenants that have a waiting sequence."""
+        self.counter: Int64 = np.zeros(16, np.int64)  # by tenant, tokens
+        self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # by tenant, last step at which it was served or waited
         self._step = 0
         self._waiting = waiting
 
     def served(self, who: Int32 | Int64, tokens: Int32) -> None:
-        """A step gave so many tokens [n] to these [n], each of whom may appear several times."""
+        """Count the tokens [n] that a step gives to tenants [n]; a tenant may appear several times."""
         self._step += 1
         if who.size:
             self.reach(int(who.max()))
@@ -40,7 +45,7 @@ class Counters:
             self._seen[who] = self._step
 
     def comes(self, who: int) -> None:
-        """Something of `who` waits, and nothing did before."""
+        """Note that a tenant has its first waiting sequence."""
         self.reach(who)
         if self._step - self._seen[who] > ABSENT:
             here = self._step - self._seen <= ABSENT
@@ -50,21 +55,21 @@ class Counters:
         self._seen[who] = self._step
 
     def goes(self, who: int) -> None:
-        """Something of `who` waits no more."""
+        """Note that a sequence of a tenant does not wait any more."""
         self._seen[who] = self._step
 
     def reach(self, who: int) -> None:
-        """Has a counter for `who`."""
+        """Grow the columns until they have an entry for this tenant."""
         while who >= self.counter.size:
             self._seen = np.append(self._seen, np.full(self._seen.size, -ABSENT - 1))
             self.counter = np.append(self.counter, np.zeros_like(self.counter))
 
 
-Rank = tuple[int, int, int]  # tokens served, arrival and number of the first who waits
+Rank = tuple[int, int, int]  # of a tenant: tokens served; arrival (ns) and number of its first waiting sequence
 
 
 class Fair(Order):
-    """By the counters of the tenants, whatever the class; inside a tenant by arrival."""
+    """Serve the tenant with the least counter, whatever the class; inside a tenant by arrival."""
 
     counts = True
 
@@ -88,25 +93,25 @@ class Fair(Order):
 
 
 class FairQueue:
-    """The waiting: FIFO inside a tenant, of the tenants the one with the least counter.
+    """Waiting sequences, FIFO inside a tenant; the tenant with the least counter is next.
 
-    What is taken out within a step counts at once with its known tokens, until served() tells what it really got: else
-    one tenant would have a whole step to itself.
+    A popped sequence is charged its known tokens at once. served() replaces this charge by the tokens that the step
+    really computes. Without the charge one tenant could fill a whole step.
     """
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._tenants: dict[int, Heap] = {}  # none of them empty
-        self._ranks: list[tuple[Rank, int]] = []  # a heap; an entry counts if it is its tenant's rank
-        self._taken: dict[Sequence, int] = {}  # since the last step
-        self._charged: dict[int, int] = {}
+        self._tenants: dict[int, Heap] = {}  # tenant -> its waiting sequences, at least one
+        self._ranks: list[tuple[Rank, int]] = []  # a heap; an entry is valid while it equals its tenant's rank
+        self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
+        self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         for heap in self._tenants.values():
             yield from heap
 
     def waiting(self) -> list[int]:
-        """Tenants of whom something waits."""
+        """Return the tenants that have a waiting sequence."""
         return list(self._tenants)
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
@@ -126,7 +131,7 @@ class FairQueue:
                 return self._tenants[tenant].first()
             if now is not None and now > rank:
                 heapq.heapreplace(self._ranks, (now, tenant))
-            else:  # smaller ones were noted when they arose
+            else:  # the tenant has left, or its rank fell; a smaller rank was pushed when it arose (_note)
                 heapq.heappop(self._ranks)
         return None
 
@@ -145,7 +150,7 @@ class FairQueue:
                 del self._tenants[tenant]
 
     def settle(self) -> None:
-        """A step is complete: its real tokens are in the counters."""
+        """Drop the charges: the counters now hold the tokens of the planned step."""
         charged, self._charged = list(self._charged), {}
         self._taken.clear()
         for tenant in charged:
@@ -160,7 +165,7 @@ class FairQueue:
         return int(self._counters.counter[tenant]) + self._charged.get(tenant, 0), arrival(first), first.number
 
     def _note(self, tenant: int) -> None:
-        """Its rank may have become smaller. One that has grown is noticed when it comes up."""
+        """Push the rank of a tenant, which may be smaller than before. head() corrects a rank that has grown."""
         if (rank := self._rank(tenant)) is not None:
             heapq.heappush(self._ranks, (rank, tenant))
         if len(self._ranks) > 4 * len(self._tenants) + 64:
@@ -168,64 +173,74 @@ class FairQueue:
             heapq.heapify(self._ranks)
 
 
-ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served who wait
-FLOOD = 4  # one of so many that wait is a tenant's: a flood
-SPARE = 32  # one of so many slots is left free by who holds an even share of them already
-SEVERAL = 256  # steps for which tokens go on being counted when nobody but one tenant waits
-NOBODY = -1
+ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served waiting tenant
+FLOOD = 4  # a tenant floods a class when it has more than 1 / FLOOD of the sequences of the common queue
+SPARE = 32  # a tenant with an even share of the slots leaves 1 / SPARE of all slots free
+SEVERAL = 256  # steps for which tokens are still counted after a change of tenant, though only one tenant waits
+NOBODY = -1  # no tenant has come yet
 
 
 class Spare:
-    """Slots that a tenant leaves free for the others while it holds an even share of them already: else who comes
-    next to a flood waits until somebody's output ends. One for the queues of several classes."""
+    """Spare slots, which a tenant leaves free once it holds an even share of all slots.
+
+    Without them a tenant that comes during another tenant's flood would wait until an output of the flood ends. The
+    queues of several classes share one object.
+    """
 
     def __init__(self) -> None:
-        self._held: Int64 = np.zeros(0, np.int64)  # slots, by tenant; of those taken in this step, too
+        self._held: Int64 = np.zeros(0, np.int64)  # by tenant, slots held, including those taken in this step
         self._even = 0.0  # slots of an even share
-        self._left = 0  # free ones beyond those to be left
+        self._left = 0  # free slots beyond the spare ones
 
     def open(self) -> None:
-        """Nobody has to leave any."""
+        """Let every tenant use all slots."""
         self._held = self._held[:0]
 
     def count(self, held: Int64, tenants: int, most: int, left: int) -> None:
-        """Before a step: slots held by each tenant [n], of `most`; so many tenants run or wait; so many slots are free
-        beyond those to be left."""
+        """Set the slots for the next step.
+
+        held: [n] slots that each tenant holds. tenants: how many run or wait. most: slots that may be in use. left:
+        free slots beyond the spare ones.
+        """
         self._held, self._even, self._left = held, most / tenants, left
 
     def barred(self, tenant: int) -> bool:
-        """May no more of it enter in this step?"""
+        """Return whether no further sequence of `tenant` may enter in this step."""
         return self._left <= 0 and tenant < self._held.size and bool(self._held[tenant] >= self._even)
 
     def taken(self, tenant: int, sequences: int) -> None:
-        """So many of it are about to enter; fewer than 0: they came back."""
+        """Count sequences of `tenant` that are about to enter; a negative count takes back sequences that returned."""
         if tenant < self._held.size:
             self._held[tenant] += sequences
             self._left -= sequences
 
 
 class ByShare:
-    """The waiting of one class. In `common` stand those who are not ahead; who is found ahead at its head moves to a
-    queue of its tenant, and comes back when its tenant's counter lets it. If only tenants that are ahead wait, the one
-    with the least counter is next: no slot stays empty for fairness.
+    """Waiting sequences of one class. A tenant that was served too much is skipped until the other tenants catch up.
 
-    What is taken out within a step counts at once with its known tokens, until served() tells what it really got. Those
-    that ran before (preempted ones) are never held.
+    A tenant is ahead when its counter is more than ALLOWANCE above the least counter of the waiting tenants. Sequences
+    stand in the common queue. When the head of it belongs to a tenant that is ahead, or that must leave spare slots
+    free (Spare), it moves to a queue of its tenant. It moves back when the tenant may be served again. If all waiting
+    tenants are ahead, the one with the least counter is next, so fairness leaves no slot empty; only Spare does.
+
+    A popped sequence is charged its known tokens at once, until served() counts the tokens that the step really
+    computes. A sequence with outputs (a preempted one) is never held.
     """
 
     def __init__(self, inner: Callable[[], BySlack], spare: Spare) -> None:
+        """inner: return an empty queue, for the common queue and for each held tenant."""
         self._spare = spare
         self.counters = Counters(lambda: np.flatnonzero(self.here).tolist())
         self._inner, self._common = inner, inner()
-        self._held: dict[int, BySlack] = {}  # by tenant, none of them empty
-        self._known: dict[Sequence, int] = {}  # of those in `common`: known tokens when they came
-        self._offered: dict[int, int] = {}  # by tenant, sum of these
-        self._count: dict[int, int] = {}  # sequences that wait, by tenant
-        self.here: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: in _count
-        self._taken: dict[Sequence, int] = {}  # since the last step
-        self._charged: dict[int, int] = {}  # by tenant, sum of these
-        self._rest, self._last = 0, NOBODY  # steps for which tokens still count; the tenant that came last
-        self._now_ns, self._limit, self._may_move = -1, 0, MOVED
+        self._held: dict[int, BySlack] = {}  # tenant -> its held sequences, at least one
+        self._known: dict[Sequence, int] = {}  # sequences of the common queue -> known tokens when pushed
+        self._offered: dict[int, int] = {}  # tenant -> sum of these tokens
+        self._count: dict[int, int] = {}  # tenant -> its waiting sequences, at least one
+        self.here: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: whether it is in _count
+        self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
+        self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
+        self._rest, self._last = 0, NOBODY  # steps for which tokens are still counted; the tenant that came last
+        self._now_ns, self._limit, self._may_move = -1, 0, MOVED  # _look(): its time, largest counter, moves left
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._common
@@ -237,11 +252,11 @@ class ByShare:
 
     @property
     def several(self) -> bool:
-        """Do tokens count? Not while there is one tenant only."""
+        """Whether tokens are counted: several tenants wait, or a tenant changed less than SEVERAL steps ago."""
         return self._rest > 0 or len(self._count) > 1
 
     def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
-        """A step gave so many tokens [n] to these tenants [n]; to be called while there are several."""
+        """Count the tokens [n] that a step gives to tenants [n]. Call it while `several` is true."""
         self._rest -= 1
         self.counters.served(tenants, tokens)
         self._taken.clear()
@@ -268,14 +283,14 @@ class ByShare:
         return self._first_held(now_ns)
 
     def held_back(self, now_ns: int) -> Sequence | None:
-        """The first of the late whose tenant is not ahead."""
+        """Return the first late sequence of a tenant that is not ahead; of the next tenant where all are ahead."""
         self._look(now_ns)
         while (late := self._common.held_back(now_ns)) is not None:
             if not self._stands_back(late, now_ns):
                 return late
         if (head := self.head(now_ns)) is None or head in self._known:
             return None
-        return self._held[head.record.tenant].held_back(now_ns)  # all who wait are ahead
+        return self._held[head.record.tenant].held_back(now_ns)  # all waiting tenants are ahead
 
     def pop(self, sequence: Sequence) -> None:
         if self.several:
@@ -301,7 +316,7 @@ class ByShare:
             self._now_ns = -1
 
     def _comes(self, tenant: int) -> None:
-        """Its first sequence waits."""
+        """Note the first waiting sequence of a tenant."""
         while tenant >= self.here.size:
             self.here = np.append(self.here, np.zeros_like(self.here))
         self.counters.comes(tenant)
@@ -311,7 +326,10 @@ class ByShare:
         self._now_ns = -1
 
     def _look(self, now_ns: int) -> None:
-        """Once a moment: how far anybody may be ahead, and who is not ahead any more."""
+        """Update the largest allowed counter and move sequences of tenants that are not ahead any more back.
+
+        Done once for each value of `now_ns`, with at most MOVED moves, so that a step takes bounded time.
+        """
         if now_ns == self._now_ns:
             return
         self._now_ns, self._may_move = now_ns, MOVED
@@ -332,10 +350,14 @@ class ByShare:
         return not self._spare.barred(tenant) and self._used(tenant) + self._offered.get(tenant, 0) <= self._limit
 
     def _stands_back(self, head: Sequence, now_ns: int) -> bool:
-        """Moves the head of `common` to its tenant's own queue if that tenant is ahead of others, or may not enter."""
+        """Move the head of the common queue to the queue of its tenant if the tenant is ahead or barred.
+
+        Return whether it was moved.
+        """
         tenant = head.record.tenant
         barred = self._spare.barred(tenant)
-        others = len(self._count) > 1 or tenant in self._held  # else the rest of it would go before what is held
+        # A tenant that waits alone is held on while it has held sequences: else its later ones would overtake them.
+        others = len(self._count) > 1 or tenant in self._held
         ahead = others and self._used(tenant) > self._limit
         if head.outputs.size or not (barred or ahead):
             return False
@@ -353,7 +375,10 @@ class ByShare:
         return True
 
     def _hold_all(self, tenant: int, now_ns: int) -> None:
-        """A flood moves at once: by MOVED in a moment, who came behind it would wait until all of it has moved."""
+        """Move all sequences of a flooding tenant at once.
+
+        With MOVED moves at a time, tenants behind the flood would wait until all of it has moved.
+        """
         flood, self._common = self._common, self._inner()
         self._held[tenant] = flood
         for sequence in list(flood):

@@ -1,7 +1,7 @@
-"""Whether a sequence may hold KV, and how many blocks are reserved for it when it enters.
+"""Memory policies: which waiting sequences may hold KV, and how many blocks are reserved when they enter.
 
-`Peak` is LightLLM's estimate of the most blocks that all running sequences will hold at once; `Expected`, the memory
-of `orcinus`, takes the lengths that outputs turned out to have instead of max_tokens ("Past-Future Scheduler",
+`Peak` is LightLLM's estimate of the most blocks that all running sequences will hold at once. `Expected`, the memory
+policy of `orcinus`, forecasts output lengths from finished requests instead of max_tokens ("Past-Future Scheduler",
 ASPLOS '25).
 """
 
@@ -22,25 +22,33 @@ NONE: Int64 = np.zeros(0, np.int64)
 
 
 class Peak:
-    """The running, sorted by their ends, with prefix sums; and whether newcomers fit beside them.
+    """The most blocks that running sequences will hold at once, and which newcomers fit beside them.
 
-    While all run at each step, l_j + s_i never changes: then everything is kept, and only the clock `_drift` moves.
-    With l = a*B + r, 1 <= r <= B, and s = b*B + q the term ceil((l_j + s_i) / B) is a_j + b_i + 1 + [r_j > B - q_i], so
-    all sums are prefix sums: O(n*B) after a change, O(log n) for the running at a newcomer's end.
+    Sequence j holds l_j tokens and gets one more in each of s_j steps; then it ends. Blocks have B tokens. Memory is
+    fullest when some sequence i ends: each j with s_j >= s_i then holds ceil((l_j + s_i) / B) blocks.
+
+    With l = a*B + r, 1 <= r <= B, and s = b*B + q this is a_j + b_i + 1 + [r_j > B - q_i]. So, sorted by s, all sums
+    are prefix sums: O(n*B) after a change, and O(log n) for the blocks of the running sequences when a newcomer ends.
+
+    While every sequence runs at each step, l_j + s_i does not change. Then the sums are kept and only the clock
+    `_drift` moves.
     """
 
     def __init__(self) -> None:
-        self._held, self._steps = NONE, NONE  # as told, when the sums were made
+        self._held, self._steps = NONE, NONE  # arguments of run() when the sums were computed
         self._drift = 0  # steps since then
         self._block_size = 0
-        self._ends = NONE  # -s, ascending
-        self._blocks = NONE  # [m + 1] sum of a over the first
-        self._above: npt.NDArray[np.int32] = np.zeros((1, 1), np.int32)  # [B + 1, m + 1] how many of them have r > x
-        self._peaks = NONE  # [m] all that live when the i-th ends
-        self._spared = 0
+        self._ends = NONE  # [m] -s, ascending: the sequence that ends last is first
+        self._blocks = NONE  # [m + 1] sum of a over the first i sequences
+        self._above: npt.NDArray[np.int32] = np.zeros((1, 1), np.int32)  # [B + 1, m + 1] of the first i: r > x
+        self._peaks = NONE  # [m] blocks of all sequences that are left when the i-th ends
+        self._spared = 0  # blocks that are counted for several sequences
 
     def run(self, held: Int64, steps: Int64, block_size: int, spared: int = 0) -> None:
-        """Those that run now: [m] tokens held and steps to come. `spared`: blocks that several hold and all count."""
+        """Set the running sequences: [m] tokens held and steps to come.
+
+        spared: shared blocks, once for each sequence beyond the first that holds them.
+        """
         self._spared = spared
         if held.size and held.size == self._held.size and block_size == self._block_size:
             drift = int(held[0] - self._held[0])
@@ -64,13 +72,14 @@ class Peak:
 
     @property
     def blocks(self) -> int:
-        """The peak of those that run."""
+        """The peak of the running sequences, in blocks."""
         return int(self._living().max()) if self._peaks.size else 0
 
     def fitting(self, held: Int64, steps: Int64, shared: Int64, room: int) -> int:
-        """How many of the first of [n] newcomers can enter together without the peak passing `room` blocks.
+        """Return the largest k for which the first k of [n] newcomers can enter together within `room` blocks.
 
-        shared: [n] blocks of each that the running hold as well; they are not counted again.
+        held, steps: [n] as in run(). shared: [n] blocks of each that running sequences hold already; they are not
+        counted again.
         """
         peaks, size = self._living(), self._block_size
         most = int(peaks.max()) if peaks.size else 0
@@ -80,13 +89,13 @@ class Peak:
         if most + int(full[-1]) <= room:
             return held.size
         held, steps = held - self._drift, steps + self._drift
-        # The peaks at the ends of the running: only where the newcomers could push one over the room.
+        # At the ends of running sequences; only those at which the newcomers could exceed the room.
         near = peaks + int(full[-1]) > room
         ends = -self._ends[near]
         more = -(-(held[:, None] + ends) // size) - shared[:, None]
         more[steps[:, None] < ends] = 0
         over = (np.cumsum(more, axis=0) + peaks[near] > room).any(axis=1)
-        # The same at the ends of the newcomers themselves, of all of them: a moment like any other to those before.
+        # At the ends of the newcomers, all of them: the end of a later newcomer may be a peak of earlier ones, too.
         own = -(-(held[:, None] + steps) // size) - shared[:, None]
         own[steps[:, None] < steps] = 0
         sums = np.cumsum(own, axis=0) + self._at(steps)
@@ -94,14 +103,17 @@ class Peak:
         return int(np.argmax(over)) if over.any() else held.size
 
     def _living(self) -> Int64:
-        """[m] all that live when the i-th ends, blocks that are shared counted once: in proportion to the living."""
+        """Return [m] blocks of all sequences that are left when the i-th ends, shared blocks counted once.
+
+        How many blocks are still shared then is estimated in proportion to the sequences that are left.
+        """
         count = self._peaks.size
         if not self._spared or count < 2:
             return self._peaks
         return self._peaks - self._spared * np.arange(count) // (count - 1)
 
     def _at(self, steps: Int64) -> Int64:
-        """[n] blocks of the running so many steps after the sums were made."""
+        """Return [n] blocks of the running sequences `steps` [n] steps after the sums were computed."""
         living = np.searchsorted(self._ends, -steps, side="right")
         b, q = np.divmod(steps, self._block_size)
         blocks = self._blocks[living] + living * (b + 1) + self._above[self._block_size - q, living]
@@ -111,26 +123,27 @@ class Peak:
 
 
 def ahead(known: Int64, rest: Int64, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
-    """Tokens held and steps to come for [n] sequences that end with `end` tokens in KV and have `rest` to compute.
+    """Return tokens held and steps to come of [n] sequences that end with `end` tokens in KV.
 
-    The blocks of a prompt are reserved when it enters, so they count at once; its steps are those of its chunks.
+    known: [n] known tokens. rest: [n] of these still to be computed. The blocks of a prompt are reserved when it
+    enters, so they count as held at once. The steps of its chunks and the lookahead are added to the steps to come.
     """
     held = np.minimum(known, end)
     return held, end - held + np.maximum(rest - 1, 0) // pace.max_tokens + pace.lookahead
 
 
 def free_to_yield(table: SlotTable) -> Rows:
-    """The rows whose growth is estimated: what a pinned one will hold is set aside for it already."""
+    """Return the rows whose growth has to be estimated: a pinned row has all its blocks reserved already."""
     return np.flatnonzero(table.active[: table.high] & ~table.pinned[: table.high])
 
 
 def set_aside(table: SlotTable) -> int:
-    """Blocks reserved to pinned rows."""
+    """Return the blocks that are reserved for pinned rows."""
     return int(table.reserved[: table.high][table.pinned[: table.high]].sum())
 
 
 def at_limit(replica: ReplicaView, candidates: Candidates, pace: Pace) -> int:
-    """Return at least the blocks of all that run and all candidates if each goes on to its limit."""
+    """Return an upper bound of the blocks of all running sequences and candidates, each at its limit."""
     table, size = replica.table, replica.limits.block_size
     sequences = table.count + candidates.known.size
     each = pace.lookahead + replica.limits.max_model_len // pace.max_tokens + size  # see ahead(); rounded up
@@ -139,26 +152,31 @@ def at_limit(replica: ReplicaView, candidates: Candidates, pace: Pace) -> int:
 
 
 def of_candidates(candidates: Candidates, end: Int64, pace: Pace) -> tuple[Int64, Int64]:
-    """As ahead(), for [n] who may enter. In their first step the running have had their tokens already, so that they
-    count with one more."""
+    """Return ahead() for [n] candidates.
+
+    The running sequences have their token of this step already, so a candidate counts with one token more.
+    """
     return ahead(candidates.known + 1, candidates.known - candidates.cached, end, pace)
 
 
-STALE = 8  # steps after which nobody is known to be held back any more, if nobody was judged again
+STALE = 8  # steps for which the limit counts as holding a sequence back, when no further candidate is judged
 
 
 class Reserve(Memory):
-    """The blocks of prompt + max_tokens at admission; nobody ever lacks memory (Orca, Algorithm 1; TGI; TensorRT-LLM's
-    GUARANTEED_NO_EVICT). The last token's KV is never computed, so it is not reserved."""
+    """Reserve the blocks of prompt + max_tokens at admission, so that a running sequence never lacks memory.
+
+    KV of the last token is never computed, so it is not reserved. Sources: Orca, Algorithm 1; TGI; TensorRT-LLM's
+    GUARANTEED_NO_EVICT.
+    """
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
         return known_blocks(replica, np.maximum(candidates.limit, candidates.known))
 
 
 class Watermark(Memory):
-    """The blocks of the known tokens, leaving a share of the pool free for those that run (vLLM, Sarathi: a hundredth).
+    """The blocks of the known tokens, if a share of the pool stays free for running sequences (vLLM, Sarathi: 1 %).
 
-    With share 0: whoever fits now enters (TensorRT-LLM's MAX_UTILIZATION, lmdeploy).
+    With share 0 a sequence enters if it fits now (TensorRT-LLM's MAX_UTILIZATION, lmdeploy).
     """
 
     def __init__(self, share: float = 0.01) -> None:
@@ -172,10 +190,10 @@ class Watermark(Memory):
 
 
 class PeakEstimate(Memory):
-    """The blocks of the known tokens, if the predicted peak of all that run and those who enter fits (LightLLM).
+    """The blocks of the known tokens, if the predicted peak of running and entering sequences fits (LightLLM).
 
-    Everybody is taken to run to his limit, so the estimate is never too low while all of them run at each step; what
-    several hold together is an estimate (Peak).
+    Each sequence is assumed to run to its limit, so the peak is never too low while all of them run at each step. Only
+    the number of shared blocks is estimated (Peak).
     """
 
     def __init__(self) -> None:
@@ -185,7 +203,7 @@ class PeakEstimate(Memory):
         return self.within(replica, candidates, pace, replica.pool.total)
 
     def within(self, replica: ReplicaView, candidates: Candidates, pace: Pace, room: int) -> Int64:
-        """As admit(), with a peak of `room` blocks at most."""
+        """Return what admit() does when the peak may be `room` blocks."""
         blocks, count = available(replica, candidates)
         if count:
             table = replica.table
@@ -195,7 +213,7 @@ class PeakEstimate(Memory):
             size, room = replica.limits.block_size, room - set_aside(table)
             new_held, new_steps = of_candidates(candidates, np.maximum(candidates.limit, candidates.known), pace)
             most = int((-(-(held + steps) // size)).sum() + (-(-(new_held + new_steps) // size)).sum())
-            if most > room:  # else they fit even if all were longest at once
+            if most > room:  # else they fit even if all reach their longest at once
                 self._peak.run(held, steps, size, spared(replica))
                 count = self._peak.fitting(new_held[:count], new_steps[:count], candidates.shared[:count], room)
         return blocks[: first_of_none(replica, count)]
@@ -205,13 +223,14 @@ class PeakEstimate(Memory):
 
 
 class FtAimd(Memory):
-    """The peak estimate under a limit in tokens that moves like TCP's window: from the capacity on, += 100 at each step
-    while it holds somebody back and under 90 % of the pages are used; -= 1000 at a swap."""
+    """The peak estimate under a limit in tokens that moves like TCP's window: it starts at the capacity, grows by 100
+    at each step while it holds a sequence back and less than 90 % of the pool is used, and falls by 1000 for each
+    preempted sequence."""
 
     def __init__(self) -> None:
-        self.limit = 0  # tokens; 0: not set
+        self.limit = 0  # tokens; 0 means not set yet
         self._estimate = PeakEstimate()
-        self._held_back = 0
+        self._held_back = 0  # steps for which the limit still counts as holding a sequence back
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
         size = replica.limits.block_size
@@ -232,11 +251,12 @@ class FtAimd(Memory):
 
 
 class Aimd(Memory):
-    """The same in general, in blocks: += `add` at each step in which the limit holds somebody back while under `crowd`
-    of the pool is used, *= `factor` at one that preempted."""
+    """The peak estimate under a limit in blocks that moves like TCP's window: it grows by `add` at each step while it
+    holds a sequence back and less than `crowd` of the pool is used, and is multiplied by `factor` at a step that
+    preempted."""
 
     def __init__(self, add: float = 4.0, factor: float = 0.9, crowd: float = 0.9) -> None:
-        self.limit = 0.0  # blocks; 0: not set
+        self.limit = 0.0  # blocks; 0 means not set yet
         self._add, self._factor, self._crowd = add, factor, crowd
         self._estimate = PeakEstimate()
         self._held_back = 0
@@ -259,12 +279,16 @@ class Aimd(Memory):
 
 
 class Overcommit(Memory):
-    """SGLang's new_token_ratio: of what the running may still produce (4096 each at most) a share is reserved. It falls
-    by a 600th of its range with each step; after a preemption it is what the batch has shown to need, with 20 steps of
-    slack. An empty replica begins anew. Source: https://github.com/sgl-project/sglang, schedule_batch.py."""
+    """SGLang's new_token_ratio: a share of the tokens that running sequences may still produce (at most 4096 each) is
+    reserved.
 
-    first, last = 0.7, 0.7 * 0.14
-    clip = 4096
+    The share falls by a 600th of its range with each step. After a preemption it is the share of their outputs that
+    the running sequences have produced so far, with 20 more tokens each. It starts anew when nothing runs. Source:
+    https://github.com/sgl-project/sglang, schedule_batch.py.
+    """
+
+    first, last = 0.7, 0.7 * 0.14  # largest and least share
+    clip = 4096  # tokens
 
     def __init__(self) -> None:
         self.ratio = self.first
@@ -296,53 +320,58 @@ class Overcommit(Memory):
 
 
 def known_blocks(replica: ReplicaView, tokens: Int64) -> Int64:
-    """[n] blocks of so many tokens."""
+    """Return [n] blocks that `tokens` [n] need."""
     return -(-tokens // replica.limits.block_size)
 
 
 def available(replica: ReplicaView, candidates: Candidates) -> tuple[Int64, int]:
-    """[n] blocks of the known tokens, and for how many of the first there are so many now."""
+    """Return [n] blocks of the known tokens, and how many of the first candidates fit in the blocks available now."""
     blocks = known_blocks(replica, candidates.known)
     return blocks, int(np.count_nonzero(np.cumsum(blocks - candidates.shared) <= replica.available))
 
 
 def first_of_none(replica: ReplicaView, count: int) -> int:
-    """Where nothing runs, the first enters whatever an estimate says: nothing else could ever free memory."""
+    """Return `count`, but at least 1 where nothing runs: the first candidate enters whatever the estimate says.
+
+    No running sequence could free memory for it later.
+    """
     return count or int(not replica.table.count)
 
 
 def spared(replica: ReplicaView) -> int:
-    """Blocks that several rows hold, once for each row beyond the first."""
+    """Return the blocks that several rows hold, once for each row beyond the first."""
     return max(int(replica.table.held[: replica.table.high].sum()) - replica.pool.referenced, 0)
 
 
 def roomy(replica: ReplicaView, share: float) -> bool:
-    """Is less than `share` of the pool used or reserved?"""
+    """Return whether less than `share` of the pool is used or reserved."""
     return replica.pool.total - replica.available < share * replica.pool.total
 
 
 Floats = npt.NDArray[np.floating[Any]]
 GOLDEN = 0.6180339887498949
-ENOUGH = 32  # requests that a forecast needs
-KEPT = 256  # latest ones that it is made of
-GROUPS = 4 * 32  # quarter octaves of max_tokens
-WIDE = 1 << 40  # more than any length
+ENOUGH = 32  # finished requests of a group that a forecast needs
+KEPT = 256  # latest requests of a group that a forecast uses
+GROUPS = 4 * 32  # groups of requests, four for each doubling of max_tokens
+WIDE = 1 << 40  # more than any length; keeps the groups apart in one sorted column
 
 
 class Lengths:
-    """Outputs of finished requests by quarter octave of their max_tokens, a sorted column of group * WIDE + output.
+    """Output lengths of finished requests, grouped by their max_tokens: four groups for each doubling.
 
-    A group is sorted anew at every 16th request of it, so learning costs microseconds a request.
+    Kept as one sorted column of group * WIDE + output. A group is sorted again at every 16th request of it, so learning
+    takes microseconds a request.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[int, deque[int]] = {}
-        self._fresh: dict[int, int] = {}
-        self._sorted: dict[int, Int64] = {}
+        self._latest: dict[int, deque[int]] = {}  # group -> latest output lengths
+        self._fresh: dict[int, int] = {}  # group -> requests since it was sorted
+        self._sorted: dict[int, Int64] = {}  # group -> its part of the column
         self._column: Int64 = np.zeros(0, np.int64)
         self._end: Int64 = np.zeros(GROUPS, np.int64)  # of each group in the column
 
     def learn(self, output: int, limit: int) -> None:
+        """Add a finished request: `output` tokens of at most `limit`."""
         group = min(quarter_octave(limit), GROUPS - 1)
         self._latest.setdefault(group, deque(maxlen=KEPT)).append(output)
         self._fresh[group] = self._fresh.get(group, 0) + 1
@@ -355,9 +384,9 @@ class Lengths:
         self._end = np.searchsorted(self._column, (np.arange(GROUPS) + 1) * WIDE)
 
     def expected(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
-        """[n] outputs: of the lengths seen that are longer than `produced` the quantile dice [n] in [0, 1).
+        """Return [n] forecast output lengths: the quantile dice [n] of the lengths seen that exceed `produced` [n].
 
-        `limit` where the group has no forecast, or none that is longer.
+        dice is in [0, 1). The forecast is limit [n] where the group has too few requests or none that is longer.
         """
         group = np.minimum(quarter_octaves(limit), GROUPS - 1)
         first = np.searchsorted(self._column, group * WIDE + produced, side="right")
@@ -371,13 +400,13 @@ class Lengths:
 class Expected(Memory):
     """The blocks of the known tokens, if the forecast's peak leaves a share of the pool free.
 
-    That share grows with every preemption and falls slowly, so that a storm is damped: n preemptions in a step add n
-    times `add` to it, and each step without one takes `add` / `decay` away.
+    The share grows with each preemption and falls slowly, which damps a storm of preemptions: a step with n preemptions
+    adds n * `add`, and a step without one subtracts `add` / `decay`. It stays between `least` and `most`.
     """
 
     def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.5) -> None:
         self.spare = least  # share of the pool
-        self.lengths = Lengths()  # of all replicas' requests
+        self.lengths = Lengths()  # shared by all replicas
         self._add, self._decay, self._least, self._most = add, decay, least, most
         self._peak = Peak()
 
@@ -396,7 +425,7 @@ class Expected(Memory):
             rest = known - np.concatenate([table.planned[rows], candidates.cached])
             held, steps = ahead(known, rest, end, pace)
             room -= set_aside(table)
-            if int((-(-(held + steps) // size)).sum()) > room:  # else they fit even if all were longest at once
+            if int((-(-(held + steps) // size)).sum()) > room:  # else they fit even if all reach their longest at once
                 running = rows.size
                 self._peak.run(held[:running], steps[:running], size, spared(replica))
                 held, steps = held[running : running + count], steps[running : running + count]
@@ -416,13 +445,16 @@ class Expected(Memory):
         self.lengths.learn(output, limit)
 
     def _ends(self, prompt: Int64, known: Int64, limit: Int64, number: Int64) -> Int64:
-        """[n] tokens in KV when they end, by the forecast; `limit`: when they have all they asked for."""
+        """Return [n] tokens in KV at the forecast ends.
+
+        limit: [n] tokens in KV after max_tokens. number: [n] seeds of the quantiles, fixed for a running sequence.
+        """
         outputs = self.lengths.expected(known - prompt, limit + 1 - prompt, number * GOLDEN % 1.0)
         end: Int64 = np.maximum(prompt + outputs - 1, np.minimum(known, limit))
         return end
 
 
 def quarter_octaves(tokens: Int64) -> Int64:
-    """[n] quarter_octave() of each."""
+    """Return [n] quarter_octave() of each of `tokens`, as columns."""
     fraction, exponent = np.frexp(np.maximum(tokens, 1))
     return 4 * (exponent.astype(np.int64) - 1) + (fraction * 8.0).astype(np.int64) - 4

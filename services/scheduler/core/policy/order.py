@@ -1,4 +1,7 @@
-"""Order of the waiting (a queue) and of the running (columns) where not all of them can be served."""
+"""Orders: which waiting sequence is next (a queue), and which running sequences come first (columns).
+
+An order of the running sequences matters when a step has no room for all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import CLASSES, Int32, Priority, Rows
 
-AGE_NS = 10_000_000_000  # of waiting lift a sequence by one class
-TTFT_NS = 2_000_000_000  # limit of a request that gives none
-TBT_NS = 100_000_000
-WEIGHT = 4  # times its predicted prefill that a prompt stands behind; of 0, 1 and 4 the best on both traces
-USED = 0.85  # of a TTFT limit; under overload all start when they just can, and the rest is for what was forecast wrong
-TOKEN_NS = 50_000  # of prefill predicted for a token: 20,000 tokens a second
+AGE_NS = 10_000_000_000  # each such time of waiting lifts a sequence by one class
+TTFT_NS = 2_000_000_000  # TTFT limit of a request that gives none
+TBT_NS = 100_000_000  # TBT limit of a request that gives none
+WEIGHT = 4  # a prompt's key is later by so many times its predicted prefill; the best of 0, 1 and 4 on both traces
+USED = 0.85  # share of a TTFT limit that is planned with; under overload the rest absorbs forecast errors
+TOKEN_NS = 50_000  # predicted prefill time of a token: 20,000 tokens a second
 
 
 class FirstCome(Order):
-    """By arrival, whatever the class (Orca, Algorithm 1; Sarathi). vLLM's swapped stand before all that wait."""
+    """In order of arrival, whatever the class (Orca, Algorithm 1; Sarathi).
+
+    With `swapped_first` swapped sequences go before all other waiting ones (vLLM).
+    """
 
     def __init__(self, swapped_first: bool = False) -> None:
         self._swapped_first = swapped_first
@@ -41,9 +47,10 @@ class FirstCome(Order):
 
 
 class ClassThenArrival(Order):
-    """By class, then arrival; each `age_ns` waited (0: never) lifts a sequence by one class, so `low` never starves.
+    """By class, then arrival; each `age_ns` waited lifts a sequence by one class, so that `low` never starves.
 
-    With `slack` prompts that run already go by TTFT slack inside a class (docs/policies.md, table T6).
+    With age_ns = 0 no sequence is lifted. With `slack` running sequences go by TTFT or TBT slack inside a class
+    (docs/policies.md, table T6).
     """
 
     by_class = True
@@ -62,9 +69,12 @@ class ClassThenArrival(Order):
 
 
 class ClassThenSlack(Order):
-    """By class with ageing, then by TTFT limit, long prompts behind those whose limits come a little later; the running
-    that decode by TBT limit. Who can no more make his TTFT limit waits for those who can (BySlack); so does, inside its
-    class, a tenant that was given more than the others who wait (ByShare)."""
+    """By class with ageing, then by TTFT limit plus a multiple of the predicted prefill; running decodes by TBT limit.
+
+    The multiple (WEIGHT) lets short prompts pass long ones whose limit is a little earlier. A sequence that can no
+    longer meet its TTFT limit waits for those that can (BySlack). Inside a class, a tenant that was served more than
+    the other waiting tenants waits for them (ByShare).
+    """
 
     by_class = True
     counts = True
@@ -72,7 +82,7 @@ class ClassThenSlack(Order):
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self.age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
         self._shares: list[ByShare] = []  # by class
-        self._spares = Spare(), Spare()  # of the classes before Priority.NORMAL, of the others
+        self._spares = Spare(), Spare()  # for the classes before Priority.NORMAL, and for the rest
 
     def queue(self) -> Queue:
         urgent, others = self._spares = Spare(), Spare()
@@ -120,8 +130,10 @@ class ClassThenSlack(Order):
 
 
 class LeastSlack(Order):
-    """Highest 1 / max(deadline - estimated finish, 1) first, whatever the class; of equal ones, so of all that are
-    late, the first come. The deadline is the TTFT limit. See docs/policies.md#parts-by-name."""
+    """Highest 1 / max(deadline - estimated finish, 1) first, whatever the class; late ones are equal and go by arrival.
+
+    The deadline of a waiting sequence is its TTFT limit. See docs/policies.md#parts-by-name.
+    """
 
     def __init__(self, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self._ttft_ns, self._token_ns = ttft_ns, token_ns
@@ -138,7 +150,10 @@ class LeastSlack(Order):
 
 
 class LongestPrefix(FirstCome):
-    """Most tokens in the prefix cache first while at most 128 wait, else by arrival (SGLang), as the running do."""
+    """Most cached tokens first while at most 128 sequences wait, else by arrival (SGLang).
+
+    Running sequences go by arrival.
+    """
 
     prefixes = True
 
@@ -147,7 +162,7 @@ class LongestPrefix(FirstCome):
 
 
 class ShortestPrompt(Order):
-    """Fewest tokens to compute first; long ones may starve."""
+    """Fewest tokens to compute first; long prompts may starve."""
 
     def queue(self) -> Queue:
         return Keyed(lambda sequence: sequence.known)
@@ -158,7 +173,7 @@ class ShortestPrompt(Order):
 
 
 class ResponseRatio(Order):
-    """Highest (waited + work) / work first: short prompts go first, and whoever waits long enough is next (HRRN)."""
+    """Highest (waited + work) / work first: short prompts first, until a long one has waited long enough (HRRN)."""
 
     def __init__(self, token_ns: int = TOKEN_NS) -> None:
         self._token_ns = token_ns
@@ -173,14 +188,18 @@ class ResponseRatio(Order):
 
 
 def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
-    """When the prefill of a waiting sequence has to begin for its TTFT limit, or for `ttft_ns` if it has none."""
+    """Return the moment (ns) at which the prefill of a waiting sequence has to begin to meet its TTFT limit.
+
+    ttft_ns: limit of a request that gives none. token_ns: predicted prefill time of a token. A share of 1 - USED of the
+    limit is left unused.
+    """
     record = sequence.record
     limit_ns = record.request.ttft_slo_ns or ttft_ns
     return record.arrived_ns + int(limit_ns * USED) - sequence.known * token_ns
 
 
 def _lifted(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:
-    """[n] class of the running, lifted by one for each `age_ns` since arrival."""
+    """Return [n] classes of running rows, each lifted by one for each `age_ns` since arrival; 0 lifts none."""
     priority = table.priority[rows].astype(np.int64)
     if not age_ns:
         return priority
@@ -189,7 +208,10 @@ def _lifted(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:
 
 
 def _due(table: SlotTable, rows: Rows, ttft_ns: int, tbt_ns: int, token_ns: int) -> Int64:
-    """[n] ns, when the next computation has to begin: for the first token, or for the next one."""
+    """Return [n] moments (ns) at which the next computation has to begin to meet a limit.
+
+    For a row without an output the limit is TTFT, less the predicted prefill of what is left; else it is TBT.
+    """
     ttft, tbt = table.ttft_slo_ns[rows], table.tbt_slo_ns[rows]
     first = table.arrived[rows] + (np.where(ttft > 0, ttft, ttft_ns) * USED).astype(np.int64)
     first -= (table.known[rows] - table.planned[rows]).astype(np.int64) * token_ns

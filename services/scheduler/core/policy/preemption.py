@@ -15,27 +15,30 @@ SLO = Slo(risk_ns=15_000_000, safe_ns=30_000_000)  # services/simulator/literatu
 
 
 def recompute(replica: ReplicaView, row: int) -> Mode:
-    """Its KV is given up and computed again."""
+    """Return RECOMPUTE: the KV is dropped and computed again."""
     return Mode.RECOMPUTE
 
 
 def swap(replica: ReplicaView, row: int) -> Mode:
-    """Its KV goes to the host tier, as long as there is room."""
+    """Return SWAP: the KV is copied to the host tier while there is room."""
     return Mode.SWAP
 
 
 def groups(replica: ReplicaView, row: int) -> Mode:
-    """A sequence of a request with several is swapped, a single one computed again (vLLM v0:
-    https://github.com/vllm-project/vllm/blob/v0.6.0/vllm/core/scheduler.py).
+    """Return SWAP for a sequence of a request with several sequences, else RECOMPUTE.
 
-    There beams shared blocks that recomputing would have lost."""
+    As in vLLM v0, where beams shared blocks that recomputing would have lost:
+    https://github.com/vllm-project/vllm/blob/v0.6.0/vllm/core/scheduler.py
+    """
     request = replica.table.request[row]
     return Mode.SWAP if len(request.prompts) * request.n > 1 else Mode.RECOMPUTE
 
 
 def cheaper(replica: ReplicaView, row: int) -> Mode:
-    """Swapped if both copies are predicted to take less time than computing the tokens again; recomputed while nothing
-    was measured."""
+    """Return SWAP if copying the KV out and in is predicted to take less time than computing it again.
+
+    Return RECOMPUTE while no step was measured.
+    """
     tokens = int(replica.table.planned[row])
     copies_ns = 2 * replica.swap_ns_per_block * int(replica.table.held[row])
     again_ns = replica.model.predict(tokens, 0, tokens * (tokens + 1) / 2) - replica.model.predict(0)
@@ -43,10 +46,11 @@ def cheaper(replica: ReplicaView, row: int) -> Mode:
 
 
 class Preempting(Preemption):
-    """What the choices of a victim have in common: his way out, and when anybody has to yield at all.
+    """Base of the preemption policies: how a victim is preempted, and in which cases. Subclasses choose the victim.
 
-    stalls: who lacks his next block sits out with what he has, and one yields only when nobody can run (ft-aimd).
-    takes: a waiting sequence of class <= high may take slot and blocks from running ones of lower classes.
+    mode: how the KV of a victim is kept. stalls: a row without its next block sits the step out and keeps its blocks; a
+    victim is preempted only when no row can run (ft-aimd). takes: a waiting sequence of class <= high may take slot and
+    blocks from rows of lower classes. slo: preempt for TBT limits; None means never.
     """
 
     def __init__(
@@ -60,21 +64,21 @@ class Preempting(Preemption):
 
 
 class Newest(Preempting):
-    """The one that arrived last (vLLM, Sarathi)."""
+    """The sequence that arrived last (vLLM, Sarathi)."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
         return int(rows[np.lexsort((table.number[rows], table.arrived[rows]))[-1]])
 
 
 class LastStarted(Preempting):
-    """The one that entered last (TensorRT-LLM's MAX_UTILIZATION)."""
+    """The sequence that entered last (TensorRT-LLM's MAX_UTILIZATION)."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
         return int(rows[np.lexsort((table.number[rows], table.generation[rows]))[-1]])
 
 
 class LeastLost(Preempting):
-    """Of the lowest class the one with the fewest tokens to compute again; of equals the newest."""
+    """In the lowest class the sequence with the fewest tokens to compute again; among equals the newest."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
         keys = (-table.number[rows], table.planned[rows], -table.priority[rows])
@@ -82,7 +86,7 @@ class LeastLost(Preempting):
 
 
 class LeastOutput(Preempting):
-    """The one with the fewest outputs, of equals that with the longest prompt, then the newest (SGLang)."""
+    """The sequence with the fewest outputs; among equals the one with the longest prompt, then the newest (SGLang)."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
         outputs = table.applied[rows] - table.prompt[rows]

@@ -1,7 +1,7 @@
-"""The table of policies: each is one line, a choice of the five parts; and every part by name.
+"""The table of presets, each one line that chooses the five parts; and every part by name.
 
-Sources: docs/policies.md; where a source is silent the figures are the system's own defaults: 2048 tokens a step
-for vLLM, 8192 for SGLang, LightLLM, TensorRT-LLM and lmdeploy, 4096 for TGI, 768 for FastGen.
+Sources: docs/policies.md. Where a source names no figure, it is the system's default: 2048 tokens a step for vLLM, 8192
+for SGLang, LightLLM, TensorRT-LLM and lmdeploy, 4096 for TGI, 768 for FastGen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from services.scheduler.core.policy.preemption import (
 DELAY_NS = 50_000_000  # longest queue delay of request-level batching
 MS_NS = 1_000_000
 TBT_MS = TBT_NS // MS_NS
-MOST = 2**31 - 1  # of a number in a name: columns are int32
+MOST = 2**31 - 1  # largest number in a name: columns are int32
 CACHED: dict[str, Any] = {"prefix_cache": True}
 OVERLAPPED: dict[str, Any] = {"prefix_cache": True, "lookahead": 1}
 
@@ -100,14 +100,17 @@ PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "relief": {"newest": Newest, "last-started": LastStarted, "least-lost": LeastLost, "least-output": LeastOutput},
 }
 # fmt: on
-NEEDS = {"fixed", "capped", "skip", "shrinking", "slots"}  # say a number, as in fixed-512
-TAKES = {"static", "request", "whole", "chunked", "ema", "model"}  # may say one; ema and model a TBT target in ms
+NEEDS = {"fixed", "capped", "skip", "shrinking", "slots"}  # need a number, as in fixed-512
+TAKES = {"static", "request", "whole", "chunked", "ema", "model"}  # may have one; of ema and model a TBT target in ms
 WAYS = {"recompute": recompute, "swap": swap, "cheaper": cheaper, "groups": groups}
 OPTIONS: dict[str, dict[str, Any]] = {"stalls": {"stalls": True}, "takes": {"takes": True}, "slo": {"slo": SLO}}
 
 
 def preset(name: str) -> Policy:
-    """A fresh policy of that name (parts may learn, so no two cores share one). Raises ValueError for another name."""
+    """Return a new policy of that name. Raise ValueError for an unknown name.
+
+    Parts may learn, so no two schedulers share a policy.
+    """
     try:
         return PRESETS[name]()
     except KeyError:
@@ -115,10 +118,10 @@ def preset(name: str) -> Policy:
 
 
 def parse(text: str) -> Policy:
-    """A policy as --policy names it: a preset, or one with parts replaced, as in
+    """Return the policy that --policy names: a preset, or a preset with parts replaced, as in
     `sarathi:order=fair,memory=peak,tokens=fixed-256,batch=chunked-64,relief=newest-swap+slo`.
 
-    Its name is `text`. Raises ValueError that says which word is wrong and which there are.
+    The name of the policy is `text`. Raise ValueError for an unknown word, with the words that exist.
     """
     name, colon, rest = text.partition(":")
     policy = preset(name)
@@ -134,7 +137,7 @@ def parse(text: str) -> Policy:
 
 
 def _part(part: str, choice: str) -> Any:
-    """One part by its name, with its number if it says one; the number is at most MOST."""
+    """Return a part by its name, with its number if it has one (1 to MOST). Raise ValueError for another name."""
     table = PARTS[part]
     match = re.fullmatch(r"(.+?)(?:-([0-9]+))?", choice)
     word, number = match.groups() if match else (choice, None)
@@ -150,7 +153,10 @@ def _part(part: str, choice: str) -> Any:
 
 
 def _relief(choice: str) -> Any:
-    """victim, victim-way, and either with +option."""
+    """Return the preemption part that `choice` names: a victim or victim-way, each followed by any +options.
+
+    Raise ValueError for an unknown name or an option that is given twice.
+    """
     base, *options = choice.split("+")
     if twice := {option for option in options if options.count(option) > 1}:
         raise ValueError(f"relief {choice!r} gives +{' +'.join(sorted(twice))} twice")
@@ -166,6 +172,6 @@ def _relief(choice: str) -> Any:
 
 
 def _list(names: dict[str, Any]) -> str:
-    """For a message; `-N` where a number belongs to a name."""
+    """Return the names for an error text, with `-N` where a number is needed and `[-N]` where there may be one."""
     marks = dict.fromkeys(NEEDS, "-N") | dict.fromkeys(TAKES, "[-N]")
     return ", ".join(name + marks.get(name, "") for name in names)

@@ -1,8 +1,8 @@
-"""The waiting in order: the queues that the orders of order.py are made of.
+"""Queues of waiting sequences, from which the orders of order.py are built.
 
-A sequence is pushed, looked at as the head, popped and dropped. Removal is lazy everywhere: an entry counts only while
-its sequence is still listed under it and WAITING, and heaps are rebuilt before more than half of them is dead, so every
-operation takes O(log n) and nothing grows beyond what waits.
+Each queue implements base.Queue: push, head, pop and drop. Removal is lazy: an entry of a heap is live only while its
+sequence still refers to it and is WAITING. A heap is rebuilt when more than about half of its entries are dead. So an
+operation takes O(log n) amortised time, and memory is proportional to the sequences that wait.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Int64
 from services.scheduler.core.types import CLASSES
 
-LOOKED_AT = 128  # above so many waiting, prefixes are not looked at (SGLang)
-LATE_EVERY = 8  # admissions of which one is of the late
-MOVED = 32  # sequences that are moved to the late in one moment at most
-EMPTY = 1 << 62  # ns, later than anything
+LOOKED_AT = 128  # prefixes are not looked up while more sequences than this wait (SGLang)
+LATE_EVERY = 8  # one of so many admissions is of a late sequence
+MOVED = 32  # sequences that one queue moves (to the late ones, or between tenants) for one value of now_ns, at most
+EMPTY = 1 << 62  # ns, later than any arrival
 Float64 = npt.NDArray[np.float64]
 Entry = tuple[int, int, int, Sequence]
 
 
 class Heap:
-    """Sequences by a key that is fixed when they are pushed; equal keys by number."""
+    """Sequences by a key that is fixed when they are pushed, least first; equal keys by number."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -54,7 +54,7 @@ class Heap:
             heapq.heapify(self._entries)
 
     def first(self) -> Sequence | None:
-        """The least; dead entries above it are removed."""
+        """Return the sequence with the least key, or None. Remove the dead entries before it."""
         while self._entries:
             entry = self._entries[0]
             sequence = entry[3]
@@ -66,11 +66,11 @@ class Heap:
         return None
 
     def key(self) -> int:
-        """Of first(), which was not None."""
+        """Return the key of first(). Call it only after first() has returned a sequence."""
         return self._entries[0][0]
 
     def remove(self, sequence: Sequence) -> bool:
-        """Its entry is dead from now on; False if it had none."""
+        """Make the entry of `sequence` dead; return whether it had one."""
         if self._live.pop(sequence, None) is None:
             return False
         if len(self._entries) > 2 * len(self._live) + 64:
@@ -80,7 +80,7 @@ class Heap:
 
 
 class Keyed:
-    """By one key of the sequence, smallest first; equal ones by number."""
+    """Order by one key of the sequence, least first; equal keys by number."""
 
     def __init__(self, key: Callable[[Sequence], int]) -> None:
         self._heap = Heap()
@@ -99,7 +99,7 @@ class Keyed:
         return self._heap.first()
 
     def held_back(self, now_ns: int) -> Sequence | None:
-        """Nobody waits behind later ones."""
+        """Return None: this queue does not serve later sequences before earlier ones."""
         return None
 
     def pop(self, sequence: Sequence) -> None:
@@ -110,25 +110,29 @@ class Keyed:
 
 
 def by_arrival() -> Keyed:
-    """First come, first served; equal arrivals by number."""
+    """Return an empty queue in order of arrival; equal arrivals by number."""
     return Keyed(arrival)
 
 
 def arrival(sequence: Sequence) -> int:
+    """Return the arrival of the sequence's request, in ns."""
     return sequence.record.arrived_ns
 
 
 class BySlack:
-    """By key(sequence), which is fixed; start_by(sequence) is the last moment at which its prefill may begin.
+    """Order by latency limit. A sequence whose limit can no longer be met is late.
 
-    Those who can no more make it are late: with `late_first` they go before all others; else they are served when
-    nobody in time waits. The late stand by arrival, and so do those who have outputs already (preempted ones), before
-    everybody: their first token is out.
+    The order is: first sequences with outputs (preempted ones), by arrival; then sequences in time, by key; then late
+    ones, by arrival. With `late_first` late sequences go before those in time.
     """
 
     def __init__(
         self, start_by: Callable[[Sequence], int], key: Callable[[Sequence], int], late_first: bool = False
     ) -> None:
+        """start_by: return the last moment (ns) at which a prefill may begin. key: order of sequences in time.
+
+        Neither may change while a sequence waits.
+        """
         self._start_by, self._key = start_by, key
         self._late_first = late_first
         self._begun, self._timely, self._late = Heap(), Heap(), Heap()
@@ -158,7 +162,7 @@ class BySlack:
         return begun or timely
 
     def held_back(self, now_ns: int) -> Sequence | None:
-        """The first of the late, who may have waited longer than the head."""
+        """Return the first late sequence, which may have waited longer than the head, or None."""
         self._move(now_ns)
         return self._late.first()
 
@@ -171,7 +175,10 @@ class BySlack:
                 return
 
     def _move(self, now_ns: int) -> Sequence | None:
-        """The first who is in time, after some who are not have been moved to the late, at most so many a moment."""
+        """Move sequences that have become late, at most MOVED for one `now_ns`; return the first one in time, or None.
+
+        When no move is left the first one may be late; it is returned only if no late sequence waits.
+        """
         if now_ns != self._moved_ns:
             self._moved_ns, self._may_move = now_ns, MOVED
         while True:
@@ -186,7 +193,7 @@ class BySlack:
 
 
 class Inner(Protocol):
-    """A queue of one class; true while something waits in it."""
+    """A queue of one class; true while a sequence waits in it."""
 
     def __bool__(self) -> bool: ...
 
@@ -197,7 +204,7 @@ class Inner(Protocol):
     def head(self, now_ns: int) -> Sequence | None: ...
 
     def held_back(self, now_ns: int) -> Sequence | None:
-        """The first who waits behind later ones."""
+        """Return the first sequence that later ones may overtake, or None."""
 
     def pop(self, sequence: Sequence) -> None: ...
 
@@ -205,20 +212,22 @@ class Inner(Protocol):
 
 
 class ByClass:
-    """One queue a class, best class first; each `age_ns` waited (0: never) lifts a sequence by one class, no higher
-    than realtime. Of equal classes the first come. Only the heads of the four are compared.
+    """One queue for each class, best class first.
 
-    Whom his class holds back as late waits for those in time however long that lasts, or an overload would make all
-    of them late; so that he does not starve every eighth admission is of the longest waiting of them, of any class;
-    every 32nd while realtime or high ones wait.
+    Each `age_ns` waited lifts a sequence by one class, up to realtime; 0 means never. Heads of equal class go by
+    arrival. Only the heads of the four queues are compared.
+
+    A class serves its late sequences after those in time, however long that takes: else an overload would make all of
+    them late. To prevent starvation one of LATE_EVERY admissions takes the late sequence with the earliest arrival, of
+    any class. While realtime or high sequences wait this is one of 4 * LATE_EVERY admissions.
     """
 
     def __init__(self, inner: Collection[Inner], age_ns: int) -> None:
-        """inner: the queue of each class, best class first."""
+        """inner: the queue of each class, best class first. age_ns: ns of waiting that lift a sequence by one class."""
         self._queues = list(inner)
         self._age_ns = age_ns
         self._admitted = 0
-        self._out: set[int] = set()  # numbers of those popped since time passed: they may come back
+        self._out: set[int] = set()  # numbers of sequences popped at _now_ns; one that comes back was not admitted
         self._now_ns = 0
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -265,7 +274,7 @@ class ByClass:
 
 
 class SwappedFirst:
-    """Those whose KV lies in the host tier by arrival, before all others."""
+    """Swapped sequences, whose KV is in the host tier, by arrival; then the queue of all other sequences."""
 
     def __init__(self, others: Queue) -> None:
         self._swapped, self._others = by_arrival(), others
@@ -281,7 +290,7 @@ class SwappedFirst:
         while (first := self._swapped.head(now_ns)) is not None:
             if first.swapped:
                 return first
-            self._swapped.drop(first)  # its KV was lost with its replica, or evicted
+            self._swapped.drop(first)  # its KV was evicted, or lost with its replica
             self._others.push(first, now_ns)
         return self._others.head(now_ns)
 
@@ -299,16 +308,16 @@ class SwappedFirst:
 class ByRatio:
     """Highest response ratio first: (waited + work) / work, where work is `token_ns` for each known token (HRRN).
 
-    The ratio of two sequences of equal size never changes sides, so they stand in FIFO buckets of a quarter octave, and
-    only the first ones are compared, as columns.
+    Of two sequences of equal size the earlier one always has the higher ratio. So sequences stand in FIFO buckets, four
+    for each doubling of the size, and only the first ones of the buckets are compared, as columns.
     """
 
     def __init__(self, token_ns: int) -> None:
         self._token_ns = token_ns
         self._buckets: list[Heap] = []
-        self._where: dict[Sequence, int] = {}
-        self._arrived: Int64 = np.zeros(0, np.int64)  # of the first of each bucket; EMPTY without one
-        self._work: Float64 = np.zeros(0)
+        self._where: dict[Sequence, int] = {}  # sequence -> its bucket
+        self._arrived: Int64 = np.zeros(0, np.int64)  # by bucket, arrival of its first sequence (ns); EMPTY if empty
+        self._work: Float64 = np.zeros(0)  # by bucket, predicted prefill of its first sequence, ns
 
     def __iter__(self) -> Iterator[Sequence]:
         for bucket in self._buckets:
@@ -341,7 +350,7 @@ class ByRatio:
             self._look(at)
 
     def _look(self, at: int) -> Sequence | None:
-        """Notes the first of a bucket in the columns."""
+        """Update the columns for one bucket; return its first sequence, or None."""
         first = self._buckets[at].first()
         if first is None:
             self._arrived[at] = EMPTY
@@ -351,12 +360,12 @@ class ByRatio:
 
 
 class ByPrefix:
-    """Most cached tokens first, equal ones by arrival; by arrival alone while more than 128 wait (SGLang)."""
+    """Most cached tokens first, equal ones by arrival; by arrival alone while more than LOOKED_AT wait (SGLang)."""
 
     def __init__(self) -> None:
         self._heap = Heap()
-        self._ranked: list[Sequence] = []  # best last
-        self._made_of = (-1, -1)  # time and sum of hits of that; no such: it is out of date
+        self._ranked: list[Sequence] = []  # sorted, best last
+        self._made_of = (-1, -1)  # now_ns and sum of hits when it was sorted; (-1, -1) if it has to be sorted again
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._heap)
@@ -385,7 +394,7 @@ class ByPrefix:
 
 
 def quarter_octave(tokens: int) -> int:
-    """Bucket of a size: four for each doubling. Sizes of a bucket differ by less than 25 %."""
+    """Return the bucket of a size: four for each doubling. Sizes in a bucket differ by less than 25 %."""
     tokens = max(tokens, 1)
     octave = tokens.bit_length() - 1
     return 4 * octave + ((tokens << 2 >> octave) & 3)

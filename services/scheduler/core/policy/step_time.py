@@ -1,7 +1,7 @@
-"""How long the next iteration takes: models of a replica's step time, fitted from the timings of its results.
+"""Models of a replica's step time, fitted from the timings of its results.
 
-The core keeps one of each a replica and calls `observe` once an iteration. Used for the token budget, the predicted
-time to first token, the choice between swap and recompute, and the simulator. Predictions never fall with more tokens.
+Each replica has one of each model; `observe` is called once an iteration. Used for the token budget, the predicted time
+to first token, the choice between swap and recompute, and the simulator. A prediction never falls with more tokens.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
 
-_FIRST = 16  # so many are fitted together, again as they come, for there is nothing to tell a bad one by
-FOLD = 32  # observations taken in at once
-UNBOUNDED = 2**31 - 1  # tokens; what `largest` says where time does not grow with them
+_FIRST = 16  # the first observations, fitted together and from the start each time: too few to tell a bad one
+FOLD = 32  # observations that one fold takes in
+UNBOUNDED = 2**31 - 1  # tokens; returned by `largest` where time does not grow with tokens
 
-_SCALE = np.array([1.0, 512.0, 65_536.0, 131_072.0])  # features near 1 in an ordinary step, so that sums stay regular
+_SCALE = np.array([1.0, 512.0, 65_536.0, 131_072.0])  # features near 1 in an ordinary step: sums stay well-conditioned
 _PRIOR = 1e-3  # information in the first guess, in observations
-_FORGET = 0.15  # of what an excited direction knows, at each fold: about 400 steps of memory
-_LOSE = 2.0  # no direction loses more than this times what the fold brings to it
-_SLIVER = 1e-9 * np.eye(4)
-_CLIP = 3.0  # residuals beyond so many standard deviations are cut to that
-_CALM = 0.005  # relative noise is never taken to be less
-_RING = 32  # latest residuals that scale and shift are judged by
-_KNOWN = 8  # with fewer of its kind nothing is cut
+_FORGET = 0.15  # share of the information in an excited direction that a fold forgets: a memory of about 400 steps
+_LOSE = 2.0  # no direction loses more than this times the information that the fold adds to it
+_SLIVER = 1e-9 * np.eye(4)  # keeps the information matrix regular
+_CLIP = 3.0  # standard deviations beyond which residuals are cut
+_CALM = 0.005  # least relative noise that is assumed
+_RING = 32  # latest residuals from which noise and shift are estimated
+_KNOWN = 8  # residuals of a kind below which nothing is cut
 
 
 class StepTime:
     """t = c0 + c1 * tokens + c2 * decode_context + c3 * prefill_context, in ns, by recursive least squares.
 
     tokens: of all sequences. decode_context: sum of the context lengths of the decodes. prefill_context: sum over
-    prefill chunks of length * (start + (length + 1) / 2). Errors count relative to the step's own time. What differs
-    from a plain recursive fit:
+    prefill chunks of length * (start + (length + 1) / 2). Errors are relative to the step's time. Differences from a
+    plain recursive fit:
 
-    - A residual is cut at 3 standard deviations of its prediction (noise, and how little is known in that direction);
-      the noise is the median absolute residual of the last 32 steps of its kind (with or without prefill). So single
-      bad timings hardly count, and what is the rule soon counts in full.
-    - Forgetting takes from a direction only in proportion to what the fold brings to it, so hours of pure decode do
-      not wash out what prefills cost, and the information matrix never becomes singular.
-    - When most of the last 32 residuals agree on one ratio, the machine has become slower or faster as a whole: all
-      coefficients are multiplied by it and old information counts a tenth.
-    - Coefficients in use are the closest ones (in the metric of the information) that are not negative.
+    - A residual is cut at 3 standard deviations of its prediction, which grow with the noise and with the uncertainty
+      in that direction. The noise is the median absolute residual of the last 32 steps of its kind (with or without
+      prefill). So a single bad timing hardly counts, and a lasting change soon counts in full.
+    - A direction forgets only in proportion to the information that the fold adds to it. So hours of pure decode do not
+      erase the cost of prefills, and the information matrix never becomes singular.
+    - When most of the last 32 residuals agree on one ratio, the whole machine has become slower or faster: all
+      coefficients are multiplied by that ratio, and old information counts a tenth.
+    - The coefficients in use are the closest ones (in the metric of the information) that are not negative.
 
-    Predictions lag by up to 31 observations; `fold` takes in what is pending.
+    Predictions lag by up to 31 observations; `fold` takes in the pending ones.
     """
 
     __slots__ = (
@@ -67,8 +67,8 @@ class StepTime:
         self.observed = 0
         self.c0 = self.c1 = self.c2 = self.c3 = 0.0
         self._pending: list[tuple[int, int, float, int]] = []
-        self._theta: Float64 = np.zeros(4)  # as fitted, of scaled features; may be negative
-        self._used: Float64 = np.zeros(4)  # not negative
+        self._theta: Float64 = np.zeros(4)  # as fitted, for scaled features; may be negative
+        self._used: Float64 = np.zeros(4)  # in use, for scaled features; none negative
         self._information: Float64 = np.zeros((4, 4))
         self._covariance: Float64 = np.zeros((4, 4))  # its inverse
         self._recent: deque[float] = deque(maxlen=_RING)  # relative residuals
@@ -76,11 +76,11 @@ class StepTime:
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
-        """ns, ns a token, ns a token of decode context, ns a (query, key) pair of prefill; none negative."""
+        """c0 to c3: ns, ns a token, ns a token of decode context, ns a (query, key) pair of prefill; none negative."""
         return self.c0, self.c1, self.c2, self.c3
 
     def observe(self, tokens: int, decode_context: int, prefill_context: float, step_ns: int) -> None:
-        """One measured step; a `step_ns` of 0 or less (not measured) is ignored."""
+        """Add one measured step. A `step_ns` of 0 or less means not measured and is ignored."""
         if step_ns <= 0:
             return
         self._pending.append((tokens, decode_context, prefill_context, step_ns))
@@ -89,14 +89,15 @@ class StepTime:
             self.fold()
 
     def predict(self, tokens: int, decode_context: int = 0, prefill_context: float = 0) -> float:
-        """ns of such a step; 0.0 before the first observation."""
+        """Return the predicted time of a step, in ns; 0.0 before the first observation."""
         return self.c0 + self.c1 * tokens + self.c2 * decode_context + self.c3 * prefill_context
 
     def largest(self, limit_ns: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
-        """Most tokens, decodes included, whose step is predicted to stay within `limit_ns`.
+        """Return the most tokens, decodes included, whose step is predicted to take at most `limit_ns`.
 
-        What is over the decodes is one prefill chunk after `prefix` tokens: c3 * n * (prefix + (n + 1) / 2) is solved
-        for n. Less than `decodes` (at their full context) where not even they fit; UNBOUNDED where nothing binds.
+        The tokens beside the decodes are one prefill chunk of n tokens after `prefix` tokens. Its time,
+        c1 * n + c3 * n * (prefix + (n + 1) / 2), is solved for n. The result is less than `decodes` where the decodes
+        alone take longer, and UNBOUNDED where no number of tokens reaches the limit.
         """
         room = limit_ns - self.predict(decodes, decode_context)
         if room < 0:
@@ -107,7 +108,7 @@ class StepTime:
         if bottom <= 0 or (count := 2 * room / bottom) >= UNBOUNDED - decodes:
             return UNBOUNDED
         chunk = int(count)
-        # the root is rounded: its neighbour may be the one
+        # The root is rounded, so its neighbour may be the exact answer.
         if chunk and chunk * (line + half * chunk) > room:
             chunk -= 1
         elif (chunk + 1) * (line + half * (chunk + 1)) <= room:
@@ -115,7 +116,7 @@ class StepTime:
         return decodes + chunk
 
     def fold(self) -> None:
-        """Takes in the pending observations (an array operation on all of them, tens of microseconds)."""
+        """Fit the pending observations, with array operations on all of them: tens of microseconds."""
         if not self._pending:
             return
         rows = np.array(self._pending, dtype=np.float64)
@@ -124,14 +125,14 @@ class StepTime:
         features[:, 0] = 1.0
         features /= _SCALE
         all_pending = len(rows) == self.observed
-        if all_pending:  # the first guess: all steps are alike
+        if all_pending:  # first guess: all steps take the same time
             self._start(_median(measured.tolist()))
         if not all_pending or self.observed >= _FIRST:
             self._pending.clear()
         predicted = np.maximum(features @ self._used, 1.0)
         measured = self._cut(features, predicted, measured)
-        # An error of a factor up weighs as one of the same factor down: what was far longer than predicted is divided
-        # by itself, and so cannot pull harder than a whole step.
+        # A step that took far longer than predicted is divided by its own time, so that an error weighs no more than a
+        # whole step. Errors of one factor up and of the same factor down then weigh about the same.
         unit = np.where(measured > 1.5 * predicted, measured, predicted)
         features /= unit[:, None]
         brought = features.T @ features
@@ -150,7 +151,7 @@ class StepTime:
         self._drop_residuals()
 
     def _cut(self, features: Float64, predicted: Float64, measured: Float64) -> Float64:
-        """The measured times with residuals cut; notes the residuals."""
+        """Return the measured times [n] with their residuals cut; record the residuals."""
         residuals = measured / predicted - 1.0
         scaled = features / predicted[:, None]
         leverage = ((scaled @ self._covariance) * scaled).sum(axis=1)
@@ -169,7 +170,7 @@ class StepTime:
         if abs(middle) < 0.05 or abs(middle) < 4 * _median([abs(one - middle) for one in self._recent]):
             return
         ratio = 1.0 + middle
-        self._theta = self._used * ratio  # residuals were against these
+        self._theta = self._used * ratio  # the residuals are relative to these
         self._know(self._information * (0.1 / ratio**2))
         self._drop_residuals()
 
@@ -178,7 +179,7 @@ class StepTime:
             ring.clear()
 
     def _know(self, information: Float64) -> None:
-        # the sliver on the diagonal outweighs rounding in a direction that sees nothing for a million folds
+        # The sliver on the diagonal outweighs rounding errors in a direction without information for a million folds.
         self._information = information + _SLIVER * information[0, 0]
         self._covariance = np.asarray(np.linalg.inv(self._information), dtype=np.float64)
 
@@ -188,23 +189,23 @@ class StepTime:
 
 
 class TokenTime:
-    """Iteration time per token as an exponential mean (alpha 0.1): the dynamic budget of Sarathi's facts sheet."""
+    """Iteration time per token as an exponential mean (alpha 0.1), for the dynamic budget of Sarathi's facts sheet."""
 
     __slots__ = ("token_ns",)
 
     def __init__(self) -> None:
-        self.token_ns = 0.0  # 0.0: nothing measured
+        self.token_ns = 0.0  # 0.0 means nothing measured
 
     def observe(self, tokens: int, step_ns: int) -> None:
-        """One measured step of `tokens`; a step without tokens or without a time is ignored."""
+        """Add one measured step of `tokens`. A step without tokens or without a time is ignored."""
         if tokens > 0 and step_ns > 0:
             now = step_ns / tokens
             self.token_ns = self.token_ns + 0.1 * (now - self.token_ns) if self.token_ns else now
 
     def budget(self, limit_ns: float, cap: int, decodes: int, multiple: int = 64) -> int:
-        """Prefill tokens for a step within `limit_ns`: min(limit / mean, cap) - decodes, floored to `multiple`.
+        """Return the prefill tokens of a step within `limit_ns`: min(limit / mean, cap) - decodes, at least 0.
 
-        Never below 0. Before any measurement 256, as far as `cap` allows.
+        Rounded down to a multiple of `multiple`. Before any measurement it is 256, as far as `cap` allows.
         """
         if not self.token_ns:
             return max(min(256, (cap - decodes) // multiple * multiple), 0)
@@ -214,15 +215,19 @@ class TokenTime:
 def largest_chunk(
     limit_ns: float, attention_ns: float, overhead_ns: float, token_ns: float, decodes: int, multiple: int = 64
 ) -> int:
-    """Prefill tokens under a limit on the time between tokens (Sarathi's facts sheet); never below 0.
+    """Return the prefill tokens under a limit on the time between tokens (Sarathi's facts sheet), at least 0.
 
-    (limit - attention - overhead) / time per token - decodes, floored to `multiple`. Overhead: 1 to 3 ms there.
+    (limit - attention - overhead) / time per token - decodes, rounded down to a multiple of `multiple`. Sarathi's
+    overhead is 1 to 3 ms.
     """
     return max(int((limit_ns - attention_ns - overhead_ns) // token_ns - decodes) // multiple * multiple, 0)
 
 
 class SwapTime:
-    """ns to copy a block to or from the host: an exponential mean (alpha 0.1) that starts at bytes / link speed."""
+    """Time to copy a block to or from the host, in ns: an exponential mean (alpha 0.1).
+
+    It starts at block_bytes / link_bytes_s.
+    """
 
     __slots__ = ("block_ns",)
 
@@ -230,13 +235,13 @@ class SwapTime:
         self.block_ns = block_bytes / link_bytes_s * 1e9
 
     def observe(self, blocks: int, ns: int) -> None:
-        """One measured copy; counted as at most 4 times as fast or slow as the mean, so one bad timing does little."""
+        """Add one measured copy of `blocks` blocks. A time is cut to a quarter and to 4 times the mean."""
         if blocks > 0 and ns > 0:
             now = min(max(ns / blocks, self.block_ns / 4), self.block_ns * 4)
             self.block_ns += 0.1 * (now - self.block_ns)
 
     def predict(self, blocks: int) -> float:
-        """ns for `blocks`, one direction."""
+        """Return the predicted time to copy `blocks` in one direction, in ns."""
         return blocks * self.block_ns
 
 
@@ -245,7 +250,7 @@ def _median(values: Sequence[float] | deque[float]) -> float:
 
 
 def _not_negative(theta: Float64, information: Float64) -> Float64:
-    """The vector >= 0 near `theta`: while one is negative the lowest is fixed at 0 and the others fitted again."""
+    """Return a vector >= 0 near `theta`: while an entry is negative, fix the lowest at 0 and fit the rest again."""
     free = np.ones(4, dtype=np.bool_)
     result = theta
     while (result < 0).any():
