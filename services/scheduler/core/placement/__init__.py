@@ -1,1 +1,1 @@
-"""Which replica a sequence runs on: eligibility, price, roles, and whose host tier a replica can read."""
+"""Placement: the replica that a sequence runs on. Constraints, price, roles, hand-over, and readable host tiers."""

@@ -1,7 +1,7 @@
-"""The one question of placement: may a waiting sequence join the step that a replica plans?
+"""The interface of placement: whether a waiting sequence may join the step that a replica plans.
 
-Every rule that bears on it is a Constraint; a replica holds them in a list (constraints.py). A further rule, such as a
-limit on the adapters of a step, is one class that is appended to that list.
+Each rule is a Constraint; a replica holds them in a list (constraints.py). To add a rule, such as a limit on the
+adapters of a step, write one class and append it to that list.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from services.scheduler.core.sequence import Sequence
 
-MAX_PASSED = 16  # later sequences that may go before one that could enter, too
+MAX_PASSED = 16  # later sequences that may enter before a skipped one that could enter as well
 Step = TypeVar("Step")  # the step under construction: StepBuilder
 
 
@@ -27,9 +27,9 @@ class Verdict(enum.Enum):
 class Constraint(ABC, Generic[Step]):
     """A rule for joining a step. The first verdict that is not OK wins.
 
-    elsewhere: SKIP means that other replicas or another time are for the sequence. Else the rule is about this step
-    alone, and the sequences that enter in front of a skipped one are counted: after MAX_PASSED of them none enters
-    before it does.
+    elsewhere: whether SKIP means that the sequence has to enter on another replica or at another time. Otherwise the
+    rule concerns this step alone, and the sequences that enter before a skipped one are counted: after MAX_PASSED of
+    them no further sequence enters before it.
     """
 
     elsewhere: bool = False

@@ -1,7 +1,7 @@
-"""Which replica may run a waiting sequence, rule by rule, and the set of replicas that the rules are about.
+"""Constraints on the replica that may run a waiting sequence, and the set of replicas that they depend on.
 
-`check` asks the list of the step's replica. The rules that follow from the sequence and the set of replicas alone are
-asked by the router and the hand-over as well, for any replica (Placement.allows, Placement.could).
+`check` evaluates the constraints of the replica that plans a step. The router and the hand-over also evaluate, for any
+replica, the rules that depend only on the sequence and the set of replicas (Placement.allows, Placement.could).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from services.scheduler.core.types import DECODE, PREFILL
 def check(step: StepBuilder, sequence: Sequence) -> Verdict:
     """Return the first verdict of the constraints of the step's replica that is not OK, or OK.
 
-    STOP instead of SKIP for a sequence in front of which MAX_PASSED have entered that it could have been one of.
+    A SKIP that concerns this step alone (Constraint.elsewhere) becomes STOP after MAX_PASSED later sequences have
+    entered before the skipped one.
     """
     for constraint in step.replica.constraints:
         verdict = constraint.check(step, sequence)
@@ -36,21 +37,21 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
 
 
 class Placement:
-    """The replicas that are there, their roles and the quarantine, and the rules that follow from them.
+    """The replicas that are alive, their roles and the quarantine, and the rules that follow from them.
 
-    A prefill replica takes what has to be computed and runs it until its first token is sampled; a decode replica that
-    can read its host tier loads the KV and goes on. No role is ever waited for: where the counterpart is missing a
-    replica does both.
+    A prefill replica takes sequences with tokens to compute and runs them until the first token is sampled. A decode
+    replica that can read its host tier loads the KV and goes on. No sequence waits for a role: where the counterpart is
+    missing, a replica does both.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self.alive: list[Replica] = []
-        self.generation = 0  # of the set of replicas
-        self.has_roles = False  # several replicas, and any has a role
+        self.generation = 0  # number of the current set of replicas
+        self.has_roles = False  # whether there are several replicas and any has a role
         self.feeding: set[int] = set()  # prefill replicas whose KV another replica can load
         self.fed: set[int] = set()  # replicas that can load what a prefill replica computed
-        self.confined: Mapping[str, Record] = {}  # requests in quarantine: they run on `dock` and nowhere else
-        self.dock = -1  # replica; -1: none, until one joins that fits or is assigned
+        self.confined: Mapping[str, Record] = {}  # requests in quarantine: they run on `dock` only
+        self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = Quarantine(self)
         self._fits = Fits(self)
         self._role = Role(self)
@@ -58,16 +59,16 @@ class Placement:
 
     @property
     def constraints(self) -> list[Constraint[StepBuilder]]:
-        """The constraints that every replica begins with."""
+        """New constraints of one replica, without its price."""
         return [OwesStep(), *self._rules]
 
     @property
     def chooses(self) -> bool:
-        """Whether there is anything to decide: several replicas, or a quarantine."""
+        """Whether placement has a choice: several replicas, or a quarantine."""
         return len(self.alive) > 1 or bool(self.confined)
 
     def changed(self, alive: list[Replica]) -> None:
-        """Take over the set of replicas, or what is known of their roles and host tiers."""
+        """Update the set of replicas, and the roles and host tiers that are known."""
         self.alive = alive
         self.generation += 1
         self.has_roles = len(alive) > 1 and any(replica.limits.role for replica in alive)
@@ -76,10 +77,10 @@ class Placement:
         self.feeding = {owner.number for owner in prefill if any(feeds(owner, other) for other in others)}
         self.fed = {other.number for other in others if any(feeds(owner, other) for owner in prefill)}
         if not any(replica.number == self.dock and self.confined_fitting(replica) for replica in alive):
-            self.dock = -1  # the confined that are left wait for a replica that they fit
+            self.dock = -1  # the confined sequences that are left wait for a replica that fits them
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence may enter `replica`, whatever the step and the price."""
+        """Return whether a waiting sequence may enter `replica`, apart from the step and the price."""
         return not sequence.unanswered and all(rule.allows(replica, sequence) for rule in self._rules)
 
     def could(self, replica: Replica, sequence: Sequence) -> bool:
@@ -87,16 +88,16 @@ class Placement:
         return self._quarantine.allows(replica, sequence) and self._fits.allows(replica, sequence)
 
     def takers(self, sequence: Sequence) -> frozenset[int]:
-        """Return the replicas that may load a swapped sequence, now or when its copies are there."""
+        """Return the numbers of the replicas that may load a swapped sequence, now or when its copies are complete."""
         able = [r for r in self.alive if self.could(r, sequence) and self._role.allows(r, sequence)]
         return frozenset(replica.number for replica in able)
 
     def longest(self, sequence: Sequence) -> int:
-        """Return the tokens that a sequence can come to on the replica where it comes furthest; 0 if it fits none."""
+        """Return the most tokens that a sequence can reach on any replica; 0 if it fits none."""
         return max((sequence.longest(r.limits) for r in self.alive if not sequence.misfit(r.limits)), default=0)
 
     def confined_fitting(self, replica: Replica) -> int:
-        """Return how many of the confined sequences run on `replica` or could."""
+        """Return how many of the confined sequences run on `replica` or fit it."""
         found = 0
         for sequence in [s for record in self.confined.values() for s in record.sequences]:
             runs = sequence.state is State.RUNNING and sequence.replica == replica.number
@@ -109,7 +110,10 @@ class Placement:
 
 
 class OwesStep(Constraint[StepBuilder]):
-    """A preempted sequence enters only when all its steps are answered, and holds its place on that replica."""
+    """Let a preempted sequence enter only when all its steps are answered.
+
+    Until then no later sequence enters the replica where it ran.
+    """
 
     elsewhere = True
 
@@ -120,7 +124,7 @@ class OwesStep(Constraint[StepBuilder]):
 
 
 class Rule(Constraint[StepBuilder]):
-    """A constraint that follows from the replica and the sequence alone."""
+    """A constraint that depends on the replica and the sequence alone, not on the step."""
 
     elsewhere = True
 
@@ -133,7 +137,7 @@ class Rule(Constraint[StepBuilder]):
 
 
 class Quarantine(Rule):
-    """Confined sequences run on the dock and nowhere else, and no other sequence runs there."""
+    """Let confined sequences run on the dock only, and no other sequence there."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -146,18 +150,18 @@ class Quarantine(Rule):
 
 
 class Fits(Rule):
-    """The replica has room for all of the sequence, or as much as any other: it must not end early."""
+    """Require that the replica can run a sequence as far as any replica can, so that it does not end early."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        if len(self._placement.alive) == 1:  # what fits no replica has ended
+        if len(self._placement.alive) == 1:  # a sequence that does not fit it has ended already
             return True
         return sequence.saved_at(replica.number) or self.holds(replica, sequence)
 
     def holds(self, replica: Replica, sequence: Sequence) -> bool:
-        """Return whether a sequence without KV fits."""
+        """Return whether a sequence without KV fits `replica`."""
         limits, placement = replica.limits, self._placement
         if sequence.misfit(limits):
             return False
@@ -165,7 +169,7 @@ class Fits(Rule):
 
 
 class OpenPolicy(Rule):
-    """While the policy is about to change only handed-over sequences enter, as their streams go on."""
+    """While the policy is about to change, let only handed-over sequences enter: their streams have begun."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -179,9 +183,10 @@ class OpenPolicy(Rule):
 
 
 class KVReadable(Rule):
-    """The KV of a swapped sequence lies here, or where this replica can read it, and all copies are made.
+    """Require that this replica can read the KV of a swapped sequence and that all its copies are complete.
 
-    KV that cannot be read is given up only where there is memory to compute it again.
+    KV in its own host tier can always be read. A replica that cannot read the KV takes the sequence only if it has
+    memory to compute it again.
     """
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
@@ -195,7 +200,10 @@ class KVReadable(Rule):
 
 
 class Role(Rule):
-    """A prefill replica computes prompts, a decode replica loads what one has computed."""
+    """Let a prefill replica compute prompts, and a decode replica load KV that a prefill replica has computed.
+
+    A replica does the other one's work where no such replica can take the sequence.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -220,18 +228,18 @@ class Role(Rule):
 
 
 def can_load(replica: Replica, sequence: Sequence) -> bool:
-    """Return whether the KV of a waiting sequence lies in a host tier that `replica` can read, or will."""
+    """Return whether KV of a waiting sequence is in a host tier that `replica` can read, or is on its way there."""
     return sequence.saved_at(replica.number) or replica.peers.source(sequence) is not None
 
 
 def has_all_kv(sequence: Sequence) -> bool:
     """Return whether only the KV of the last known token of a waiting sequence is missing.
 
-    Else it was swapped out in the middle of its prompt, which prefill replicas go on with.
+    Otherwise it was swapped out in the middle of its prompt, and a prefill replica goes on with it.
     """
     return sequence.computed >= sequence.known - 1
 
 
 def feeds(prefill: Replica, replica: Replica) -> bool:
-    """Return whether the first one is a prefill replica whose KV the second one can read, or may yet."""
+    """Return whether `prefill` is a prefill replica whose host tier `replica` can read or may yet map."""
     return prefill.limits.role == PREFILL and replica.peers.hopes(prefill)

@@ -1,4 +1,4 @@
-"""Hand-over of sequences from prefill replicas to those that decode."""
+"""Hand-over of sequences from prefill replicas to replicas that decode."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class HandOver:
         self._placement = placement
 
     def plan(self, replica: Replica, now_ns: int, out: OutcomeBuilder) -> None:
-        """Release rows that have sampled and go on elsewhere; the step has their swap-outs.
+        """Release rows that have sampled and go on on another replica; the step carries their swap-outs.
 
-        A row for which the host tier has no room, or whose prefix other sequences wait for, decodes here until the
-        next step.
+        A row stays, and decodes here until the next step, if the host tier has no room for it or other sequences wait
+        for its prefix.
         """
         readers = [r for r in self._placement.alive if replica is r.peers.readable.get(replica.number)]
         takers = [reader for reader in readers if reader.limits.role != PREFILL]
-        if not takers or self._state.closed:  # closed: no sequence may enter elsewhere
+        if not takers or self._state.closed:  # closed: no sequence may enter another replica
             return
         table, high, counters, host = replica.table, replica.table.high, self._state.counters, replica.host
         ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
         ready &= table.phase[:high] == DECODING
         first = table.known[:high] == table.entered[:high] + 1
-        ready &= (table.held[:high] <= host.free + host.cached) | first  # many decode here where the tier is full
+        ready &= (table.held[:high] <= host.free + host.cached) | first  # many rows decode here where the tier is full
         slots = np.flatnonzero(ready)
         for slot in slots[np.argsort(table.arrived[slots], kind="stable")].tolist():
             sequence: Sequence = table.sequence[slot]
@@ -58,7 +58,7 @@ class HandOver:
     def _goes_on(self, sequence: Sequence, takers: list[Replica]) -> bool:
         """Return whether one of `takers` could go on with a running sequence.
 
-        Asked in each step, so a "no" is kept with the sequence until there are other replicas.
+        Called in each step, so a False is kept with the sequence until the set of replicas changes.
         """
         placement = self._placement
         if sequence.route.stays == placement.generation:
@@ -70,7 +70,7 @@ class HandOver:
 
 
 def release(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
-    """Let handed-over sequences stand in the queue whose last token and copies are there."""
+    """Put handed-over sequences into the queue when their steps are answered and their copies are complete."""
     owing = []
     for sequence in replica.handed:
         if sequence.state is State.WAITING and (sequence.unanswered or not replica.transfers.saved(sequence)):
@@ -81,7 +81,7 @@ def release(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
 
 
 def unreadable(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:
-    """Return which decode replica cannot read which prefill replica, and why."""
+    """Return pairs of a decode replica and a prefill replica whose host tier it cannot read, each with the reason."""
     found = []
     for reader in (r for r in replicas if r.limits.role == DECODE):
         for owner in (r for r in replicas if r.limits.role == PREFILL):

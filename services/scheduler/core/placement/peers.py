@@ -1,8 +1,8 @@
-"""Whose host tiers a replica can read: replicas that share a folder and lay their blocks out alike are peers.
+"""Peers of a replica: the replicas whose host tiers it can read. They share a folder and a block layout.
 
-Owned by Replica. A replica is told of each other one in its next step; when it has acknowledged a peer it may load what
-was swapped out there. A sequence's KV then comes from wherever it lies, so a role (roles.py) is only a rule of who
-takes whom.
+Replica holds one object. The next step of a replica announces each new or lost peer to its worker. When the worker has
+acknowledged a peer, the replica may load KV that was swapped out there. KV can then be loaded from any peer, so a role
+(constraints.py) is only a rule about which replica takes which sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.scheduler.core.types import Int32, Limits, Peer
 
 
 class Reader(Protocol):
-    """A replica, as far as other replicas read its host tier."""
+    """The part of a replica that readers of its host tier need."""
 
     number: int
     limits: Limits
@@ -26,7 +26,7 @@ NO_NEWS: dict[int, Any] = {}  # shared: read only
 
 
 def obstacle(reader: Limits, owner: Limits) -> str:
-    """Why one worker cannot map the host tier of the other; empty where it may try. They are different ones."""
+    """Return why `reader` cannot map the host tier of `owner`, another worker; empty if it may try."""
     if not reader.host_tier:
         return "it has no folder that it shares"
     if not (owner.host_tier and owner.host_blocks):
@@ -41,39 +41,42 @@ def obstacle(reader: Limits, owner: Limits) -> str:
 
 
 def can_read(reader: Limits, owner: Limits) -> bool:
-    """May one worker map the host tier of the other? They are different ones."""
+    """Return whether `reader` may map the host tier of `owner`, another worker."""
     return not obstacle(reader, owner)
 
 
 class Peers(Generic[R]):
-    """Of one replica. `readable`: the others, by number, whose host tier it has acknowledged."""
+    """The peers of one replica. `readable`: by number, the replicas whose host tier its worker has mapped."""
 
     def __init__(self) -> None:
         self.readable: dict[int, R] = {}
-        self._told: dict[int, R] = {}
-        self._refused: dict[int, R] = {}  # of those told of, whom the worker could not map
-        self.news: News[R] = {}  # for the next step; None: gone
+        self._told: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
+        self._refused: dict[int, R] = {}  # peers whose host tier the worker could not map
+        self.news: News[R] = {}  # for the next step; None means that the peer is lost
 
     def joined(self, other: R) -> None:
-        """`other` is there, and can be read."""
+        """Add `other` as a peer and announce it in the next step."""
         self._told[other.number] = other
         self.news[other.number] = other
 
     def lost(self, other: R) -> None:
-        """`other` is gone, if it was a peer at all."""
+        """Remove `other` if it is a peer, and announce that in the next step."""
         if self._told.pop(other.number, None) is not None:
             self.readable.pop(other.number, None)
             self._refused.pop(other.number, None)
             self.news[other.number] = None
 
     def take_news(self) -> News[R]:
-        """What the step that is sealed tells."""
+        """Return and forget the news that the committed step carries."""
         news, self.news = self.news, {}
         return news
 
     def acknowledged(self, told: News[R], numbers: Int32) -> bool:
-        """The worker has mapped these of the peers that a step has told of; True if it is known now of one whether it
-        can be read. What was lost or replaced meanwhile cannot."""
+        """Note which of the peers that a step announced the worker has mapped.
+
+        told: the news of that step. numbers: [n] peers that were mapped. Return whether this settles for any peer
+        whether it can be read; a peer that was lost or replaced meanwhile is ignored.
+        """
         mapped, learned = set(numbers.tolist()), False
         for number, other in told.items():
             if other is not None and self._told.get(number) is other:
@@ -82,16 +85,19 @@ class Peers(Generic[R]):
         return learned
 
     def hopes(self, other: R) -> bool:
-        """Can `other` be read, or will the worker say so yet?"""
+        """Return whether `other` can be read, or is a peer that the worker has not answered for yet."""
         return self._told.get(other.number) is other and other.number not in self._refused
 
     def source(self, sequence: Sequence) -> R | None:
-        """The peer in whose host tier its KV lies, whether all of it is there yet or not; None: in none."""
+        """Return the readable peer that holds the KV of a sequence in its host tier, or None.
+
+        Its copies may still be under way.
+        """
         return self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
 
 
 def to_wire(news: News[R]) -> list[Peer]:
-    """As the worker is told."""
+    """Return the news as the step carries them to the worker."""
     return [
         Peer(number, other.limits.host_tier, other.limits.host_blocks) if other is not None else Peer(number, "", 0)
         for number, other in news.items()

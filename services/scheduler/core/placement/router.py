@@ -1,9 +1,10 @@
-"""The price of a replica for a waiting sequence: where is it predicted to be done first?
+"""Route waiting sequences: predict on which replica a sequence is done first, and from when another one may take it.
 
-Decided late, when a replica with room looks at the sequence. For each sequence and replica there is a moment from which
-it may enter: at once where the request is predicted to be done first (cached prefix against the work that is there, in
-ns of the replica's own step-time model), elsewhere only after as long as it would lose there. So no sequence waits for
-a better replica longer than that is worth. One replica takes all.
+A sequence is routed when a replica has room for it, not when it arrives. The cost of a replica is the predicted time
+until the request is done there: cached prefixes save work, and work that is there already adds to it, in ns of the
+replica's own step-time model. The cheapest replica may take the sequence at once. Any other replica may take it after a
+delay equal to the difference in cost, so a sequence waits for a better replica only as long as that pays. With one
+replica every sequence enters there.
 """
 
 from __future__ import annotations
@@ -25,50 +26,50 @@ from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import DECODE, Finish
 
 NEVER = 1 << 62  # ns
-CROWD = 0.125  # by how much a full replica counts as slower than its step times say: else the first would fill first
-WEIGHT = 3  # what a token to compute counts: others wait for it, too
-DECODE_STEPS = 64  # of a sequence's decode that are predicted; when it ends by itself nobody knows
-TIMED = 8  # steps of a replica, from which its speed is taken to be its own
-GUARD = 1.3  # prefixes count only for a replica with at most so many times the mean work of all,
-SLACK = 4  # and so many sequences, which are always let through
-UNSEEN = (1e6, 5e4, 0.0, 0.0)  # ns, ns a token, ...: a replica's speed while no step of any was timed
-STARTING = 1024  # prefixes that somebody was sent to compute, remembered until they are found in a cache
-LEAST_KEYS = 2  # blocks that a prefix must share with one that is being computed
+CROWD = 0.125  # share by which decode steps of a full replica count as slower; without it one replica would fill first
+WEIGHT = 3  # factor on the compute time of a prompt, because the running sequences wait for it, too
+DECODE_STEPS = 64  # decode steps that a cost includes at most: the end of an output is not known
+TIMED = 8  # timed steps from which a replica's own step-time model is used
+GUARD = 1.3  # cached prefixes count only while the chosen replica has at most GUARD times the mean work of all replicas
+SLACK = 4  # sequences by which its work may exceed that bound
+UNSEEN = (1e6, 5e4, 0.0, 0.0)  # ns, ns a token, ...: coefficients while no step of any replica was timed
+STARTING = 1024  # prefixes remembered that a routed sequence is about to compute; the oldest are forgotten
+LEAST_KEYS = 2  # blocks that a prefix must share with one that is being computed, at least
 
 
 @dataclass(slots=True)
 class Load:
-    """The work of one replica when it was last looked at."""
+    """The work of one replica, valid while `made_of` is unchanged."""
 
-    made_of: tuple[int, int, int]
-    running: int
+    made_of: tuple[int, int, int]  # next step, roster of the table, steps in flight
+    running: int  # sequences
     most: int  # sequences that may run
-    busy_ns: float  # until what is in flight and the prompts under way have run
-    step_ns: float  # a decode step of those that run
-    chunk: int  # tokens of prompts that a step has room for
-    token_ns: float  # a token of a prompt in such steps
-    pair_ns: float  # a (query, key) pair of a prompt
-    slot_ns: float  # between two ends of those that run
-    row_ns: float  # what one more sequence adds to a decode step
-    share_ns: float  # one sequence's part of a full batch's step: the replica's speed
+    busy_ns: float  # time of the steps in flight and of the rest of the running prompts
+    step_ns: float  # time of a decode step of the running sequences
+    chunk: int  # prompt tokens that a step has room for
+    token_ns: float  # time of a prompt token in such steps
+    pair_ns: float  # time of a (query, key) pair of a prompt
+    slot_ns: float  # mean time between two ends of running sequences
+    row_ns: float  # time that one more sequence adds to a decode step
+    share_ns: float  # one sequence's part of a full decode step: the replica's speed
 
 
 class Router:
-    """Knows from when on a waiting sequence may enter which replica."""
+    """Decides from when on a waiting sequence may enter which replica."""
 
     def __init__(self, state: SchedulerState, affinity: float = 1.0) -> None:
-        """affinity: what a cached token counts, in tokens computed; 0 chooses by load alone."""
+        """affinity: computed tokens that a cached token is worth; 0 chooses by load alone."""
         self.placement = Placement(state)
         self._state = state
         self._affinity = affinity
         self._loads: dict[int, Load] = {}
-        self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> sequences that should run there: their tokens
+        self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> sequences routed there -> tokens to compute
         self._starting: OrderedDict[int, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
 
     def joined(self, replica: Replica, alive: list[Replica]) -> None:
-        """Take in `replica`, one of those that are `alive` now, and give it its constraints.
+        """Add `replica`, one of the `alive` ones, and give it its constraints.
 
-        It becomes the dock if one is needed and no other replica fits more of the confined sequences.
+        It becomes the dock if one is needed, it fits a confined sequence, and no other replica fits more of them.
         """
         placement = self.placement
         replica.constraints = [*placement.constraints, Price(self)]
@@ -89,9 +90,9 @@ class Router:
         self.changed(self.placement.alive)
 
     def assign_dock(self) -> Replica | None:
-        """Return the replica that becomes the dock: of those that fit most the one with least to do.
+        """Make a replica the dock and return it: of those that fit most confined sequences, the one with fewest rows.
 
-        None if none is needed, there is one already, or no replica fits any confined sequence.
+        Return None if no dock is needed, there is one already, or no replica fits any confined sequence.
         """
         placement = self.placement
         if not placement.confined or placement.dock >= 0 or not placement.alive:
@@ -110,12 +111,15 @@ class Router:
                 replica.evict(sequence)
 
     def close(self, closed: bool) -> None:
-        """Let no sequence enter but handed-over ones, or all again: the policy is about to change, or has changed."""
+        """Close admission to all but handed-over sequences, or open it again.
+
+        The policy is about to change, or has changed.
+        """
         self._state.closed = closed
         self.changed(self.placement.alive)
 
     def changed(self, alive: list[Replica]) -> None:
-        """Take over the set of replicas, or what is known of their host tiers: earlier decisions are void."""
+        """Update the set of replicas and the host tiers that each can read. All earlier decisions become invalid."""
         placement = self.placement
         placement.changed(alive)
         self._loads.clear()
@@ -125,7 +129,10 @@ class Router:
         self._state.waiting.split(placement.takers if placement.has_roles else None)
 
     def examine(self, sequence: Sequence) -> tuple[Finish, str]:
-        """Return RUNNING if a sequence can go on with the replicas there are (or none is yet), else its end and why."""
+        """Return how a sequence has to end on the replicas there are, and why; RUNNING if it can go on.
+
+        Without any replica it can go on unless its prompt is empty or it has all its tokens.
+        """
         if not sequence.prompt.size:
             return Finish.ERROR, "the prompt is empty: it must have at least one token"
         reasons = [sequence.misfit(replica.limits) for replica in self.placement.alive]
@@ -140,9 +147,10 @@ class Router:
         return [r for r in placement.alive if r.limits.role != DECODE or r.number not in placement.fed]
 
     def prefers(self, replica: Replica, sequence: Sequence) -> bool:
-        """Return whether `replica` should take a sequence before those behind it.
+        """Return whether `replica` should take a sequence before the sequences behind it in the queue.
 
-        It should if no other replica is better, enough of them have gone before, or running ones made room for it.
+        True if no other replica is cheaper, MAX_PASSED later sequences have entered before it, or running sequences
+        were preempted for it here.
         """
         offers = sequence.route.offers
         if len(self.placement.alive) == 1 or sequence.route.passed >= MAX_PASSED or not offers:
@@ -152,24 +160,28 @@ class Router:
         return offers.get(replica.number, NEVER) <= min(offers.values())
 
     def since(self, replica: Replica, sequence: Sequence, now_ns: int) -> int:
-        """Return the moment from which `replica` may take a sequence; decided at the first call."""
+        """Return the moment (ns) from which `replica` may take a sequence; NEVER if it may not.
+
+        Decided at the first call, and again when the set of replicas has changed.
+        """
         if sequence.route.generation != self.placement.generation:
             self._decide(sequence, now_ns)
         return sequence.route.offers.get(replica.number, NEVER)
 
     def entered(self, sequences: list[Sequence]) -> None:
-        """Forget what was decided of sequences that have slots now."""
+        """Forget the decisions for sequences that have slots now."""
         for sequence in sequences:
             sequence.route.generation = -1
             for sent in self._sent.values():
                 sent.pop(sequence, None)
 
     def _decide(self, sequence: Sequence, now_ns: int) -> None:
+        """Set the offers of a sequence: for each replica that may take it, the moment from which."""
         placement = self.placement
         able = [replica for replica in placement.alive if placement.allows(replica, sequence)]
         sequence.route.generation, sequence.route.offers = placement.generation, {}
         if not able:
-            sequence.route.generation = -1  # decided again: it owes a step, or no replica may run it
+            sequence.route.generation = -1  # decide again later: it owes a step, or no replica may run it
             return
         hits = [self._hit(replica, sequence) for replica in able]
         costs = [self._cost(replica, sequence, hit) for replica, hit in zip(able, hits, strict=True)]
@@ -180,7 +192,7 @@ class Router:
         for replica, cost in zip(able, costs, strict=True):
             sequence.route.offers[replica.number] = now_ns + int(cost - costs[best])
         if sequence.swapped and any(self._saving(replica, sequence) for replica in placement.alive):
-            sequence.route.generation = -1  # asked again when others can read its KV, too
+            sequence.route.generation = -1  # decide again when its copies are made and peers can read its KV
         self._send(able[best], sequence, hits[best])
 
     @staticmethod
@@ -189,7 +201,7 @@ class Router:
         return source is not None and not source.transfers.saved(sequence)
 
     def _send(self, replica: Replica, sequence: Sequence, hit: int) -> None:
-        """Notes that it is about to run there, for those who are decided before it does."""
+        """Record that a sequence is about to run on `replica`, for decisions that are made before it does."""
         self._sent[replica.number][sequence] = max(sequence.known - hit, 1)
         done = hit // replica.limits.block_size
         if replica.prefix_cache is not None and sequence.prefix.keys.size - done >= LEAST_KEYS:
@@ -198,7 +210,10 @@ class Router:
                 self._starting.popitem(last=False)
 
     def _hit(self, replica: Replica, sequence: Sequence) -> int:
-        """Tokens that need not be computed there: cached ones, and those that somebody there computes or soon will."""
+        """Return the tokens that need not be computed on `replica`.
+
+        These are the cached ones, and those that another sequence computes there or was routed there to compute.
+        """
         size = replica.limits.block_size
         if can_load(replica, sequence):
             return sequence.computed
@@ -216,19 +231,23 @@ class Router:
         return min(int(blocks * size * self._affinity), sequence.known - 1)
 
     def _cost(self, replica: Replica, sequence: Sequence, hit: int) -> float:
-        """ns until the request would be done there, or DECODE_STEPS of its output; and what it costs the others."""
+        """Return the cost of running a sequence on `replica`, in ns.
+
+        It is the time until the request is done, with at most DECODE_STEPS of its output, and the time that the other
+        sequences there lose. hit: tokens that need not be computed.
+        """
         load, sent = self._load(replica), self._sent_to(replica)
         others = [tokens for other, tokens in sent.items() if other is not sequence]
         ahead, rest = len(others), max(sequence.known - hit, 1)
         crowd = load.running + ahead
         steps = min(sequence.record.request.max_tokens - sequence.outputs.size, DECODE_STEPS)
         if replica.number in self.placement.feeding and not sequence.swapped:
-            steps = 0  # it is decoded elsewhere
+            steps = 0  # another replica decodes it
         cost = load.busy_ns + sum(others) * load.token_ns
         cost += max(rest / load.chunk, 1.0) * load.step_ns
         cost += WEIGHT * rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
         cost += steps * load.step_ns * (1 + CROWD * crowd / load.most)
-        cost += steps * crowd * load.row_ns  # what those who run there lose
+        cost += steps * crowd * load.row_ns  # the time that the sequences there lose
         if can_load(replica, sequence):
             cost += replica.swap_ns_per_block * (sequence.saved.blocks.size if sequence.saved is not None else 0)
         lacking = crowd + 1 - load.most
@@ -237,13 +256,14 @@ class Router:
         return cost
 
     def _sent_to(self, replica: Replica) -> dict[Sequence, int]:
+        """Return the waiting sequences that were routed to `replica`, and the tokens that each has to compute."""
         sent = self._sent[replica.number]
         for gone in [sequence for sequence in sent if sequence.state is not State.WAITING]:
             del sent[gone]
         return sent
 
     def _overloaded(self, best: Replica) -> bool:
-        """Would one more be over what the guard lets through?"""
+        """Return whether one more sequence on `best` would exceed GUARD times the mean work and SLACK sequences."""
         work = {
             r.number: (self._load(r).running + len(self._sent_to(r))) * self._load(r).share_ns
             for r in self.placement.alive
@@ -271,7 +291,7 @@ class Router:
             base + per_token * step.tokens + per_context * step.decode_context + per_pair * step.prefill_context
             for step in replica.inflight.values()
         )
-        left = float(np.maximum(table.limit[:high] - known, 0).sum()) / max(running, 1)  # steps, of one on average
+        left = float(np.maximum(table.limit[:high] - known, 0).sum()) / max(running, 1)  # mean steps left of a sequence
         load = Load(
             made_of, running, most, flying + prompts * token_ns, step_ns, chunk, token_ns, per_pair,
             step_ns * left / max(running, 1), per_token + per_context * context / max(running, 1),
@@ -281,8 +301,11 @@ class Router:
         return load
 
     def _speed(self, replica: Replica) -> tuple[float, float, float, float]:
-        """The coefficients of its model; until TIMED of its steps were timed those of the one with most: the first
-        steps tell little, and who seems slow by them would not be asked again."""
+        """Return the coefficients of the replica's step-time model.
+
+        Until TIMED of its steps were timed, return those of the replica with the most timed steps: the first steps say
+        little, and a replica that seems slow by them would get no further sequences.
+        """
         known = (
             replica if replica.model.observed >= TIMED else max(self.placement.alive, key=lambda r: r.model.observed)
         )
@@ -290,7 +313,7 @@ class Router:
 
 
 class Price(Constraint[StepBuilder]):
-    """A sequence waits for a better replica as long as that is worth, unless sequences were preempted for it here."""
+    """Let a sequence wait for a cheaper replica as long as that pays, unless sequences were preempted for it here."""
 
     elsewhere = True
 
