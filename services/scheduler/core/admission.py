@@ -1,8 +1,8 @@
-"""Admission: waiting sequences enter a step.
+"""Admission: let waiting sequences enter a step.
 
-The planner offers sequences that the constraints let through, in the order of the queue. A batch of them is looked up
-in the prefix cache, judged by memory and entered together: a few vector operations for all, and Python only per
-sequence that enters or is set aside.
+The planner offers sequences that pass the constraints, in the order of the queue. A batch of them is looked up in the
+prefix cache, checked against memory and entered together: a few vector operations for the batch, and Python code only
+per sequence that enters or is set aside.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from services.scheduler.core.table import Int64
 from services.scheduler.core.types import EMPTY, Enter, Int32, Priority
 from services.scheduler.core.waiting import Scan
 
-LOOK_PAST = 16  # sequences of a queue that one look skips at most
-LOOK_AGAIN = 8  # iterations after which a refused head is judged again though nothing changed that it was refused for
+LOOK_PAST = 16  # sequences of each queue that one scan skips, at most
+LOOK_AGAIN = 8  # iterations after which a refused head is judged again, even if the reason of the refusal still holds
 NO_HIT = PrefixMatch(EMPTY, EMPTY)
 
 
@@ -37,37 +37,37 @@ class Batch:
 
     step: StepBuilder
     scan: Scan
-    beneficiary: Sequence | None  # the only one that may enter, as running ones were preempted for it
-    room: int = -1  # sequences that may still enter; -1: not known before the first is offered
-    size: int = 0  # of this batch at most
-    spent: int = 0  # tokens that those taken may need
+    beneficiary: Sequence | None  # the only one that may enter: running sequences were preempted for it
+    room: int = -1  # sequences that may still enter; -1 until the first is offered
+    size: int = 0  # sequences of this batch, at most
+    spent: int = 0  # tokens that the taken sequences may need
     taken: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A sequence of the batch, with what is cached for it."""
+    """A sequence of the batch, with the cached blocks of its prefix."""
 
     sequence: Sequence
     hit: PrefixMatch
 
     @property
     def loads(self) -> bool:
-        """Whether its KV has to come from a host tier first."""
+        """Whether KV has to be copied from a host tier before the sequence can run."""
         return self.sequence.swapped or self.hit.host.size > 0
 
 
 @dataclass(slots=True)
 class Found:
-    """The GPU blocks that were found for candidates, one candidate's after another's."""
+    """The cached GPU blocks of [n] candidates, concatenated."""
 
     blocks: Int32
-    sizes: Int64  # [n]
-    ends: Int64  # [n]
+    sizes: Int64  # [n] blocks of each candidate
+    ends: Int64  # [n] end of each candidate's part in `blocks`
 
     @classmethod
     def of(cls, candidates: list[Candidate]) -> Found:
-        """Return what was found for `candidates`, at least one."""
+        """Return the cached GPU blocks of `candidates`, at least one."""
         sizes: Int64 = np.array([candidate.hit.gpu.size for candidate in candidates], np.int64)
         ends: Int64 = np.cumsum(sizes)
         blocks = np.concatenate([candidate.hit.gpu for candidate in candidates]) if ends[-1] else EMPTY
@@ -75,7 +75,7 @@ class Found:
 
 
 class Admission:
-    """Fills a step with sequences that enter."""
+    """Fills a step with waiting sequences."""
 
     def __init__(self, state: SchedulerState, router: Router, preempter: Preempter) -> None:
         self._state = state
@@ -83,7 +83,7 @@ class Admission:
         self._preempter = preempter
 
     def make_room(self, step: StepBuilder, out: OutcomeBuilder) -> None:
-        """Preempt running sequences, before anything is planned, for an urgent head that was refused."""
+        """Preempt running sequences for an urgent head that was refused. Called before any row is scheduled."""
         replica, state = step.replica, self._state
         memo, prefix_cache = replica.memo, replica.prefix_cache
         if memo.refused < 0 or not state.waiting.urgent or state.closed or not state.policy.relief.takes:
@@ -94,14 +94,14 @@ class Admission:
         if not self._router.placement.allows(replica, head):
             return
         if prefix_cache is not None and prefix_cache.owner_of(head, prefix_cache.match([head])[0].size) >= 0:
-            return  # it would be set aside with the slot
-        if step.tokens_left > replica.table.count:  # else it could not have a chunk
+            return  # it would be set aside, to wait for a prefix, although a slot was freed for it
+        if step.tokens_left > replica.table.count:  # else no tokens are left for its chunk
             self._preempter.for_urgent(step, head, memo.cost, step.now_ns, out)
             if replica.beneficiary is not None:
                 memo.refused = -1
 
     def enter_loaded(self, step: StepBuilder) -> None:
-        """Let the rows run from this step on whose KV has come from a host tier."""
+        """Enter the rows whose KV has arrived from a host tier; they run from this step on."""
         replica = step.replica
         if not replica.transfers.arrived:
             return
@@ -114,9 +114,9 @@ class Admission:
             step.enters.append(enter)
 
     def urgent_class(self, step: StepBuilder) -> int:
-        """Return the class of a waiting sequence of class <= high that may enter; the lowest class if there is none.
+        """Return the class of the next sequence if it is of class <= high and may take slots; else the lowest class.
 
-        Its prompt goes before running ones of lower classes.
+        Its prompt goes before running prompts of lower classes.
         """
         state, replica = self._state, step.replica
         if not (state.waiting.urgent and state.policy.relief.takes) or state.closed:
@@ -125,7 +125,7 @@ class Admission:
         return head.priority if head is not None and head.priority <= Priority.HIGH else Priority.LOW
 
     def _head(self, replica: Replica, now_ns: int) -> Sequence | None:
-        """Return the head of the queue; with roles the first head of the replica's queues that may enter."""
+        """Return the head of the queue; with roles the first head, of the replica's queues, that may enter."""
         placement, heads = self._router.placement, self._state.waiting.heads(replica.number, now_ns)
         if placement.has_roles:
             heads = [head for head in heads if placement.allows(replica, head)]
@@ -163,29 +163,29 @@ class Admission:
         return Batch(step, waiting.scan(replica.number, now_ns, look_past, step.passed_over), chosen)
 
     def offer(self, batch: Batch, sequence: Sequence) -> bool:
-        """Take a waiting sequence into the batch, if there is room; return whether there is room for another."""
+        """Take a waiting sequence into the batch if there is room; return whether there is room for a further one."""
         step = batch.step
         if batch.room < 0 and not self._measure(batch, sequence):
             return False
-        if sequence.pinned and batch.taken:  # judged alone
+        if sequence.pinned and batch.taken:  # a pinned sequence is judged alone
             return False
         batch.scan.take(sequence)
         for other in step.passed_over:
             other.route.passed += 1
         if sequence.swapped and not can_load(step.replica, sequence):
-            self._router.evict(sequence)  # to compute it again here is cheaper than to wait there
+            self._router.evict(sequence)  # computing it again here is cheaper than waiting for that replica
         batch.taken.append(sequence)
         step.admitted.append(sequence)
         batch.spent += 0 if sequence.swapped else max(sequence.known - sequence.prefix.hits, 1)
         return not sequence.pinned and len(batch.taken) < batch.size and batch.spent < step.tokens_left
 
     def stopped(self, batch: Batch, sequence: Sequence) -> None:
-        """Measure the room with a sequence that holds its place: it bounds the chunks that follow, too."""
+        """Measure the room with a sequence that stopped the scan: the room also bounds the chunks that follow."""
         if batch.room < 0:
             self._measure(batch, sequence)
 
     def _measure(self, batch: Batch, head: Sequence) -> bool:
-        """Find out how many may enter when `head` is the first; return whether it may itself, as far as is known."""
+        """Set how many sequences may enter when `head` is the first; return whether `head` may be offered to memory."""
         step, state, replica = batch.step, self._state, batch.step.replica
         max_running, running, queued = state.max_running(replica), replica.table.count, len(state.waiting)
         step.seqs_left += state.max_step_seqs(replica, running + queued) - state.max_step_seqs(replica, running)
@@ -206,11 +206,11 @@ class Admission:
         if batch.beneficiary is not None:
             room, replica.beneficiary = 1, None
         batch.room = room
-        batch.size = 1 if refused_before else room  # after a refusal try only the head: it is usually refused again
+        batch.size = 1 if refused_before else room  # after a refusal, try only the head: it is usually refused again
         return True
 
     def enter(self, batch: Batch, out: OutcomeBuilder) -> bool:
-        """Let as many of the batch enter as memory and budget allow; return whether more may be offered."""
+        """Enter as many sequences of the batch as memory and budget allow; return whether more may be offered."""
         taken, step, replica = batch.taken, batch.step, batch.step.replica
         if not taken:
             return False
@@ -224,10 +224,10 @@ class Admission:
         batch.size = batch.room
         if entered < len(candidates) or batch.beneficiary is not None or step.aside > MOST_ASIDE:
             return False
-        return batch.room > 0 and step.tokens_left > 0  # some may need less than it seemed
+        return batch.room > 0 and step.tokens_left > 0  # sequences may need fewer tokens than `spent` assumed
 
     def none_left(self, batch: Batch) -> None:
-        """Note that no further sequence is for this replica, and until when."""
+        """Note that no waiting sequence may enter this replica now, and until when that holds."""
         router, step, memo = self._router, batch.step, batch.step.replica.memo
         if batch.beneficiary is not None or not router.placement.chooses:
             return
@@ -237,9 +237,9 @@ class Admission:
         memo.none_at, memo.none_until_ns = self._state.waiting.changes, min(moments)
 
     def budget(self, step: StepBuilder, depth: int = 0) -> None:
-        """Bound the step by what the policy leaves for prompts beside the decodes.
+        """Limit the tokens of the step to the policy's budget for prompts beside the decodes.
 
-        Done once a step, and again for prompts that enter with `depth` tokens cached.
+        Done once a step, and again for prompts that enter with `depth` cached tokens.
         """
         if depth or not step.budgeted:
             step.budgeted = True
@@ -251,13 +251,13 @@ class Admission:
         replica.memo.refuse(head, replica, cost, self._state.counters.iteration + LOOK_AGAIN)
 
     def _look_up(self, step: StepBuilder, prefix_cache: PrefixCache, taken: list[Sequence]) -> list[Candidate]:
-        """Return the sequences with what is cached for each.
+        """Return candidates with their cached blocks.
 
-        Those whose next blocks a running sequence computes now are set aside until the blocks are there.
+        A sequence whose next blocks a running sequence computes now is set aside until these blocks are registered.
         """
         hits = prefix_cache.match(taken)
         candidates: list[Candidate] = []
-        starting: set[int] = set()  # keys of the first blocks that are computed for those that start in this step
+        starting: set[int] = set()  # keys of the blocks that sequences entering now compute first
         for sequence, hit in zip(taken, hits, strict=True):
             if sequence.swapped:
                 candidates.append(Candidate(sequence, NO_HIT))
@@ -269,7 +269,7 @@ class Admission:
                 self._set_aside(step, sequence)
                 continue
             key = prefix_cache.next_key(sequence, blocks)
-            if key in starting:  # looks again when the first has its slot
+            if key in starting:  # ready at once: it is looked up again when the first one has its slot
                 prefix_cache.ready.append(sequence)
                 self._set_aside(step, sequence)
                 continue
@@ -284,7 +284,7 @@ class Admission:
         self._state.waiting.set_aside(sequence)
 
     def _prefill_ns(self, step: StepBuilder, slot: int) -> int:
-        """Return how long the rest of a running prompt takes, as predicted for steps like this one; 1 s if unknown."""
+        """Return the predicted time (ns) of the rest of a running prompt, in steps like this one; 1 s if unknown."""
         replica = step.replica
         table = replica.table
         rest, budget = int(table.known[slot] - table.planned[slot]), max(step.tokens_left, 1)
@@ -293,11 +293,14 @@ class Admission:
         return int(steps * replica.model.predict(tokens, step.context, rest * rest / 2 / steps)) or 1_000_000_000
 
     def _judge(self, step: StepBuilder, candidates: list[Candidate], out: OutcomeBuilder) -> int:
-        """Let as many of the first candidates enter as memory and budget allow; the others stand where they stood."""
+        """Enter as many of the first candidates as memory and budget allow; return how many.
+
+        The rest return to their places in the queue.
+        """
         state, replica = self._state, step.replica
         found = Found.of(candidates)
         entrants = self._entrants(replica, candidates, found)
-        if depth := int(entrants.cached.max()):  # attention reads what is cached too
+        if depth := int(entrants.cached.max()):  # attention also reads cached tokens
             self.budget(step, depth)
         if candidates[0].sequence.pinned:
             reserved: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
@@ -305,7 +308,7 @@ class Admission:
             most = replica.tokens.max_tokens(replica, state.step_tokens)
             reserved = replica.memory.admit(replica, entrants, Pace(state.lookahead, most))
         if not reserved.size and self._preempter.could_preempt_for(replica, candidates[0].sequence):
-            reserved = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # lower ones yield later
+            reserved = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # preempts later
         costs = reserved - entrants.shared[: reserved.size]
         count = int(np.searchsorted(np.cumsum(costs), replica.available, side="right"))
         if not count:
@@ -322,6 +325,7 @@ class Admission:
 
     @staticmethod
     def _entrants(replica: Replica, candidates: list[Candidate], found: Found) -> Candidates:
+        """Return the columns of `candidates` for the memory policy."""
         limits, size = replica.limits, replica.limits.block_size
         rows = []
         for candidate in candidates:
@@ -341,7 +345,7 @@ class Admission:
     def _chunks(
         self, step: StepBuilder, candidates: list[Candidate], entrants: Candidates
     ) -> tuple[list[Candidate], Int64]:
-        """Return the candidates for which tokens are left, and the first chunks of those that need not load."""
+        """Return the first candidates for which tokens are left, and the chunk lengths of those without a load."""
         if not candidates:
             return [], np.zeros(0, np.int64)
         before = entrants.cached[: len(candidates)]
@@ -364,7 +368,7 @@ class Admission:
         table, limits, sizes = replica.table, replica.limits, found.sizes[: len(entering)]
         blocks = found.blocks[: int(sizes.sum())]
         slots = table.enter([c.sequence for c in entering], replica.next_step, step.microbatch, limits, step.now_ns)
-        if blocks.size:  # shared before any is taken, so that none that was found is taken for another
+        if blocks.size:  # share all before taking any: a cached block that was found must not be evicted
             replica.pool.share(blocks)
             table.fill(slots, sizes.astype(np.int32), blocks)
             table.planned[slots] = table.capacity[slots]
@@ -393,7 +397,7 @@ class Admission:
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:
-        """Take blocks for KV that lies in a host tier, here or of a peer; the row waits until the copies are made."""
+        """Take blocks for KV in a host tier, here or of a peer, and order the copies; the row waits for them."""
         table, sequence, saved = replica.table, candidate.sequence, candidate.sequence.saved
         host = saved.blocks if saved is not None else candidate.hit.host
         gpu = replica.pool.take(host.size)
@@ -408,6 +412,6 @@ class Admission:
 
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:
-    """Return the entry of a sequence for the worker; all its `blocks` hold computed KV."""
+    """Return the entry that tells the worker of a sequence; all `blocks` hold computed KV."""
     request, prompt = sequence.record.request, sequence.prompt.size
     return Enter(slot, request, sequence.choice, sequence.tokens(), prompt, blocks.size * block_size, blocks)

@@ -1,8 +1,8 @@
-"""Every sequence that waits for a slot: new, preempted, of a lost replica, or set aside for a while.
+"""All sequences that wait for a slot: new, preempted, of a lost replica, or set aside for a while.
 
-The policy's queue holds them in order; here they are counted, and `scan` shows them to a replica. While replicas have
-roles, sequences whose KV lies in a host tier stand in queues of their own (SwappedQueues), so that those that wait for
-one replica do not hide those that are for another.
+WaitingQueue counts them and `scan` offers them to a replica; the policy's queue holds them in order. While replicas
+have roles, swapped sequences stand in separate queues (SwappedQueues), so that a sequence that waits for one replica
+does not hide one that another replica may take.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.types import CLASSES
 
 Takers = frozenset[int]  # numbers of the replicas that may take a sequence
-Key = Takers | None  # of a queue; None is the policy's
+Key = Takers | None  # names a queue; None is the policy's queue
 
 
 class SwappedQueues:
-    """Swapped sequences in a queue for each set of replicas that may take them.
+    """Swapped sequences, in one queue for each set of replicas that may take them.
 
-    Made anew whenever the answers of `takers` may have changed.
+    Built again whenever the answers of `takers` may have changed.
     """
 
     def __init__(self, order: Order, takers: Callable[[Sequence], Takers]) -> None:
@@ -32,11 +32,11 @@ class SwappedQueues:
         self._order = order
         self._takers = takers
         self._queues: dict[Takers, Queue] = {}
-        self._keys_of: dict[int, tuple[Takers, ...]] = {}  # by replica
-        self._key: dict[Sequence, Takers] = {}
+        self._keys_of: dict[int, tuple[Takers, ...]] = {}  # replica -> the queues of sequences that it may take
+        self._key: dict[Sequence, Takers] = {}  # sequence -> its queue
 
     def emptied(self, order: Order) -> SwappedQueues:
-        """Return empty ones for another policy's order."""
+        """Return empty queues in the order of another policy."""
         return SwappedQueues(order, self._takers)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -44,15 +44,15 @@ class SwappedQueues:
             yield from queue
 
     def keys(self, replica: int) -> tuple[Takers, ...]:
-        """Return the queues of sequences that a replica may take."""
+        """Return the keys of the queues of sequences that a replica may take."""
         return self._keys_of.get(replica, ())
 
     def key(self, sequence: Sequence) -> Takers:
-        """Return the queue in which a sequence stands, or stood when it was skipped."""
+        """Return the key of the queue in which a sequence stands, or stood when it was skipped."""
         return self._key[sequence]
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        """Let `sequence` wait here, or again after skip()."""
+        """Add `sequence`, or add it again after skip()."""
         key = self._key.get(sequence)
         if key is None:
             key = self._key[sequence] = self._takers(sequence)
@@ -72,7 +72,7 @@ class SwappedQueues:
         self._queues[self._key.pop(sequence)].pop(sequence)
 
     def skip(self, sequence: Sequence) -> None:
-        """Remove a sequence until it is pushed again, in the same step."""
+        """Remove a sequence until it is pushed again in the same step."""
         self._queues[self._key[sequence]].drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
@@ -80,7 +80,7 @@ class SwappedQueues:
         self._queues[self._key.pop(sequence)].drop(sequence)
 
     def check(self) -> None:
-        """Raise RuntimeError when a sequence stands where the replicas that may take it do not look."""
+        """Raise RuntimeError when a sequence is in a queue other than that of the replicas that may take it."""
         if set(self._key) != set(self):
             raise RuntimeError("the swapped sequences in the queues are not those that have a key")
         for key, queue in self._queues.items():
@@ -100,15 +100,15 @@ POLICY_QUEUE = (None,)
 class WaitingQueue:
     """All waiting sequences, in order and counted.
 
-    `counts`, `swapped_counts` and `class_tokens` (known tokens whose KV lies nowhere) by class and `swapped` are exact
-    at any moment.
+    These counts are exact at any moment. By class: `counts` and `swapped_counts` (sequences), `class_tokens` (known
+    tokens without KV in a host tier). In all: `swapped` (sequences).
     """
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._queue = order.queue()  # once: the order remembers in it what was served, and what was just removed
-        self._swapped_queues: SwappedQueues | None = None  # while there are roles
-        self._aside: dict[int, Sequence] = {}  # by number: counted here, and not in the queue
+        self._queue = order.queue()  # one object: it keeps what was served and what was just removed
+        self._swapped_queues: SwappedQueues | None = None  # only while replicas have roles
+        self._aside: dict[int, Sequence] = {}  # by number, set aside: counted, but not in a queue
         self.counts = [0] * CLASSES
         self.swapped_counts = [0] * CLASSES
         self._waiting = 0
@@ -126,7 +126,7 @@ class WaitingQueue:
 
     @property
     def tokens(self) -> int:
-        """Known tokens of all that wait."""
+        """Known tokens without KV in a host tier, of all waiting sequences."""
         return sum(self.class_tokens)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -136,14 +136,14 @@ class WaitingQueue:
         yield from self._aside.values()
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        """Let `sequence` wait. A preempted one keeps its arrival, so it stands where it stood."""
+        """Add `sequence`. A preempted one keeps its arrival, and so its place."""
         sequence.state = State.WAITING
         self.changes += 1
         self._queue_of(sequence).push(sequence, now_ns)
         self._count(sequence, 1)
 
     def requeue(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder, aside: bool = False) -> None:
-        """Let a sequence that has left its row wait again, in its old place, or set aside until put_back()."""
+        """Add a sequence that has left its row: in its old place, or set aside until put_back()."""
         out.checkpoint(sequence)
         if aside:
             sequence.state = State.WAITING
@@ -152,23 +152,26 @@ class WaitingQueue:
             self.push(sequence, now_ns)
 
     def scan(self, replica: int, now_ns: int, look_past: int, passed_over: list[Sequence]) -> Scan:
-        """Return the waiting sequences for one look of a replica, which skips at most `look_past` of a queue."""
+        """Return the scan of the waiting sequences for one replica, which skips at most `look_past` of each queue.
+
+        passed_over: receives the deferred sequences.
+        """
         return Scan(self, replica, now_ns, look_past, passed_over)
 
     def heads(self, replica: int, now_ns: int) -> list[Sequence]:
-        """Return the heads of the queues that a replica looks at: by class, swapped first, then by arrival."""
+        """Return the heads of the queues that a replica reads, sorted: by class, swapped first, then by arrival."""
         heads = [head for key in self.keys(replica) if (head := self.head(key, now_ns)) is not None]
         if len(heads) > 1:
             heads.sort(key=lambda head: self.rank(head, now_ns))
         return heads
 
     def keys(self, replica: int) -> tuple[Key, ...]:
-        """Return the queues that a replica looks at: of swapped sequences that it may take, and of all others."""
+        """Return the keys of the queues that a replica reads: those of swapped sequences that it may take, and None."""
         queues = self._swapped_queues
         return POLICY_QUEUE if queues is None else (*queues.keys(replica), None)
 
     def key(self, sequence: Sequence) -> Key:
-        """Return the queue in which a sequence stands or stood."""
+        """Return the key of the queue in which a sequence stands or stood."""
         queues = self._swapped_queues
         return queues.key(sequence) if queues is not None and sequence.swapped else None
 
@@ -178,7 +181,7 @@ class WaitingQueue:
         return self._queue.head(now_ns) if queues is None or key is None else queues.head(key, now_ns)
 
     def rank(self, sequence: Sequence, now_ns: int) -> tuple[int, bool, int, int]:
-        """Return the place of a head among those of several queues; the least is first."""
+        """Return the sort key of a head among the heads of several queues; the least is first."""
         arrived_ns, lifted = sequence.record.arrived_ns, 0
         if self._order.by_class:
             waited = max(now_ns - arrived_ns, 0) // self._order.age_ns if self._order.age_ns else 0
@@ -186,46 +189,46 @@ class WaitingQueue:
         return lifted, not sequence.swapped, arrived_ns, sequence.number
 
     def pop(self, sequence: Sequence) -> None:
-        """Remove a sequence that is about to enter a slot, or comes back by push() or set_aside()."""
+        """Remove a sequence that is about to enter a slot. If it does not, push() or set_aside() returns it."""
         self.changes += 1
         self._queue_of(sequence).pop(sequence)
         self._count(sequence, -1)
 
     def skip(self, sequence: Sequence) -> None:
-        """Remove a head while a replica looks at those behind it, until unskip()."""
+        """Remove a head until unskip(), while a replica looks at the sequences behind it."""
         if self._swapped_queues is not None and sequence.swapped:
             self._swapped_queues.skip(sequence)
         else:
-            self._queue.drop(sequence)  # not popped: that would count as served, for fairness
+            self._queue.drop(sequence)  # pop() would count it as served, for fairness
 
     def unskip(self, sequence: Sequence, now_ns: int) -> None:
-        """Let a skipped sequence stand where it stood."""
+        """Return a skipped sequence to its old place."""
         self._queue_of(sequence).push(sequence, now_ns)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Let a sequence that was popped, or has left its slot, wait outside the queue until put_back()."""
+        """Keep a sequence that was popped, or has left its slot, outside the queue until put_back()."""
         self._aside[sequence.number] = sequence
         self._count(sequence, 1)
 
     def put_back(self, sequence: Sequence, now_ns: int) -> None:
-        """Let a sequence that was set aside stand in the queue; do nothing if it has ended or was parked meanwhile."""
+        """Return a sequence that was set aside to the queue; do nothing if it has ended or was parked meanwhile."""
         if self._aside.pop(sequence.number, None) is not None:
             self._count(sequence, -1)
             self.push(sequence, now_ns)
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended or is parked (its state says so already)."""
+        """Remove a sequence that has ended or is parked. Its state must be set already."""
         self.changes += 1
         self._count(sequence, -1)
         if self._aside.pop(sequence.number, None) is None:
             self._queue_of(sequence).drop(sequence)
 
     def grew(self, sequence: Sequence) -> None:
-        """Count a token that a waiting sequence got from a step that was sent before it was preempted."""
+        """Count a token that a waiting sequence got from a step sent before its preemption."""
         self.class_tokens[sequence.priority] += 1
 
     def lose_saved(self, sequence: Sequence, now_ns: int) -> None:
-        """Take its KV in a host tier from a waiting sequence."""
+        """Drop the KV that a waiting sequence has in a host tier."""
         moves = self._swapped_queues is not None and sequence.swapped and sequence.number not in self._aside
         if moves:
             self._queue_of(sequence).drop(sequence)
@@ -236,9 +239,9 @@ class WaitingQueue:
             self._queue.push(sequence, now_ns)
 
     def split(self, takers: Callable[[Sequence], Takers] | None) -> None:
-        """Let swapped sequences stand in queues by the replicas that may take them, or with all others (None).
+        """Move swapped sequences to queues by the replicas that may take them, or to the policy's queue (None).
 
-        To be called whenever the answers of `takers` may have changed.
+        Call it whenever the answers of `takers` may have changed.
         """
         if takers is None and self._swapped_queues is None:
             return
@@ -247,10 +250,10 @@ class WaitingQueue:
             self._queue_of(sequence).drop(sequence)
         self._swapped_queues = SwappedQueues(self._order, takers) if takers is not None else None
         for sequence in sorted(moved, key=lambda s: s.number):
-            self._queue_of(sequence).push(sequence, 0)  # which ones are late is found when the head is asked for
+            self._queue_of(sequence).push(sequence, 0)  # now_ns 0: head() finds out which ones are late
 
     def rebuild(self, order: Order, now_ns: int) -> None:
-        """Let all stand in another policy's order."""
+        """Put all waiting sequences into the order of another policy."""
         waiting, self._order = list(self), order
         self._queue = order.queue()
         if self._swapped_queues is not None:
@@ -260,7 +263,7 @@ class WaitingQueue:
             self._queue_of(sequence).push(sequence, now_ns)
 
     def check(self) -> None:
-        """Raise RuntimeError when the counts are not those of the queue."""
+        """Raise RuntimeError when the counts differ from the queues, or a sequence is in a wrong queue."""
         waiting = list(self)
         if self._swapped_queues is not None:
             self._swapped_queues.check()
@@ -289,28 +292,29 @@ class WaitingQueue:
 
 
 class Scan:
-    """One look of a replica at the waiting sequences, in the order of the policy.
+    """One scan of the waiting sequences by a replica, in the order of the policy. A context manager and an iterator.
 
-    Iterate over it: a sequence that is neither taken nor deferred before the next one is asked for is skipped, and
-    stands in its old place again after close(). A loop that breaks goes on with the same sequence when it is entered
-    again. Deferred sequences come once more after all others, or before them when MAX_PASSED have gone before.
+    A sequence that is neither taken nor deferred before the next one is read is skipped. Skipped sequences return to
+    their old places when the context exits. After a `break` a new loop goes on with the same sequence. A deferred
+    sequence is yielded once more: after all other ones, or before them when MAX_PASSED later ones have entered before
+    it.
     """
 
     def __init__(
         self, waiting: WaitingQueue, replica: int, now_ns: int, look_past: int, passed_over: list[Sequence]
     ) -> None:
-        """passed_over: gets the deferred ones."""
+        """passed_over: receives the deferred sequences. look_past: sequences of each queue to skip, at most."""
         self.skipped: list[Sequence] = []
         self._waiting = waiting
         self._replica = replica
         self._now_ns = now_ns
         self._look_past = look_past
         self._passed_over = passed_over
-        self._deferred: list[Sequence] = []  # of `skipped`: to be yielded again
+        self._deferred: list[Sequence] = []  # those of `skipped` that are yielded again
         self._counts: dict[Key, int] = {}  # skipped sequences by queue
-        self._closed: set[Key] = set()  # queues of which no more are skipped
-        self._current: Sequence | None = None
-        self._at_end = False  # deferred ones enter one a step while none is behind them, so that others may take them
+        self._closed: set[Key] = set()  # queues with `look_past` skipped sequences: no further one is read
+        self._current: Sequence | None = None  # yielded, and not yet taken, deferred or skipped
+        self._at_end = False  # only deferred ones are left: one enters per step, so that other replicas get some
 
     def __enter__(self) -> Self:
         return self
@@ -327,7 +331,7 @@ class Scan:
                 self._skip(sequence)
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a sequence from the queue: it is about to enter."""
+        """Remove a sequence from the queue because it is about to enter."""
         if self.skipped and sequence in self.skipped:
             self.skipped.remove(sequence)
             self._deferred.remove(sequence)
@@ -341,7 +345,10 @@ class Scan:
         self._at_end = bool(self._deferred) and not self._waiting.heads(self._replica, self._now_ns)
 
     def defer(self, sequence: Sequence) -> bool:
-        """Skip a sequence that may enter but had better not, to yield it again; return False at the second time."""
+        """Skip a sequence that may enter but should not enter first, and yield it again later.
+
+        Return False, and do nothing, if it was deferred before.
+        """
         if sequence in self.skipped:
             return False
         if self._skip(sequence):
@@ -364,7 +371,7 @@ class Scan:
         return heads[0] if heads else deferred[0] if deferred else None
 
     def _skip(self, sequence: Sequence) -> bool:
-        """Take a sequence out of the way; return False if enough of its queue have been skipped."""
+        """Skip a sequence; return False, and close its queue, if `look_past` of the queue are skipped already."""
         if sequence in self._deferred:
             self._deferred.remove(sequence)
             return True

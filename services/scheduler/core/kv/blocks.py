@@ -1,4 +1,4 @@
-"""Own the KV blocks of one tier: free, cached, referenced or draining.
+"""Manage the KV blocks of one tier. A block is free, cached, referenced or draining.
 
 Called by Replica and the planner with whole columns of blocks. Every block is in exactly one state:
 free + cached + referenced + draining == total.
@@ -13,16 +13,18 @@ import numpy as np
 from services.scheduler.core.kv.prefix_index import Index, Keys, Mask
 from services.scheduler.core.types import EMPTY, Int32
 
-ONE = np.int32(1)  # with the type of the counts and indices as wide as addresses, numpy's ufunc.at is 20 times faster
+ONE = np.int32(1)  # with the dtype of the counts, and np.intp indices, numpy's ufunc.at is 20 times faster
 
 
-EVICTED_SHARE = 512  # a pool evicts a 512th of its blocks at once
+EVICTED_SHARE = 512  # one eviction frees at least 1 / EVICTED_SHARE of the pool, as far as that much is cached
 
 
 class BlockPool:
-    """Reference counts; a ring of free blocks, of which the one that was freed longest ago is taken first; and a
-    prefix index: a block that is registered there keeps its content when it has no reference left (`cached`) until it
-    is among the least recently used and a block is wanted while none is free.
+    """Reference counts, a ring of free blocks and a prefix index.
+
+    The free block that was freed first is taken first. A block that is registered in the index is cached when its last
+    reference is gone: it keeps its content until it is evicted. The least recently used cached blocks are evicted when
+    no free block is left.
     """
 
     def __init__(self, blocks: int, indexed: bool = False) -> None:
@@ -49,8 +51,9 @@ class BlockPool:
         return self.free + self.cached
 
     def take(self, count: int) -> Int32:
-        """Return [count] blocks, each with one reference: free ones, then the least recently used cached ones, which
-        are evicted. Raises ValueError when fewer are available.
+        """Return [count] blocks, each with one reference. Raise ValueError when fewer are available.
+
+        Free blocks are taken first. Then the least recently used cached ones are evicted.
         """
         if count > self.free + self.cached:
             raise ValueError(f"{count} blocks wanted, {self.free} free, {self.cached} cached")
@@ -62,8 +65,9 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Int32) -> None:
-        """Add a reference to each of `blocks` (a block may stand there twice), referenced or cached ones. Raises
-        ValueError if one is neither.
+        """Add a reference to each of `blocks`, which may contain a block twice.
+
+        Raise ValueError if a block is neither referenced nor cached.
         """
         cold = blocks[self.refs.take(blocks) <= 0]
         if cold.size:
@@ -74,23 +78,21 @@ class BlockPool:
         np.add.at(self.refs, blocks.astype(np.intp), ONE)
 
     def give(self, blocks: Int32) -> None:
-        """Take one reference from each of `blocks`, distinct ones in table order. Those without any become cached if
-        registered, to be evicted last block first, as a block is useless without those before it; the others free, in
-        the given order.
+        """Drop one reference of each of `blocks`, which are distinct and in table order.
+
+        A block whose last reference is gone becomes cached if it is registered, else free, in the given order. The last
+        cached block of a table is evicted first, because a block is useless without the blocks before it.
         """
         self._put(self._release(blocks))
 
     def drain(self, blocks: Int32) -> None:
-        """Take references as give() does, but of blocks that are still read: not free or cached before drained()."""
+        """Drop references as give() does, of blocks that are still read; only drained() makes them free or cached."""
         gone = self._release(blocks)
         self._drains[gone] = True
         self.draining += gone.size
 
     def drained(self, blocks: Int32) -> None:
-        """Let `blocks`, the copies of which are acknowledged, be as after give().
-
-        Raises ValueError if one did not drain.
-        """
+        """Make `blocks` free or cached: their copies are acknowledged. Raise ValueError if one was not draining."""
         if not self._drains[blocks].all():
             raise ValueError("acknowledged a block that did not drain")
         self._drains[blocks] = False
@@ -102,14 +104,14 @@ class BlockPool:
         return self._index.match(keys, self._drains if self.draining else None)
 
     def match_length(self, keys: Keys) -> int:
-        """Return about how many of the first keys of a chain are registered: blocks that drain count as well."""
+        """Return how many of the first keys of a chain are registered. Draining blocks count, unlike in match()."""
         return self._index.match_length(keys)
 
     def register(self, blocks: Int32, keys: Iterable[int]) -> None:
-        """Let full blocks whose KV is there be found, [n] distinct referenced ones, under [n] keys (0: not this one).
+        """Register [n] distinct, referenced, full blocks with computed KV under [n] keys, so that match() finds them.
 
-        A block whose key is registered already is not registered itself. Raises ValueError if a block has no reference
-        or is registered.
+        A block with key 0, or with a key that is registered already, is left out. Raise ValueError if a block has no
+        reference or is registered.
         """
         if blocks.size and self.refs.take(blocks).min() <= 0:
             raise ValueError("a block without a reference cannot be registered")
@@ -120,16 +122,16 @@ class BlockPool:
         return self._index.keys_of(blocks)
 
     def forget(self, blocks: Int32) -> None:
-        """Let referenced blocks not be found any more; their references stay."""
+        """Remove referenced blocks from the index; their references stay."""
         self._index.forget(blocks)
 
     def reused(self, blocks: Int32) -> Mask:
-        """Return [n] bool: the block was shared since it was taken."""
+        """Return [n] bool: whether the block was shared since it was taken."""
         found: Mask = self._reused[blocks]
         return found
 
     def drains(self, blocks: Int32) -> Mask:
-        """Return [n] bool: the copy of the block is not acknowledged yet."""
+        """Return [n] bool: whether the block is draining, as its copy is not acknowledged yet."""
         found: Mask = self._drains[blocks]
         return found
 
@@ -164,7 +166,7 @@ class BlockPool:
                 raise RuntimeError(f"blocks {np.flatnonzero(counts != self.refs)[:8].tolist()} are counted wrongly")
 
     def _release(self, blocks: Int32) -> Int32:
-        """Drop a reference to each of distinct blocks; return those that have none now, in the given order."""
+        """Drop a reference of each of distinct blocks; return those that have none left, in the given order."""
         refs = self.refs.take(blocks)
         refs -= 1
         if refs.size and refs.min() < 0:
@@ -174,7 +176,7 @@ class BlockPool:
         return gone
 
     def _evict(self, count: int) -> None:
-        """Free at least `count` of the coldest blocks; in a large pool some more, so that it is seldom done."""
+        """Free at least `count` of the coldest blocks; in a large pool more, so that evictions are rare."""
         cold = self._cold.pop(max(count, min(self.total // EVICTED_SHARE, self.cached)))
         self._index.forget(cold)
         self.cached -= cold.size
@@ -216,9 +218,11 @@ class BlockPool:
 
 
 class _Cold:
-    """The cached blocks, least recently used first: a log of additions. An entry counts only if the block's `place`
-    points at it, so that removal writes no log; dead entries go when they are met at the head, and all of them when
-    the log is full, which needs as many additions as there are blocks.
+    """The cached blocks, least recently used first, as a log of additions.
+
+    An entry is live only if the block's `place` points at it, so a removal writes nothing to the log. Dead entries are
+    dropped when they reach the head. All of them are dropped when the log is full, which takes at least as many
+    additions as there are blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -232,7 +236,7 @@ class _Cold:
         return bool((self._place.take(blocks) >= 0).all())
 
     def add(self, blocks: Int32) -> None:
-        """Add distinct blocks that are not in it, the first to go first."""
+        """Add distinct blocks that are not in it, in the order in which they are to be evicted."""
         if self._tail + blocks.size > self._log.size:
             alive = self.blocks()
             self._head, self._tail = 0, alive.size
@@ -244,7 +248,7 @@ class _Cold:
         self._tail = end
 
     def remove(self, blocks: Int32) -> int:
-        """Remove blocks that are in it, perhaps twice in the column; return how many different ones."""
+        """Remove blocks that are in it; return how many different ones. `blocks` may contain a block twice."""
         order = np.arange(blocks.size, dtype=np.int32)
         self._place[blocks] = order
         different = int((self._place.take(blocks) == order).sum())
@@ -252,7 +256,7 @@ class _Cold:
         return different
 
     def coldest(self, count: int) -> Int32:
-        """Return [count] the first to go; there must be as many."""
+        """Return the first [count] blocks to evict; there must be as many."""
         if not count:
             return EMPTY
         width = count + 32
@@ -262,21 +266,21 @@ class _Cold:
             alive = self._alive(width)
         end = min(self._head + width, self._tail)
         start = end - alive.size
-        if start > self._head:  # squeeze out the dead ones
+        if start > self._head:  # drop the dead entries
             self._log[start:end] = alive
             self._place[alive] = np.arange(start, end)
             self._head = start
         return alive[:count]
 
     def pop(self, count: int) -> Int32:
-        """Remove and return coldest()."""
+        """Remove and return the first [count] blocks to evict."""
         blocks = self.coldest(count)
         self._place[blocks] = -1
         self._head += blocks.size
         return blocks
 
     def blocks(self) -> Int32:
-        """Return all, the first to go first."""
+        """Return all blocks, in the order of eviction."""
         return self._alive(self._tail - self._head)
 
     def _alive(self, width: int) -> Int32:

@@ -1,8 +1,8 @@
 """The prefix cache of one replica: match prefixes, register blocks, wait for a prefix that is being computed.
 
-Owned by Replica. Only KV that results have confirmed is registered: a prompt's blocks chunk by chunk, outputs when
-their sequence leaves its slot. A waiting sequence is set aside while a running one computes its next block (in-batch
-prefix sharing); it comes back through `ready`.
+Replica holds one object. Only KV that results have confirmed is registered: blocks of a prompt after each chunk, blocks
+of outputs when the sequence leaves its slot. A waiting sequence is set aside while a running one computes its next
+block (in-batch prefix sharing); it comes back through `ready`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Rows
 
-LEAST_SHARED_BLOCKS = 2  # for fewer no sequence waits
-MOST_ASIDE = 256  # that wait for one owner; they all come back at once
+LEAST_SHARED_BLOCKS = 2  # a sequence waits for at least so many blocks of another one
+MOST_ASIDE = 256  # sequences that wait for one owner, at most: they all come back at once
 
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Cached blocks of a sequence's tokens: full ones from the first on, the host's behind the GPU's."""
+    """The leading full blocks of a sequence that are cached: first those on the GPU, then those on the host."""
 
     gpu: Int32
     host: Int32
 
     @property
     def size(self) -> int:
-        """Blocks found."""
+        """Number of blocks."""
         return self.gpu.size + self.host.size
 
 
 @dataclass(slots=True)
 class Prefix:
-    """The KV of a sequence that has left its slot before all of it was confirmed."""
+    """KV of a sequence that left its slot before results had confirmed all of it."""
 
     blocks: Int32  # still referenced by the copy to the host
-    registered: int  # blocks of it
+    registered: int  # how many of the first blocks are registered
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class PendingPrefix:
     """A prefix that a running sequence computes, and the sequences that wait for it, each until a time (ns)."""
 
     slot: int
-    key: int  # of its next block that is not registered
+    key: int  # key of the next block that is not registered
     waiting: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
@@ -55,18 +55,21 @@ class PrefixCache:
     """Matches and registers prefixes."""
 
     def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable, hasher: Hasher) -> None:
-        self.hit_tokens = 0  # that were not computed again, since the start
-        self.ready: list[Sequence] = []  # set aside before; they may stand in the queue again
+        self.hit_tokens = 0  # cached tokens that were not computed again, since the start
+        self.ready: list[Sequence] = []  # sequences that were set aside and may return to the queue
         self._pool = pool
         self._host = host
         self._table = table
         self._hasher = hasher
         self._size = table.block_size
-        self._owners: dict[int, PendingPrefix] = {}  # slot -> what it computes
-        self._computing: dict[int, PendingPrefix] = {}  # by the key of that block
+        self._owners: dict[int, PendingPrefix] = {}  # slot -> the prefix that it computes
+        self._computing: dict[int, PendingPrefix] = {}  # key of the block under computation -> that prefix
 
     def chain(self, sequence: Sequence, tokens: Int32) -> Keys:
-        """Return the keys of all full blocks of `tokens`, which are the sequence's; kept with it."""
+        """Return the keys of all full blocks of `tokens`, the first tokens of the sequence; keep them with it.
+
+        It may return the keys of later blocks as well, if they were computed before.
+        """
         have, count = sequence.prefix.keys.size, tokens.size // self._size
         if have < count:
             salt = sequence.record.request.salt
@@ -76,7 +79,10 @@ class PrefixCache:
         return sequence.prefix.keys
 
     def match(self, sequences: list[Sequence]) -> list[PrefixMatch]:
-        """Return what is cached for each; at least one token of a sequence is left to compute. Take no references."""
+        """Return the cached blocks of each sequence; take no references.
+
+        At least one token of a sequence is left to compute.
+        """
         hits = []
         for sequence in sequences:
             tokens = sequence.tokens()
@@ -94,17 +100,17 @@ class PrefixCache:
         return blocks + (self._host.match_length(keys[blocks:]) if self._host.cached else 0)
 
     def computing(self, key: int) -> Keys | None:
-        """Return the keys of the sequence that computes that block now; None if none does."""
+        """Return the keys of the sequence that computes the block `key` now, or None."""
         owner = self._computing.get(key)
         sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
         return sequence.prefix.keys if sequence is not None else None
 
     def next_key(self, sequence: Sequence, blocks: int) -> int:
-        """Return the key of its block after the first `blocks`, if enough follow for others to wait for; else 0."""
+        """Return the key of the block after the first `blocks`, or 0 if too few follow for a sequence to wait for."""
         return int(sequence.prefix.keys[blocks]) if sequence.prefix.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
 
     def entered(self, slots: Rows, sequences: list[Sequence], hits: list[PrefixMatch]) -> None:
-        """Note that sequences took slots with these blocks; others may wait for what they compute from there on."""
+        """Note that sequences took slots with `hits`; other sequences may wait for the blocks that follow."""
         table, size = self._table, self._size
         for slot, sequence, hit in zip(slots.tolist(), sequences, hits, strict=True):
             found = hit.size
@@ -116,10 +122,10 @@ class PrefixCache:
                 self._own(slot, sequence, found)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
-        """Return the slot that computes the block after the first `blocks` of `sequence` and enough that follow.
+        """Return the slot that computes the next LEAST_SHARED_BLOCKS of `sequence` after its first `blocks`, or -1.
 
-        -1 if there is none, it is of a lower class and so may take long, enough wait for it already, or the sequence
-        has waited for that block before.
+        It is -1 as well if the owner is of a lower class and so may take long, if MOST_ASIDE sequences wait for it
+        already, or if `sequence` has waited for that block before.
         """
         if sequence.prefix.keys.size - blocks < LEAST_SHARED_BLOCKS:
             return -1
@@ -136,7 +142,7 @@ class PrefixCache:
         self._owners[slot].waiting.append((sequence, until_ns))
 
     def expire(self, now_ns: int) -> None:
-        """Make sequences ready that have waited long enough."""
+        """Make sequences ready whose waiting time has passed."""
         for owner in self._owners.values():
             if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
                 late = [s for s, until in owner.waiting if until <= now_ns]
@@ -146,14 +152,14 @@ class PrefixCache:
                 owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
 
     def filled(self, slot: int, end: int) -> None:
-        """Register what a result has confirmed: the KV of a row up to `end` tokens."""
+        """Register the blocks of a row up to `end` tokens: a result has confirmed their KV."""
         self._register(slot, end)
         owner = self._owners.get(slot)
         if owner is not None:
             self._advance(owner)
 
     def leaves(self, slot: int, sequence: Sequence) -> None:
-        """Register what the sequence of `slot`, about to leave it, has computed; let none wait for it any more."""
+        """Register the computed blocks of a sequence that is about to leave `slot`; make its waiters ready."""
         self._register(slot, self._table.computed(slot))
         owner = self._owners.pop(slot, None)
         if owner is not None:
@@ -169,12 +175,12 @@ class PrefixCache:
         prefix.registered = stop
 
     def awaited(self, slot: int) -> bool:
-        """Return whether others wait for what the sequence of `slot` has computed and is not confirmed yet."""
+        """Return whether other sequences wait for a block that the sequence of `slot` computes."""
         owner = self._owners.get(slot)
         return owner is not None and bool(owner.waiting)
 
     def _register(self, slot: int, end: int) -> None:
-        """Register the full blocks of a row up to `end` tokens, the KV of which is there."""
+        """Register the full blocks of a row up to `end` tokens, whose KV is computed."""
         table = self._table
         begin, stop = table.registered.item(slot), end // self._size
         if stop > begin:
@@ -188,7 +194,7 @@ class PrefixCache:
             self._owners[slot] = self._computing[key] = PendingPrefix(slot, key)
 
     def _advance(self, owner: PendingPrefix) -> None:
-        """Let the waiting look again after blocks were registered; the owner computes its next block now."""
+        """After blocks were registered, make the waiting sequences ready and move the owner on to its next block."""
         slot = owner.slot
         done = int(self._table.registered[slot])
         sequence: Sequence = self._table.sequence[slot]

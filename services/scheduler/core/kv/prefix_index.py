@@ -1,7 +1,7 @@
-"""The prefix index of one tier of blocks: which block holds the KV of which token prefix.
+"""The prefix index of one tier of blocks: it maps a token prefix to the block that holds its KV.
 
-Called by BlockPool, which owns the blocks; the Hasher also at intake, outside the iteration. A key of 128 bits stands
-for a salt and all tokens up to the end of a block, so an equal key means an equal content and tokens are not kept.
+Called by BlockPool, which manages the blocks. The Hasher is also called at intake, outside the iteration. A key of 128
+bits identifies a salt and all tokens up to the end of a block. Equal keys mean equal content, so tokens are not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.types import EMPTY, Int32
 
-Keys = npt.NDArray[np.object_]  # of whole numbers
+Keys = npt.NDArray[np.object_]  # Python ints of 128 bits
 Mask = npt.NDArray[np.bool_]
 NO_KEYS: Keys = np.zeros(0, np.object_)
 NO_KEYS.setflags(write=False)
@@ -22,18 +22,20 @@ KEY_BYTES = 16
 
 
 class Hasher:
-    """Chained keys of full blocks: key = BLAKE2b(key before, tokens of the block), the first behind a key of the salt.
+    """Chained keys of full blocks: key = BLAKE2b(previous key, tokens of the block). The first one follows a key of the
+    salt.
 
-    Source: RFC 7693. A salt separates prompts of tenants that may not share KV.
+    Source: RFC 7693. A salt separates the prompts of tenants that may not share KV.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
     def keys(self, tokens: Int32, salt: bytes = b"", before: int = 0) -> Keys:
-        """Return [tokens.size // block_size] keys of the full blocks, each a whole number above 0.
+        """Return [tokens.size // block_size] keys of the full blocks, each an int above 0.
 
-        With `before`, the key of the block before them, the chain goes on from there and the salt does not matter.
+        before: key of the block before `tokens`; the chain goes on from there, and the salt is not used. 0 starts a
+        chain.
         """
         full = tokens.size // self.block_size
         if not full:
@@ -53,14 +55,17 @@ class Index:
 
     def __init__(self, blocks: int) -> None:
         self.indexed: Mask = np.zeros(blocks, np.bool_)
-        self._keys = [0] * blocks  # 0: not indexed
+        self._keys = [0] * blocks  # by block; 0 means not indexed
         self._block_of: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def match(self, keys: Keys, hidden: Mask | None = None) -> Int32:
-        """Return [m] the blocks of the longest indexed prefix. hidden: [blocks] those that must not be found."""
+        """Return [m] blocks of the longest indexed prefix of `keys`.
+
+        hidden: [blocks] mask of blocks that must not be found; the prefix ends before the first of them.
+        """
         found = self._leading(keys)
         if not found:
             return EMPTY
@@ -75,9 +80,9 @@ class Index:
         return len(self._leading(keys))
 
     def register(self, blocks: Int32, keys: Iterable[int]) -> None:
-        """Index `blocks` under `keys`, but for those whose key is indexed already or 0.
+        """Index `blocks` under `keys`, except those whose key is 0 or indexed already.
 
-        Raises ValueError if a block is indexed already.
+        Raise ValueError if a block is indexed already.
         """
         fresh = []
         for block, key in zip(blocks.tolist(), keys, strict=True):
@@ -89,11 +94,11 @@ class Index:
         self.indexed[fresh] = True
 
     def keys_of(self, blocks: Int32) -> list[int]:
-        """Return the keys of [n] blocks, 0 for each that is not indexed."""
+        """Return the keys of [n] blocks; 0 for a block that is not indexed."""
         return [self._keys[block] for block in blocks.tolist()]
 
     def forget(self, blocks: Int32) -> None:
-        """Remove blocks from the index; those that are not indexed stay as they are."""
+        """Remove blocks from the index; ignore those that are not indexed."""
         self.indexed[blocks] = False
         for block in blocks.tolist():
             if key := self._keys[block]:
@@ -114,5 +119,5 @@ class Index:
         try:
             found.extend(map(self._block_of.__getitem__, keys.tolist()))
         except KeyError:
-            return found  # extend() keeps what came before the key that is not there
+            return found  # extend() has kept the blocks before the missing key
         return found

@@ -1,8 +1,8 @@
-"""Copies between the tiers: swap-outs and swap-ins of one replica on their way, and the rows that wait for them.
+"""Copies between the tiers: the swap-outs and swap-ins of one replica in flight, and the rows that wait for them.
 
-Owned by Replica. A block that is copied from or to is not used before the worker has acknowledged the copy
+Replica holds one object. A block that a copy reads or writes is not used before the worker has acknowledged the copy
 (docs/protocol.md#steps). Copies are acknowledged in the order in which they were sent: the worker has one copy stream.
-What comes from another replica's host tier (peers.py) keeps its references there until then.
+Blocks that are copied from the host tier of a peer (peers.py) keep their references there until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.scheduler.core.types import EMPTY, Int32
 
 
 class HostTier(Protocol):
-    """A replica, as far as its host tier is read by another one."""
+    """The part of a replica that readers of its host tier need."""
 
     number: int
     host: BlockPool
@@ -28,18 +28,18 @@ class HostTier(Protocol):
 
 @dataclass(slots=True)
 class Load:
-    """KV on its way from the host tier into the blocks of one row."""
+    """KV in flight from a host tier into the blocks of one row."""
 
     slot: int
     generation: int
     host: Int32
     gpu: Int32
-    shared: bool  # a cold prefix, which stays on the host; else the KV of a swapped sequence
+    shared: bool  # a cached prefix, which stays on the host; else the KV of a swapped sequence
     left: int  # blocks not acknowledged yet
-    orphan: bool = False  # the sequence has gone
-    saved: SavedKV | None = None  # what is loaded, of a swapped sequence
-    peer: int = -1  # the replica in whose host tier it lies; -1: this one
-    tier: BlockPool | None = None  # that tier; None: of this replica, or the peer is lost
+    orphan: bool = False  # the sequence has left the row
+    saved: SavedKV | None = None  # the KV of a swapped sequence; None for a cached prefix
+    peer: int = -1  # number of the replica with the host tier; -1 means this replica
+    tier: BlockPool | None = None  # host tier of that peer; None if it is this replica's, or the peer is lost
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,36 +57,36 @@ NO_COPIES = Copies(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
 
 
 class Transfers:
-    """Columns for the next step, loads in flight, rows that a step enters when their KV is there."""
+    """Columns for the next step, loads in flight, and rows that a step enters when their KV has arrived."""
 
     def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable) -> None:
         self.swapped_blocks = 0  # moved since the start, both ways
-        self.queued_out = self.copied_out = 0  # blocks whose copy to the host was ordered, and is complete
+        self.queued_out = self.copied_out = 0  # blocks whose copy to the host was ordered; is complete
         self._pool = pool
         self._host = host
         self._table = table
-        self._kept: Counter[int] = Counter()  # references of copies under way to blocks that others hold as well
+        self._kept: Counter[int] = Counter()  # block -> references that copies in flight hold
         self._out: list[tuple[Int32, Int32]] = []  # GPU, host
         self._in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
         self._loads: deque[Load] = deque()
         self._loading: dict[int, Load] = {}  # slot -> its load
-        self._arrived: dict[int, None] = {}  # slots with KV that no step has entered yet, in order
+        self._arrived: dict[int, None] = {}  # slots whose KV has arrived and that no step has entered yet, in order
 
     @property
     def pending(self) -> bool:
-        """Whether the next step has copies to carry."""
+        """Whether the next step carries copies."""
         return bool(self._out or self._in)
 
     @property
     def arrived(self) -> bool:
-        """Whether the next step has rows to enter."""
+        """Whether the next step enters rows."""
         return bool(self._arrived)
 
     def out(self, blocks: Int32, stay: bool = False) -> Int32:
-        """Move the content of `blocks` to host blocks, which are returned; the caller's references are given up.
+        """Order the copy of `blocks` to host blocks, and return these. The caller's references pass to the copy.
 
         A block that other tables hold as well keeps this reference until the copy is acknowledged, so that it is not
-        freed under the copy. So does each one with `stay`: its prefix can be found meanwhile.
+        freed during the copy. With `stay` every block does, so that its prefix can be found meanwhile.
         """
         host = self._host.take(blocks.size)
         alone = (self._pool.refs[blocks] == 1) & (not stay)
@@ -100,7 +100,7 @@ class Transfers:
         return sequence.saved is not None and self.copied_out >= sequence.saved.copied
 
     def keep(self, blocks: Int32) -> None:
-        """Copy cold prefix blocks, which have no reference, to the host tier and free them."""
+        """Order the copy of cached prefix blocks, which have no reference, to the host tier, and free them after it."""
         host = self._host.take(blocks.size)
         self._host.register(host, self._pool.keys_of(blocks))
         self._pool.share(blocks)
@@ -115,10 +115,10 @@ class Transfers:
         self.queued_out += blocks.size
 
     def load(self, slot: int, host: Int32, gpu: Int32, saved: SavedKV | None, source: HostTier | None = None) -> None:
-        """Copy the content of `host` into `gpu`, which the row of `slot` holds already.
+        """Order the copy of `host` into `gpu`, blocks that the row of `slot` holds already.
 
-        saved: None for a cached prefix, which stays on the host. source: the replica whose host tier `saved` lies in,
-        if it is another one; the load has its references from now on.
+        saved: the KV of a swapped sequence; None for a cached prefix, which stays on the host. source: the peer with
+        `saved` in its host tier; None means this replica. Its references pass to the load.
         """
         tier = source.host if source is not None else None
         if saved is None:
@@ -142,7 +142,7 @@ class Transfers:
         return [*self._loading, *self._arrived] if self._loading or self._arrived else []
 
     def leaves(self, slot: int) -> Int32:
-        """Return the blocks of `slot`, the sequence of which leaves, into which a copy is still under way."""
+        """Return the blocks of `slot` into which a copy is still in flight, when its sequence leaves."""
         self._arrived.pop(slot, None)
         load = self._loading.pop(slot, None)
         if load is None:
@@ -156,21 +156,21 @@ class Transfers:
         return load if load is not None and load.peer >= 0 else None
 
     def abandon(self, peer: int) -> list[int]:
-        """Return the slots that wait for loads from a replica that is lost; their sequences have to leave."""
+        """Return the slots that wait for loads from a lost replica; their sequences have to leave."""
         gone = [load for load in self._loads if load.peer == peer and load.tier is not None]
         for load in gone:
             load.tier = None
         return [load.slot for load in gone if not load.orphan]
 
     def let_go(self) -> None:
-        """Give back blocks of other tiers that were copied for sequences that have gone: this replica is lost."""
+        """Give back the blocks of peers' tiers of loads without a sequence, because this replica is lost."""
         for load in self._loads:
             if load.orphan and load.tier is not None:
                 load.tier.give(load.host)
                 load.tier = None
 
     def held_of(self, tier: BlockPool) -> list[Int32]:
-        """Return the blocks of that tier, of this replica or another, that loads refer to."""
+        """Return the blocks of `tier`, of this replica or a peer, that loads refer to."""
         shared = [load.host for load in self._loads if load.shared and tier is self._host]
         return shared + [load.host for load in self._loads if load.tier is tier]
 
@@ -181,7 +181,7 @@ class Transfers:
         return slots
 
     def take_copies(self) -> Copies:
-        """Return what the step that is committed carries."""
+        """Return and forget the copies that the committed step carries."""
         out, in_ = self._out or [(EMPTY, EMPTY)], self._in or [(EMPTY, EMPTY, -1)]
         self._out, self._in = [], []
         peers = EMPTY
@@ -196,9 +196,9 @@ class Transfers:
         )
 
     def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[Load]:
-        """Take copies as complete: drained blocks are free; return the loads that have all their KV.
+        """Complete copies that the worker has acknowledged: free drained blocks and return the loads that are complete.
 
-        Raises ValueError for a copy that is not under way.
+        Raise ValueError for a copy that is not in flight.
         """
         if out_gpu.size:
             alone = self._pool.drains(out_gpu)
@@ -224,7 +224,7 @@ class Transfers:
         return done
 
     def _give(self, blocks: Int32) -> None:
-        """Give references of copies back; a block that several copies refer to stands there several times."""
+        """Give back references of copies; `blocks` contains a block once for each copy that refers to it."""
         first = np.sort(np.unique(blocks, return_index=True)[1])
         if first.size < blocks.size:
             self._give(np.delete(blocks, first))
@@ -246,11 +246,11 @@ class Transfers:
 
     @property
     def kept(self) -> Int32:
-        """Blocks that copies under way refer to, once for each reference."""
+        """Blocks that are referenced by copies in flight, once for each reference."""
         return np.fromiter(self._kept.elements(), np.int32)
 
     def check(self) -> None:
-        """Raise RuntimeError when rows and loads contradict each other."""
+        """Raise RuntimeError when rows and loads are inconsistent."""
         for slot, load in self._loading.items():
             if self._table.generation[slot] != load.generation or not self._table.active[slot]:
                 raise RuntimeError(f"slot {slot} waits for KV and holds another sequence")
