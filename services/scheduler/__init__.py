@@ -1,4 +1,6 @@
-"""The scheduler's process around its core: requests in, steps out to workers, tokens into Redis.
+"""The scheduler service around its core: it takes requests in, sends steps to workers and writes tokens to Redis.
 
-Imports go one way: core, tasks, shard, requests, tracing, metrics, telemetry, quarantine, workers, service, main.
+Packages and modules, each of which imports only those before it: core (pure logic), shard (lease and other shards),
+tracing, metrics, requests (intake, claims, publishing), quarantine, telemetry, policy_switch, workers (fleet, links),
+service, main.
 """

@@ -184,7 +184,7 @@ class Window:
 
 
 class StartRate:
-    """The rate at which sequences start while others wait for slots or memory.
+    """The rate at which sequences start while other sequences wait for slots or memory.
 
     Starts come in bursts, as sequences that start together end together. So time is counted from start to start and
     never up to the moment of a report, which may be just before a burst or just after it.

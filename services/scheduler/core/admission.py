@@ -101,7 +101,7 @@ class Admission:
                 memo.refused = -1
 
     def enter_loaded(self, step: StepBuilder) -> None:
-        """Enter the rows whose KV has arrived from a host tier; they run from this step on."""
+        """Enter the rows that have received their KV from a host tier; they run from this step on."""
         replica = step.replica
         if not replica.transfers.arrived:
             return
@@ -253,7 +253,7 @@ class Admission:
     def _look_up(self, step: StepBuilder, prefix_cache: PrefixCache, taken: list[Sequence]) -> list[Candidate]:
         """Return candidates with their cached blocks.
 
-        A sequence whose next blocks a running sequence computes now is set aside until these blocks are registered.
+        If a running sequence computes the next blocks of a sequence now, that one is set aside until they are there.
         """
         hits = prefix_cache.match(taken)
         candidates: list[Candidate] = []

@@ -120,12 +120,15 @@ class Core:
         self._router.changed(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
-        """These requests run alone on one replica, the dock, and on no other; nobody else enters there. The dock is the
-        next replica that joins and fits most, or that of assign_dock(), until it is lost or fits none who is left."""
+        """Confine requests to one replica, the dock: they run there only, and no other sequence enters it.
+
+        The dock is the next replica that joins and fits most of them, or that of assign_dock(). It stays the dock until
+        it is lost or fits none of the confined sequences that are left.
+        """
         self._router.confine({name: self.records[name] for name in request_ids if name in self.records})
 
     def assign_dock(self, now_ns: int) -> None:
-        """If those confined wait for a dock, the replica that fits most of them becomes it, and is emptied."""
+        """Make the replica that fits most confined sequences the dock, and empty it, if one is needed."""
         if (chosen := self._router.assign_dock()) is not None:
             clear(chosen, self._router.placement.confined.values(), self.waiting, self._pending, now_ns)
 

@@ -24,7 +24,10 @@ def lose(
     out: OutcomeBuilder,
     now_ns: int,
 ) -> None:
-    """Let all sequences of `lost` wait again. others: the replicas that are left; records: of all requests."""
+    """Let all sequences of `lost` wait again.
+
+    others: the replicas that are left. records: of all requests.
+    """
     lost.inflight.clear()
     lost.inflight_of.clear()
     for departed in [gone for each in lost.departed.values() for gone in each]:

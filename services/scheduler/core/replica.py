@@ -37,7 +37,7 @@ class InFlight:
     microbatch: int
     slots: Rows  # of its chunks, decodes first
     computed: Bool  # [n] of the first n rows: the row has a chunk
-    sampled: Rows  # those of `slots` whose chunk samples
+    sampled: Rows  # those of `slots` that sample a token
     samples: Bool  # [n] the same
     sampled_wire: Int32  # the same, as the worker answers
     decodes: int

@@ -257,7 +257,7 @@ class Results:
             out.checkpoint(sequence)
 
     def _failed(self, replica: Replica, step: InFlight, slot: int, message: str, out: OutcomeBuilder) -> None:
-        """End a sequence whose part of the step failed; the others go on."""
+        """End a sequence after an error in its part of the step; the other sequences go on."""
         sequence: Sequence | None
         if replica.table.generation[slot] <= step.id:
             sequence = replica.table.sequence[slot]

@@ -45,7 +45,7 @@ class SavedKV:
 
     replica: int
     blocks: Int32  # of that tier, in the order of the block table
-    tokens: int  # whose KV lies there
+    tokens: int  # tokens with KV there
     copied: int  # blocks that the replica has copied out in all when all of it is there (Transfers.copied_out)
 
 

@@ -16,9 +16,9 @@ class Counters:
     iteration: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    handed: int = 0  # sequences that a prefill replica has swapped out for others to decode
-    handed_blocks: int = 0  # of them
-    not_handed: int = 0  # sequences that went on where they were, as its host tier had no room
+    handed: int = 0  # sequences that a prefill replica has swapped out for another replica to decode
+    handed_blocks: int = 0  # blocks of these sequences
+    not_handed: int = 0  # sequences that stayed on a prefill replica because its host tier had no room
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class StepBuilder:
             self.tokens_left -= length
 
     def forget(self, row: int) -> None:
-        """Drop the entry of a row that was preempted again before the worker was told of it."""
+        """Drop the entry of a row that was preempted before the step was sent."""
         fresh = len(self.enters)
         if fresh:
             self.enters = [enter for enter in self.enters if enter.slot != row]

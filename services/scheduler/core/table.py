@@ -186,9 +186,9 @@ class SlotTable:
         return samples
 
     def rollback(self, rows: Rows, tokens: Int32) -> None:
-        """Take back the last tokens[i] planned tokens of decoding rows, whose placeholders were refused.
+        """Take back the last tokens[i] planned tokens of decoding rows, because their placeholders were refused.
 
-        Their blocks stay in the row. Raises ValueError where a step is unanswered or an applied token would go.
+        Their blocks stay in the row. Raise ValueError where a step is unanswered or an applied token would be removed.
         """
         if (self.unanswered[rows] > 0).any() or (self.known[rows] - tokens < self.applied[rows]).any():
             raise ValueError("rollback: a row has a step unanswered or no such placeholders; apply its result first")
@@ -277,7 +277,7 @@ class SlotTable:
         self.phase[s] = DECODING if self.known[s] - self.planned[s] == 1 else PREFILLING
 
     def computed(self, s: int) -> int:
-        """Return the tokens of the row whose KV results have confirmed."""
+        """Return how many tokens of the row have KV that results have confirmed."""
         return int(self.applied[s] - 1 if self.applied[s] > self.entered[s] else self.filled[s])
 
     def outputs(self, s: int) -> Int32:

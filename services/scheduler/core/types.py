@@ -80,16 +80,16 @@ class Enter:
     choice: int
     tokens: Int32  # all that are known: prompt and outputs
     prompt_tokens: int
-    computed: int  # tokens whose KV lies in `blocks` already
+    computed: int  # tokens with KV in `blocks` already
     blocks: Int32
 
 
 @dataclass(slots=True)
 class Peer:
-    """The host tier of another replica, by its number; a number told again names another tier from then on."""
+    """The host tier of another replica, by its number. A number that is sent again names another tier from then on."""
 
     number: int
-    host_tier: str  # empty: it is gone
+    host_tier: str  # empty if the replica is lost
     host_blocks: int
 
 
@@ -115,7 +115,7 @@ class StepPlan:
     decode_tokens: int = 0
     prefill_tokens: int = 0
     peers: list[Peer] = field(default_factory=list)  # news of other replicas' host tiers
-    # Of each swap-in the peer whose host block it is, -1: the own tier; empty: all are.
+    # By swap-in, the peer that has the host block; -1 means this replica's tier. Empty means that tier for all.
     swap_in_peers: Int32 = field(default_factory=lambda: EMPTY)
 
 
@@ -127,19 +127,19 @@ class StepResult:
     replica: int
     slots: Int32
     tokens: Int32
-    logprobs: Records | None = None  # one per token, empty where nobody asked; None: nobody asked at all
+    logprobs: Records | None = None  # one per token, empty for requests without logprobs; None if there are none
     swap_out_acks: Int32 = field(default_factory=lambda: EMPTY)
     swap_in_acks: Int32 = field(default_factory=lambda: EMPTY)
     errors: list[tuple[int, str, str]] = field(default_factory=list)  # slot, code, message
     error: str = ""
     step_ns: int = 0
     swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
-    peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # of the step's peers those whose host tier can be read
+    peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
 
 
 @dataclass(slots=True)
 class FinishedRequest:
-    """A request all of whose sequences have ended; its record is written once."""
+    """A request of which all sequences have ended; its record is written once."""
 
     request: NewRequest
     outputs: list[Int32]  # per choice

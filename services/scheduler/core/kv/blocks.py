@@ -80,8 +80,8 @@ class BlockPool:
     def give(self, blocks: Int32) -> None:
         """Drop one reference of each of `blocks`, which are distinct and in table order.
 
-        A block whose last reference is gone becomes cached if it is registered, else free, in the given order. The last
-        cached block of a table is evicted first, because a block is useless without the blocks before it.
+        A block without a reference becomes cached if it is registered, else free, in the given order. The last cached
+        block of a table is evicted first, because a block is useless without the blocks before it.
         """
         self._put(self._release(blocks))
 

@@ -142,7 +142,7 @@ class PrefixCache:
         self._owners[slot].waiting.append((sequence, until_ns))
 
     def expire(self, now_ns: int) -> None:
-        """Make sequences ready whose waiting time has passed."""
+        """Make sequences ready that have waited until their time."""
         for owner in self._owners.values():
             if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
                 late = [s for s, until in owner.waiting if until <= now_ns]
@@ -180,7 +180,7 @@ class PrefixCache:
         return owner is not None and bool(owner.waiting)
 
     def _register(self, slot: int, end: int) -> None:
-        """Register the full blocks of a row up to `end` tokens, whose KV is computed."""
+        """Register the full blocks of a row up to `end` tokens, all of which have KV."""
         table = self._table
         begin, stop = table.registered.item(slot), end // self._size
         if stop > begin:

@@ -80,7 +80,7 @@ class Index:
         return len(self._leading(keys))
 
     def register(self, blocks: Int32, keys: Iterable[int]) -> None:
-        """Index `blocks` under `keys`, except those whose key is 0 or indexed already.
+        """Index `blocks` under `keys`, except blocks with a key that is 0 or indexed already.
 
         Raise ValueError if a block is indexed already.
         """

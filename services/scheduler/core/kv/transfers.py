@@ -61,7 +61,7 @@ class Transfers:
 
     def __init__(self, pool: BlockPool, host: BlockPool, table: SlotTable) -> None:
         self.swapped_blocks = 0  # moved since the start, both ways
-        self.queued_out = self.copied_out = 0  # blocks whose copy to the host was ordered; is complete
+        self.queued_out = self.copied_out = 0  # blocks with a copy to the host that was ordered; is complete
         self._pool = pool
         self._host = host
         self._table = table
@@ -70,7 +70,7 @@ class Transfers:
         self._in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
         self._loads: deque[Load] = deque()
         self._loading: dict[int, Load] = {}  # slot -> its load
-        self._arrived: dict[int, None] = {}  # slots whose KV has arrived and that no step has entered yet, in order
+        self._arrived: dict[int, None] = {}  # slots with KV that has arrived and no step has entered yet, in order
 
     @property
     def pending(self) -> bool:

@@ -48,7 +48,7 @@ class Placement:
         self.alive: list[Replica] = []
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
-        self.feeding: set[int] = set()  # prefill replicas whose KV another replica can load
+        self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
         self.fed: set[int] = set()  # replicas that can load what a prefill replica computed
         self.confined: Mapping[str, Record] = {}  # requests in quarantine: they run on `dock` only
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
@@ -185,8 +185,8 @@ class OpenPolicy(Rule):
 class KVReadable(Rule):
     """Require that this replica can read the KV of a swapped sequence and that all its copies are complete.
 
-    KV in its own host tier can always be read. A replica that cannot read the KV takes the sequence only if it has
-    memory to compute it again.
+    KV in the host tier of this replica can always be read. A replica that cannot read the KV takes the sequence only if
+    it has memory to compute it again.
     """
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
@@ -241,5 +241,5 @@ def has_all_kv(sequence: Sequence) -> bool:
 
 
 def feeds(prefill: Replica, replica: Replica) -> bool:
-    """Return whether `prefill` is a prefill replica whose host tier `replica` can read or may yet map."""
+    """Return whether `prefill` is a prefill replica and `replica` can read its host tier, or may yet map it."""
     return prefill.limits.role == PREFILL and replica.peers.hopes(prefill)

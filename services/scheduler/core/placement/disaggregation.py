@@ -81,7 +81,7 @@ def release(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
 
 
 def unreadable(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:
-    """Return pairs of a decode replica and a prefill replica whose host tier it cannot read, each with the reason."""
+    """Return (decode replica, prefill replica, reason) where the first cannot read the host tier of the second."""
     found = []
     for reader in (r for r in replicas if r.limits.role == DECODE):
         for owner in (r for r in replicas if r.limits.role == PREFILL):

@@ -1,4 +1,4 @@
-"""Peers of a replica: the replicas whose host tiers it can read. They share a folder and a block layout.
+"""Peers of a replica: other replicas with a host tier that it can read. They share a folder and a block layout.
 
 Replica holds one object. The next step of a replica announces each new or lost peer to its worker. When the worker has
 acknowledged a peer, the replica may load KV that was swapped out there. KV can then be loaded from any peer, so a role
@@ -46,12 +46,12 @@ def can_read(reader: Limits, owner: Limits) -> bool:
 
 
 class Peers(Generic[R]):
-    """The peers of one replica. `readable`: by number, the replicas whose host tier its worker has mapped."""
+    """The peers of one replica. `readable`: by number, the replicas with a host tier that its worker has mapped."""
 
     def __init__(self) -> None:
         self.readable: dict[int, R] = {}
         self._told: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
-        self._refused: dict[int, R] = {}  # peers whose host tier the worker could not map
+        self._refused: dict[int, R] = {}  # peers with a host tier that the worker could not map
         self.news: News[R] = {}  # for the next step; None means that the peer is lost
 
     def joined(self, other: R) -> None:

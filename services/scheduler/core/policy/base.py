@@ -104,8 +104,8 @@ class Candidates:
     """The first waiting sequences, in order: [n] columns."""
 
     known: Int64  # known tokens: prompt and outputs
-    limit: Int64  # most tokens whose KV is ever held: prompt and largest output, less the last token
-    cached: Int64  # tokens whose KV exists already
+    limit: Int64  # most tokens that ever have KV: prompt and largest output, less the last token
+    cached: Int64  # tokens with KV already
     shared: Int64  # blocks of `cached` that a running sequence holds: they cost no memory
     priority: Int32
     prompt: Int64  # tokens of the prompt; known - prompt are outputs from before
@@ -195,7 +195,7 @@ class Batching(ABC):
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         """Return [k] chunk lengths for the first k of [n] prompts: k <= n, each above 0, their sum at most `left`.
 
-        rest: [n] tokens still to be computed. before: [n] tokens whose KV exists. left: tokens left of the budget.
+        rest: [n] tokens still to be computed. before: [n] tokens with KV already. left: tokens left of the budget.
         first: no other prompt has a chunk in this step. alone: also no sequence decodes, so that the first prompt must
         get a chunk.
         """

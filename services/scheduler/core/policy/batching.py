@@ -62,7 +62,7 @@ class Static(Batching):
 class Chunked(Batching):
     """Prompts in chunks of what the decodes leave of the budget; microbatches share the sequences evenly.
 
-    Sources: Sarathi; FastGen, whose passes are all of one size.
+    Sources: Sarathi; FastGen, where all passes have one size.
     """
 
     def __init__(self, multiple: int = 1, most: int = 0, least: int = 0, depth: int = 0, slots: int = 0) -> None:

@@ -174,9 +174,9 @@ class FairQueue:
 
 
 ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served waiting tenant
-FLOOD = 4  # a tenant floods a class when it has more than 1 / FLOOD of the sequences of the common queue
+FLOOD = 4  # a tenant floods a class if more than MOVED of it wait, and more than 1 / FLOOD of the common queue
 SPARE = 32  # a tenant with an even share of the slots leaves 1 / SPARE of all slots free
-SEVERAL = 256  # steps for which tokens are still counted after a change of tenant, though only one tenant waits
+SEVERAL = 256  # steps for which tokens are counted after a different tenant has come, even if only one waits
 NOBODY = -1  # no tenant has come yet
 
 
@@ -252,7 +252,7 @@ class ByShare:
 
     @property
     def several(self) -> bool:
-        """Whether tokens are counted: several tenants wait, or a tenant changed less than SEVERAL steps ago."""
+        """Whether tokens are counted: several tenants wait, or a different one came less than SEVERAL steps ago."""
         return self._rest > 0 or len(self._count) > 1
 
     def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:

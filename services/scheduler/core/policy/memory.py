@@ -133,7 +133,7 @@ def ahead(known: Int64, rest: Int64, end: Int64, pace: Pace) -> tuple[Int64, Int
 
 
 def free_to_yield(table: SlotTable) -> Rows:
-    """Return the rows whose growth has to be estimated: a pinned row has all its blocks reserved already."""
+    """Return the rows for which growth has to be estimated: a pinned row has all its blocks reserved already."""
     return np.flatnonzero(table.active[: table.high] & ~table.pinned[: table.high])
 
 

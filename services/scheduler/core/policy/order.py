@@ -71,7 +71,7 @@ class ClassThenArrival(Order):
 class ClassThenSlack(Order):
     """By class with ageing, then by TTFT limit plus a multiple of the predicted prefill; running decodes by TBT limit.
 
-    The multiple (WEIGHT) lets short prompts pass long ones whose limit is a little earlier. A sequence that can no
+    The multiple (WEIGHT) lets short prompts pass long ones with a slightly earlier limit. A sequence that can no
     longer meet its TTFT limit waits for those that can (BySlack). Inside a class, a tenant that was served more than
     the other waiting tenants waits for them (ByShare).
     """

@@ -120,7 +120,7 @@ def arrival(sequence: Sequence) -> int:
 
 
 class BySlack:
-    """Order by latency limit. A sequence whose limit can no longer be met is late.
+    """Order by latency limit. A sequence is late when it can no longer meet its limit.
 
     The order is: first sequences with outputs (preempted ones), by arrival; then sequences in time, by key; then late
     ones, by arrival. With `late_first` late sequences go before those in time.
@@ -274,7 +274,7 @@ class ByClass:
 
 
 class SwappedFirst:
-    """Swapped sequences, whose KV is in the host tier, by arrival; then the queue of all other sequences."""
+    """Swapped sequences (with KV in a host tier) by arrival, then the queue of all other sequences."""
 
     def __init__(self, others: Queue) -> None:
         self._swapped, self._others = by_arrival(), others

@@ -93,7 +93,7 @@ class StepTime:
         return self.c0 + self.c1 * tokens + self.c2 * decode_context + self.c3 * prefill_context
 
     def largest(self, limit_ns: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
-        """Return the most tokens, decodes included, whose step is predicted to take at most `limit_ns`.
+        """Return the most tokens, decodes included, of a step that is predicted to take at most `limit_ns`.
 
         The tokens beside the decodes are one prefill chunk of n tokens after `prefix` tokens. Its time,
         c1 * n + c3 * n * (prefix + (n + 1) / 2), is solved for n. The result is less than `decodes` where the decodes
