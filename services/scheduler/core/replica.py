@@ -41,7 +41,7 @@ class InFlight:
     samples: Bool  # [n] the same
     sampled_wire: Int32  # the same, as the worker answers
     decodes: int
-    ends: Int32  # of the other chunks: tokens with KV when the step is answered
+    ends: Int32  # of the other chunks: tokens with KV when the step is answered, drafts not counted
     tokens: int
     decode_context: int
     prefill_context: float

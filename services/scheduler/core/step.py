@@ -27,12 +27,13 @@ TRUE.setflags(write=False)
 
 
 class Chunk(NamedTuple):
-    """Tokens of one row beside the decodes."""
+    """Tokens of one row beside the decodes: a part of a prompt, or the last token of a decoding row and its drafts."""
 
     row: int
     start: int
     length: int
     samples: bool
+    end: int  # tokens whose KV stays when the step is answered: drafts do not count
 
 
 class StepBuilder:
@@ -124,7 +125,8 @@ class StepBuilder:
                 first, blocks = blocks[:more], blocks[more:]
                 table.append(row, first)
                 self._append(np.full(more, row), first, min(max(table.reserved.item(row) - held, 0), more))
-            self._chunks.append(Chunk(row, start, length, table.advance(row, start + length)))
+            end = min(start + length, table.known.item(row))  # drafts, beyond it, may be refused
+            self._chunks.append(Chunk(row, start, length, table.advance(row, start + length), end))
             self.prefill_tokens += length
             self._prefill_context += length * (start + (length + 1) / 2)
             if replica.microbatches > 1:
@@ -149,7 +151,7 @@ class StepBuilder:
         sampled = rows
         if self._chunks:
             chunks = np.array(self._chunks, np.int32).T
-            ends = chunks[1] + chunks[2]
+            ends = chunks[4]
             rows = np.concatenate([rows, chunks[0]])
             starts = np.concatenate([starts, chunks[1]])
             lengths = np.concatenate([lengths, chunks[2]])

@@ -15,21 +15,24 @@ from tests.unit.scheduler.core.twin import request
 ROW: Rows = np.array([0])
 
 
-def decoding(block_size: int) -> Named:
-    h = house("sarathi", block_size=block_size)
+def decoding(block_size: int, policy: str = "sarathi") -> Named:
+    h = house(policy, block_size=block_size)
     h.add(request("a", 7, 40, seed=1))
     for _ in range(2):
         h.step()
     return h
 
 
+@pytest.mark.parametrize("policy", ["sarathi", "orcinus"])  # the second has a prefix cache
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("drafts", [0, 1, 5])
-def test_rollback_leaves_a_row_as_if_refused_tokens_were_never_planned(drafts: int, block_size: int) -> None:
+def test_rollback_leaves_a_row_as_if_refused_tokens_were_never_planned(
+    drafts: int, block_size: int, policy: str
+) -> None:
     """The step computes 1 + drafts tokens, of which only the first is accepted."""
     facts = []
     for scheduled in (1, 1 + drafts):
-        h = decoding(block_size)
+        h = decoding(block_size, policy)
         replica, table = h.core.replicas[0], h.core.replicas[0].table
         builder = StepBuilder(replica, 0, 8, 64, h.now)
         builder.schedule(ROW, np.array([scheduled]))
