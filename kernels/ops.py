@@ -348,8 +348,9 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         """Run call(x) after all earlier operations and before all later ones; it may read and overwrite x.
 
-        The ranks of a replica meet in it. Like any operation it is called again with each batch, also for a compiled
-        pass.
+        The ranks of a replica meet in it; it is also the place of computations that have no operation yet. On a CPU
+        `call` may run other operations, at once; on CUDA it may not. Like any operation it is called again with each
+        batch, also for a compiled pass.
         """
         call(x)
 
