@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -61,9 +62,9 @@ class Stream:
             return  # the gateway leaves, or has just come
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {answer.read()[:300]!r}")
-        for event in sse.events(answer.iter_lines()):
-            if self.leave.is_set():
-                return
+        # Comments show as well that it is time to leave: a stream that stands still has no events.
+        lines = itertools.takewhile(lambda _: not self.leave.is_set(), answer.iter_lines())
+        for event in sse.events(lines):
             if event.data != sse.DONE:
                 self._event(event.json, event.id)
 
