@@ -135,7 +135,7 @@ def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
         assert not visit.page.locator("#banner").is_visible()
         gateway.stop(signal.SIGKILL)
         visit.says("#state", "disconnected")
-        assert "Trying again" in visit.text("#banner")
+        assert "trying again" in visit.text("#banner")
 
 
 def test_each_missing_part_of_a_stack_is_named(open_page: OpenPage, written: WrittenStack) -> None:
