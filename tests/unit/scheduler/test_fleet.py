@@ -311,6 +311,10 @@ async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_not
     assert len(live) == len(names) and not sum(moves[-10:])
 
 
+async def until_cancelled() -> None:
+    await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize(
     ("record", "others", "gives"),
     [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])],
@@ -325,9 +329,10 @@ async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobo
     nobody: Any = None
     context = WorkerContext(shard.core, shard.quarantine, nobody, nobody, nobody, nobody, nobody, nobody)
     fleet = Fleet(SchedulerSettings(shard="a"), workers, context, nobody)
-    fleet.tasks["w0"] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+    fleet.tasks["w0"] = linked = asyncio.create_task(until_cancelled())
     fleet.failed["w1"] = time.monotonic()
     await fleet.look()
+    linked.cancel()
     shard.round()
     assert not lease.given and not shard.running("r0"), "its record may have outlived it"
     fleet.failed["w1"] -= AVOID_S

@@ -15,7 +15,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import CLASS_NAMES, Limits
 from services.scheduler.workers.fleet import UnreadableWarnings
-from tests.unit.scheduler.core.test_roles import D, P, counters, house, until
+from tests.unit.scheduler.core.placement.test_roles import D, P, counters, house, until
 from tests.unit.scheduler.core.twin import House, request
 
 

@@ -12,7 +12,7 @@ import pytest
 from services.scheduler.core.policy.base import Queue
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import DECODE, PREFILL
-from tests.unit.scheduler.core.test_roles import BOTH, D, P, house, until
+from tests.unit.scheduler.core.placement.test_roles import BOTH, D, P, house, until
 from tests.unit.scheduler.core.twin import House, request
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from services.scheduler.core.core import Core
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.step import StepBuilder
-from services.scheduler.core.types import Limits
+from services.scheduler.core.types import Limits, StepPlan
 from tests.unit.scheduler.core.twin import House, request
 
 LIMITS = Limits(slots=32, blocks=400, block_size=4, max_model_len=160, max_step_tokens=256)
@@ -39,15 +40,15 @@ class MaxTags(Constraint[StepBuilder]):
 class Tagged(House):
     """A house in which each replica runs at most `limit` tags, and every step is looked at."""
 
-    def __init__(self, replicas: int, limit: int, policy: str = "orcinus", **settings: object) -> None:
-        super().__init__(Core(policy, **({"lookahead": 0} | settings)), LIMITS)  # type: ignore[arg-type]
+    def __init__(self, replicas: int, limit: int, policy: str = "orcinus", **settings: Any) -> None:
+        super().__init__(Core(policy, **({"lookahead": 0} | settings)), LIMITS)
         self.limit = limit
         for _ in range(replicas - 1):
             self.join(LIMITS)
         for replica in self.core.replicas:
             replica.constraints.append(MaxTags(limit))
 
-    def plan(self, replica: int = 0):  # type: ignore[no-untyped-def]
+    def plan(self, replica: int = 0) -> StepPlan | None:
         step = super().plan(replica)
         if step is not None:
             rows = self.core.replicas[replica].table.sequence[step.chunk_slots]
