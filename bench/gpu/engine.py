@@ -123,7 +123,7 @@ def continuous_batching(context: Context) -> Iterator[tuple[str, Any]]:
     model = TINY if context.quick else LLAMA_8B
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        made = LlamaForCausalLM(LlamaConfig(**config_of(model))).eval()
+        made = LlamaForCausalLM(LlamaConfig(**config_of(model))).train(False)
     generator = torch.Generator().manual_seed(20261120)
     prompts = torch.randint(2, model.vocab, (SEQUENCES, PROMPT), generator=generator).tolist()
 

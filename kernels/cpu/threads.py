@@ -51,7 +51,7 @@ class ThreadChoice:
         return other if every and size.count % every == 0 else size.current
 
     def took(self, rows: int, threads: int, ns: int) -> None:
-        """Record that a step of so many rows took so long."""
+        """Record the time of a step with that number of rows."""
         size = self._sizes.get(rows.bit_length())
         if size is None:
             return

@@ -57,7 +57,7 @@ def pull(
 
 
 def config_problem(snapshot: Path) -> str:
-    """Return why no worker computes the model whose small files are there; empty when one does."""
+    """Return the reason why a worker refuses the model, from its config.json; empty if a worker takes it."""
     from services.launcher.model_check import read_config
 
     try:

@@ -1,7 +1,7 @@
 """Build the public and the ops application over one Gateway: routes, what wraps them, and errors of no route.
 
-`PageHeaders` and `HostNames` guard the ops port, whose pages a browser shows: without a key it listens on loopback
-only, and a page of the web that was reached by DNS rebinding names the attacker's host in `Host`.
+`PageHeaders` and `HostNames` guard the ops port, which serves pages to browsers. Without a key the port listens on
+loopback only. A request that comes by DNS rebinding has the attacker's host name in `Host` and is refused.
 """
 
 from __future__ import annotations

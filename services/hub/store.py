@@ -204,7 +204,7 @@ def _unused(repository: str) -> Iterator[None]:
     path = _lock_path(repository, cache_directory())
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # nobody has served it
+    except OSError:  # it has never been served
         yield
         return
     try:

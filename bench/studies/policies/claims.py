@@ -14,7 +14,10 @@ OURS = "orcinus"
 
 
 def claims(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an entry a claim: `claim`, `ours`, `other` (of policy `who`), `ratio` = ours / other, `goal`, `holds`."""
+    """Return one entry for each claim.
+
+    Fields: claim, ours, other (the figure of policy `who`), ratio (ours / other), goal, holds.
+    """
     found = []
     for head in results["studies"]:
         if head["study"] != "main":

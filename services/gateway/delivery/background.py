@@ -34,7 +34,7 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.left: set[str] = set()
-        """Requests whose client took them over from here and has left: the adopter brings them back."""
+        """Requests to take back: a client streamed them and has disconnected."""
         self.ended: set[str] = set()
         """Requests that have ended, until the adopter has removed them in Redis."""
 
