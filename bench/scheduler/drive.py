@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from protos import queue_pb2
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Int32, Limits, NewRequest, Outcome, StepPlan, StepResult
 
 BLOCK_SIZE = 16
@@ -65,7 +65,7 @@ class Drive:
     """A core with one replica, kept `lookahead` steps ahead of its answers."""
 
     def __init__(self, limits: Limits, setup: Setup) -> None:
-        self.core = Core(setup.policy, lookahead=setup.lookahead, step_tokens=limits.max_step_tokens)
+        self.core = Scheduler(setup.policy, lookahead=setup.lookahead, step_tokens=limits.max_step_tokens)
         self.core.join(limits)
         self.random = np.random.default_rng(limits.slots)
         self.lookahead = setup.lookahead

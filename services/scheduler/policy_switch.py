@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
 
-def make_core(settings: SchedulerSettings) -> Core:
+def make_scheduler(settings: SchedulerSettings) -> Scheduler:
     """Return the core that the settings describe. Raises ValueError for an unknown policy."""
-    return Core(
+    return Scheduler(
         settings.policy,
         max_seqs=settings.max_seqs,
         microbatches=settings.microbatches,
@@ -31,7 +31,7 @@ def make_core(settings: SchedulerSettings) -> Core:
 class PolicySwitch:
     """Carries out `policy` commands. event(kind, text, policy=name): appends to `events`."""
 
-    def __init__(self, core: Core, event: Callable[..., None]) -> None:
+    def __init__(self, core: Scheduler, event: Callable[..., None]) -> None:
         self._core = core
         self._event = event
         self._in_force = core.policy

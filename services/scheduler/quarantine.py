@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish
 
 log = logging.getLogger("orcinus.scheduler")
@@ -145,7 +145,7 @@ class Quarantine:
     """Parks and resumes requests in the core."""
 
     def __init__(
-        self, core: Core, give_up: Callable[[str, str], None], abandon: Callable[[str, Finish, str], None]
+        self, core: Scheduler, give_up: Callable[[str, str], None], abandon: Callable[[str, Finish, str], None]
     ) -> None:
         """give_up: ends a request that kills workers, with the reason; abandon: ends one without a gateway."""
         self._core = core

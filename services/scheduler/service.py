@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, Outcome
 from services.scheduler.metrics import Metrics
-from services.scheduler.policy_switch import PolicySwitch, make_core
+from services.scheduler.policy_switch import PolicySwitch, make_scheduler
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.commands import Commands
@@ -94,7 +94,7 @@ class Service:
         self._intake = Intake(
             self._intake_reader, self._redis, self._scripts, self.keys, settings.shard, self.lease, self._clock
         )
-        self.core = make_core(settings)
+        self.core = make_scheduler(settings)
         self._policy = PolicySwitch(self.core, self._reports.event)
         self.held = Holdings()
         entries = self.held.entries

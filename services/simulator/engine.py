@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy import presets
 from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
 from services.simulator.device.clock import StepClock
 from services.simulator.device.device import Device
@@ -30,7 +30,7 @@ MAX_LOOK_AHEAD_NS = 10_000_000_000  # a core that may plan again later than this
 MAX_SAMPLES = 1_024
 _NEVER = 1 << 62
 _STEP_ENDS, _PLAN_AGAIN = 0, 1  # kinds of events, in the order in which those of one moment are handled
-Observer = Callable[[int, Core, StepPlan], None]  # now_ns, the core right after planning, the step
+Observer = Callable[[int, Scheduler, StepPlan], None]  # now_ns, the core right after planning, the step
 
 
 class Stuck(RuntimeError):  # noqa: N818 - says what happened to the core
@@ -100,7 +100,7 @@ class Shard:
         """first: the number of its first replica among those of the run."""
         policy = named(policy) if isinstance(policy, str) else policy
         lookahead = policy.lookahead if setup.lookahead is None else setup.lookahead
-        self.core = Core(
+        self.core = Scheduler(
             policy,
             max_seqs=setup.max_seqs,
             microbatches=setup.microbatches,

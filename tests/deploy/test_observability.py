@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from deploy.observability import boards
 from services.gateway.metrics import Metrics as GatewayMetrics
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.scheduler.telemetry import Stats
 from services.worker.metrics import Metrics as WorkerMetrics
@@ -79,7 +79,7 @@ def test_the_redis_board_reads_keys_that_exist_and_fields_that_are_written() -> 
         for target in panel["targets"]
     }
     assert asked == known
-    written = set(Stats(0).snapshot(Core("orcinus").stats(), 1, 1, 1, "orcinus", 0))
+    written = set(Stats(0).snapshot(Scheduler("orcinus").stats(), 1, 1, 1, "orcinus", 0))
     assert {name for _, _, names in boards.OVER_TIME for name in names} <= written
 
 

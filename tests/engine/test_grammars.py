@@ -1,6 +1,6 @@
 """Sequences bound by grammars on the engine: what comes out is valid, and the same whatever the engine does meanwhile.
 
-Core and engine in one process, random weights, temperature 1. The oracles are json, jsonschema and re.
+Scheduler and engine in one process, random weights, temperature 1. The oracles are json, jsonschema and re.
 """
 
 from __future__ import annotations

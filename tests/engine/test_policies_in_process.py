@@ -1,6 +1,6 @@
 """Greedy tokens are the reference's under every policy: a small pool, shared prefixes, several choices, two tiers.
 
-Core and engine in one process, time by the work done. That preemption, swap and prefix sharing occurred is asserted:
+Scheduler and engine in a process, time by the work done. That preemption, swap and prefix sharing occurred is asserted:
 equal tokens alone would also come from a policy that did nothing.
 """
 

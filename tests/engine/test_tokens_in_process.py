@@ -1,6 +1,6 @@
 """Greedy tokens equal transformers' whatever is batched, chunked, paged, preempted or overlapped: the whole matrix.
 
-Core and engine in one process. The prompts' smallest top-2 gap in the reference exceeds 1e-3 (asserted), so float32
+Scheduler and engine in a process. The prompts' smallest top-2 gap in the reference exceeds 1e-3 (asserted), so float32
 leaves no room for a tie.
 """
 

@@ -1,4 +1,4 @@
-"""Core and engine in one process, joined by the real wire forms: what the scheduler and the worker do, without sockets.
+"""Scheduler and engine in one process, joined by the real wire forms: what both services do, without sockets.
 
 Steps are planned as far ahead as (microbatches, lookahead) allow before the oldest is executed, as the service does; an
 engine that overlaps is given as many of them as it takes.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, NewRequest, Outcome
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from services.worker.engine import Engine
@@ -82,7 +82,7 @@ def run(
     prefix_cache: bool | None = None,
     then: Sequence[str] = (),
     known: Recorded | None = None,
-) -> tuple[Recorded, Core]:
+) -> tuple[Recorded, Scheduler]:
     """Runs all requests to their ends and checks the core's invariants after every step.
 
     Half of them are there from the beginning, each other one arrives with a step. The policies of `then` are switched
@@ -90,7 +90,7 @@ def run(
     """
     engine.reset()
     info = engine.info()
-    core = Core(
+    core = Scheduler(
         policy,
         max_seqs=max_seqs,
         microbatches=microbatches,

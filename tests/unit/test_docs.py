@@ -19,8 +19,8 @@ from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeB
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import OPTIONS, PRESETS, WAYS
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.telemetry import Stats
 from shared.keys import Keys
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, RankSettings
@@ -89,7 +89,7 @@ def test_every_setting_says_what_it_means(settings: Any) -> None:
 
 
 def test_every_statistic_is_in_the_operations_page() -> None:
-    fields = set(Stats(0).snapshot(Core("orcinus").stats(), 1, 1, 1, "orcinus", 0))
+    fields = set(Stats(0).snapshot(Scheduler("orcinus").stats(), 1, 1, 1, "orcinus", 0))
     for path in (ROOT / "services" / "scheduler").rglob("*.py"):  # what is added to the snapshot
         fields |= set(re.findall(r'"([a-z_]+)": (?:info|max\(info|self\._reports|len)', path.read_text()))
     assert {"running", "tok_s", "last_step", "max_model_len"} <= fields

@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.local import free_ports
 from bench.result import provenance, write
 from protos import queue_pb2, worker_pb2, worker_pb2_grpc
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from shared.settings import DEMO_MODEL, ROOT
@@ -90,7 +90,7 @@ class Pipe:
     def __init__(self, channel: grpc.Channel, microbatches: int, lookahead: int, epoch: int) -> None:
         stub = worker_pb2_grpc.WorkerStub(channel)
         limits = limits_from_wire(stub.Describe(worker_pb2.DescribeRequest(), timeout=10))
-        self.core = Core("orcinus", microbatches=microbatches, lookahead=lookahead)
+        self.core = Scheduler("orcinus", microbatches=microbatches, lookahead=lookahead)
         self.replica = self.core.join(limits)
         self.steps: queue.SimpleQueue[worker_pb2.Step | None] = queue.SimpleQueue()
         self.epoch = epoch

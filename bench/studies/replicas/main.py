@@ -23,7 +23,7 @@ from bench.result import provenance
 from bench.studies.replicas.routing import simulate
 from bench.studies.replicas.worker import LIMITS
 from protos import queue_pb2
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest, Outcome
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.telemetry import Stats
@@ -54,7 +54,7 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)  # noqa: ASYNC220
     try:
         addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
-        core, counted = Core("orcinus"), Counted()
+        core, counted = Scheduler("orcinus"), Counted()
         quarantine = Quarantine(core, lambda name, text: None, lambda name, finish, text: None)
         reports: Any = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
         context = WorkerContext(

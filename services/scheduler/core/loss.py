@@ -1,7 +1,7 @@
 """Loss of a worker: what its replica held waits again, with the tokens that were applied.
 
-Called by Core.lose. Swapped KV goes with the worker, steps in flight are forgotten. What it was loading from the host
-tier of another replica is still there; what another one was loading from its tier may be anything.
+Called by Scheduler.lose. Swapped KV goes with the worker, steps in flight are forgotten. What it was loading from the
+host tier of another replica is still there; what another one was loading from its tier may be anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Build an Outcome: whole columns for the rows of a step, single rows for sequences that end otherwise.
 
-Used by Core. In steady decode only the columns are there and nothing loops over sequences.
+Used by Scheduler. In steady decode only the columns are there and nothing loops over sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Apply a step's result: tokens into the slot table, ends, and what is published and checkpointed.
 
-Called by Core.apply. Columns over the first rows, masked by those that sampled; Python only for sequences that finish,
-failed, or have lost their slot since the step was sent.
+Called by Scheduler.apply. Columns over the first rows, masked by those that sampled; Python only for sequences that
+finish, failed, or have lost their slot since the step was sent.
 """
 
 from __future__ import annotations

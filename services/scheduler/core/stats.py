@@ -1,6 +1,6 @@
 """Statistics of a core: counts for the dashboards, and the predicted time to first token behind the gateway's 429.
 
-Called by Core about once a second. The fields: docs/operations.md#stats.
+Called by Scheduler about once a second. The fields: docs/operations.md#stats.
 """
 
 from __future__ import annotations

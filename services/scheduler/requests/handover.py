@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.requests.intake import Entry, Intake
 from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.lease import Lease
@@ -33,7 +33,7 @@ class Handover:
         keys: Keys,
         shard: str,
         lease: Lease,
-        core: Core,
+        core: Scheduler,
         publisher: Publisher,
         entries: Mapping[str, Entry],
         forget: Callable[[str], None],

@@ -12,9 +12,9 @@ import time
 
 import grpc
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.placement.disaggregation import unreadable
 from services.scheduler.core.replica import Replica
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.requests.claims import Claims
 from services.scheduler.workers.link import (
     WATCH_S,
@@ -43,7 +43,7 @@ class UnreadableWarnings:
     def __init__(self) -> None:
         self._reported: list[tuple[Replica, Replica, str]] = []
 
-    def look(self, core: Core, names: dict[int, str]) -> None:
+    def look(self, core: Scheduler, names: dict[int, str]) -> None:
         """Log new pairs. names: the linked workers by replica number."""
         pairs = unreadable(core.alive)
         for pair in pairs:

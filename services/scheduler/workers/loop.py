@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Outcome, StepPlan
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.telemetry import Reports, Stats
@@ -102,7 +102,7 @@ class WorkerContext:
     called after every plan; wake_idle: called when sequences still wait after a plan.
     """
 
-    core: Core
+    core: Scheduler
     quarantine: Quarantine
     stats: Stats
     reports: Reports

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import parse
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, Outcome, StepResult
 from services.simulator.literature.table import Table
 from services.simulator.workload.arrivals import CHAT, Spec, build
@@ -96,7 +96,7 @@ class Users:
 
     def __init__(self, policy: Policy, step_tokens: int, work: Workload) -> None:
         self._work, count = work, len(work)
-        self._core = Core(policy, max_seqs=SLOTS, lookahead=0, step_tokens=step_tokens)
+        self._core = Scheduler(policy, max_seqs=SLOTS, lookahead=0, step_tokens=step_tokens)
         self._at_end: bool = self._core.policy.batch.at_end
         blocks = SLOTS * -(-work.longest // BLOCK)
         self._core.join(Limits(SLOTS, blocks, BLOCK, work.longest, max_step_tokens=2 * int(work.prompt.max())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import StepPlan
 from services.simulator.device.clock import Linear
 from services.simulator.engine import Setup, simulate
@@ -22,7 +22,7 @@ def core_steps(requests: list[Request], blocks: int = BLOCKS) -> list[Counts]:
     """Return the counts of the core's steps, with a scheduler that takes no time and plans no step ahead."""
     steps: list[Counts] = []
 
-    def observe(now_ns: int, core: Core, plan: StepPlan) -> None:
+    def observe(now_ns: int, core: Scheduler, plan: StepPlan) -> None:
         stats = core.stats()
         steps.append(Counts(plan.decode_tokens, plan.prefill_tokens, int(stats["waiting"]), int(stats["running"])))
 

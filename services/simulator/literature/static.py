@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import StepPlan
 from services.simulator.device.clock import Features, Linear, RooflineClock
 from services.simulator.device.roofline import Roofline
@@ -53,7 +53,7 @@ def _active(totals: Sequence[int], policy: str) -> list[int]:
     """Return the number of slots that compute in each step, with 4 slots and no other limit."""
     counts: list[int] = []
 
-    def observe(now_ns: int, core: Core, plan: StepPlan) -> None:
+    def observe(now_ns: int, core: Scheduler, plan: StepPlan) -> None:
         counts.append(plan.decode_tokens + plan.prefill_tokens)
 
     # a prompt of one token samples in its first step, so an output of n takes n steps

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 from services.cli import app as cli
 from services.gateway.delivery.stream import Offer, RequestStream, Row
-from services.scheduler.core.core import Core
 from services.scheduler.core.kv.blocks import BlockPool
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.shard.lease import Lease
 from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared import redis_client
@@ -64,7 +64,7 @@ def _leaked_block() -> Iterator[None]:
         number = next(calls)
         real(self, blocks[:-1] if number > SPARED and number % EVERY == 0 else blocks)
 
-    with patch.object(BlockPool, "give", give), patch.object(Core, "check", lambda _: None):
+    with patch.object(BlockPool, "give", give), patch.object(Scheduler, "check", lambda _: None):
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from protos import queue_pb2
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, StepResult
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.intake import READ_COUNT, Claimed, Clock, Intake
@@ -62,7 +62,7 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
 
 def starts_before_quiet(claimed: list[Claimed]) -> int:
     """How many of the flood start before the last request does."""
-    core = Core("orcinus", prefix_cache=False)
+    core = Scheduler("orcinus", prefix_cache=False)
     core.join(Limits(slots=SLOTS, blocks=256, block_size=16, max_model_len=1024, max_step_tokens=512))
     now_ns, started = 1_000_000_000, 0
     for item in claimed:

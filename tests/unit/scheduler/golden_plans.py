@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import PARTS, PRESETS
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, NewRequest, Outcome
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import arguments
@@ -385,7 +385,7 @@ class Run:
     def __init__(self, name: str, seed: int, trace: bool = False) -> None:
         self.policy, self.work = policy_of(name, seed), workload(seed)
         self.rng = random.Random(mix(5, seed))
-        self.core = Core(self.policy, **self.work.settings)
+        self.core = Scheduler(self.policy, **self.work.settings)
         self.now = 1_000 * MS
         self.workers: dict[int, ScriptedWorker] = {}
         self.sizes: dict[int, Limits] = {}

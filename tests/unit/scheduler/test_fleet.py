@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits
 from services.scheduler.quarantine import REPLICA_WAIT_S, Quarantine
 from services.scheduler.workers.fleet import AVOID_S, Fleet
@@ -27,7 +27,7 @@ class Shard:
     """Twin workers of one core, and the quarantine in front of it; a request in `poison` kills who runs it."""
 
     def __init__(self, workers: int) -> None:
-        self.house = House(Core("orcinus", lookahead=0), LIMITS)
+        self.house = House(Scheduler("orcinus", lookahead=0), LIMITS)
         for _ in range(workers - 1):
             self.house.join(LIMITS)
         self.core = self.house.core

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
 from services.scheduler.quarantine import ABANDONED_S, GATEWAY_GONE_S, NEVER_SEEN_S, Quarantine
 from tests.unit.scheduler.core.twin import House, request
@@ -19,7 +19,7 @@ class Shard:
     """A core with a worker that answers every step, and the quarantine in front of it."""
 
     def __init__(self) -> None:
-        self.core = Core("orcinus", lookahead=1)
+        self.core = Scheduler("orcinus", lookahead=1)
         self.join()
         self.quarantine = Quarantine(self.core, self.give_up, self.abandon)
         self.given_up: list[str] = []
@@ -215,7 +215,7 @@ def test_one_that_was_parked_as_its_gateway_is_gone_can_be_tried() -> None:
 
 
 def test_what_was_swapped_out_gives_up_its_blocks_in_the_host_tier_when_it_is_parked() -> None:
-    h = House(Core("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     h.add(request("stays", 4, 8, seed=3))
     h.add(request("yields", 4, 8, seed=4))
     while not h.core.stats()["swapped"]:

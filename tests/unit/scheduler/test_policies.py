@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from services.scheduler.core.types import Limits, NewRequest, StepResult
-from services.scheduler.policy_switch import PolicySwitch, make_core
+from services.scheduler.policy_switch import PolicySwitch, make_scheduler
 from shared.settings import SchedulerSettings
 
 STEP_NS = 1_000_000
 
 
 def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_once() -> None:
-    core = make_core(SchedulerSettings(policy="orca", lookahead=0))
+    core = make_scheduler(SchedulerSettings(policy="orca", lookahead=0))
     events: list[tuple[str, str]] = []
 
     def tell(kind: str, text: str, **ids: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_onc
 
 
 def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_once() -> None:
-    core = make_core(SchedulerSettings(policy="orca:tokens=fixed-9", lookahead=0))
+    core = make_scheduler(SchedulerSettings(policy="orca:tokens=fixed-9", lookahead=0))
     events: list[tuple[str, str, str]] = []
     switch = PolicySwitch(core, lambda kind, text, **ids: events.append((kind, ids["policy"], text)))
     core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
@@ -79,6 +79,6 @@ def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -
     found = {}
     for policy in ("orca", "sglang"):
         for choice in ("auto", "on", "off"):
-            core = make_core(SchedulerSettings(policy=policy, prefix_cache=choice))
+            core = make_scheduler(SchedulerSettings(policy=policy, prefix_cache=choice))
             found[policy, choice] = core.replicas[core.join(limits)].prefix_cache is not None
     assert [key for key, kept in found.items() if kept] == [("orca", "on"), ("sglang", "auto"), ("sglang", "on")]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import preset
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Outcome, StepPlan, StepResult
 from services.simulator.device.clock import Features, Linear
 from services.simulator.device.device import Device
@@ -188,7 +188,7 @@ def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() 
 
 def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
     device = Device(4, TEN, np.array([9, 9]), 1, False, False, block_ns=6 * MS)
-    core = Core("orca")
+    core = Scheduler("orca")
     plan = _empty_plan()
     assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0, int).end_ns == 18 * MS
     assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0, int).end_ns == 18 * MS  # in order
@@ -229,16 +229,16 @@ def test_every_requests_times_are_those_that_the_core_told(
 ) -> None:
     """Waits gathered row by row from the Outcomes, by request, against the columns; with preemptions in flight."""
     told: dict[int, list[int]] = {}
-    apply = Core.apply
+    apply = Scheduler.apply
 
-    def spy(self: Core, result: StepResult, now_ns: int) -> Outcome:
+    def spy(self: Scheduler, result: StepResult, now_ns: int) -> Outcome:
         outcome = apply(self, result, now_ns)
         for request, count, wait in zip(outcome.requests, outcome.counts, outcome.waits_ns, strict=True):
             if count:
                 told.setdefault(request.payload, []).append(int(wait))
         return outcome
 
-    monkeypatch.setattr(Core, "apply", spy)
+    monkeypatch.setattr(Scheduler, "apply", spy)
     rng = np.random.default_rng(11)
     n = 120
     output = rng.integers(1, 260, n)
@@ -334,7 +334,7 @@ def test_a_request_that_can_never_run_is_told_and_not_counted() -> None:
 
 
 def test_a_core_that_plans_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Core, "plan", lambda self, now_ns, replica=0: (None, None))
+    monkeypatch.setattr(Scheduler, "plan", lambda self, now_ns, replica=0: (None, None))
     monkeypatch.setattr("services.simulator.engine.MAX_TICKS", 50)
     with pytest.raises(Stuck, match="orca holds 1 requests"):
         simulate("orca", all_at_once([4], [2]), BARE, TEN)

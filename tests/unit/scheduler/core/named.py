@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, StepPlan
 from tests.unit.scheduler.core.twin import MS, House
 
@@ -46,4 +46,4 @@ def house(
     step_max: int = 2048,
     **more: int,
 ) -> Named:
-    return Named(Core(policy, **{"lookahead": 0, **more}), Limits(slots, blocks, block_size, context, step_max))
+    return Named(Scheduler(policy, **{"lookahead": 0, **more}), Limits(slots, blocks, block_size, context, step_max))

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import PRESETS
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import StepPlan
 from services.simulator.device.clock import Linear
 from services.simulator.engine import Setup, simulate
@@ -29,7 +29,7 @@ class Preempted:
     def __init__(self) -> None:
         self.most = 0
 
-    def __call__(self, now_ns: int, core: Core, plan: StepPlan) -> None:
+    def __call__(self, now_ns: int, core: Scheduler, plan: StepPlan) -> None:
         running = core.replicas[0].table.sequence
         self.most = max([self.most, *(sequence.preemptions for sequence in running if sequence is not None)])
 

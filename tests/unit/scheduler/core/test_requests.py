@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Int32, Limits, Records, StepResult
 from tests.unit.scheduler.core.twin import MS, House, answer, request
 
@@ -18,7 +18,7 @@ CORE = Path(__file__).resolve().parents[4] / "services" / "scheduler" / "core"
 
 
 def house(policy: str = "orcinus", limits: Limits = LIMITS, **more: int) -> House:
-    return House(Core(policy, **more), limits)
+    return House(Scheduler(policy, **more), limits)
 
 
 def rounds(h: House, count: int) -> None:
@@ -163,7 +163,7 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
 
 
 def test_failure_in_the_last_unanswered_step_ends_a_parked_sequence() -> None:
-    h = House(Core("orcinus", lookahead=1), Limits(4, 100, 4, 64, 64))
+    h = House(Scheduler("orcinus", lookahead=1), Limits(4, 100, 4, 64, 64))
     h.add(request("a", 5, 9, seed=1))
     assert h.plan() is not None
     h.core.park("a")

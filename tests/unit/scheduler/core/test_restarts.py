@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, StepResult
 from tests.unit.scheduler.core.test_requests import LIMITS, house, rounds
 from tests.unit.scheduler.core.twin import answer, request
@@ -62,7 +62,7 @@ def test_outputs_that_no_checkpoint_has_carried_before_a_restart_are_in_the_firs
     whole = [answer(new, choice, 64)[0] for choice in range(3)]
     new.outputs = [np.array(tokens[:count], np.int32) for tokens, count in zip(whole, (7, 4, 10), strict=True)]
     new.recorded = [3, 4, 9]
-    outcome = Core(checkpoint_tokens=32).add(new, 0)
+    outcome = Scheduler(checkpoint_tokens=32).add(new, 0)
     carried = [(choice, first, tokens.tolist()) for _, choice, first, tokens in outcome.checkpoints]
     assert carried == [(0, 3, whole[0][3:7]), (2, 9, whole[2][9:10])]
 
@@ -115,7 +115,7 @@ def test_a_request_that_ran_is_let_go_with_a_checkpoint_and_goes_on_elsewhere() 
 
 
 def test_a_restarted_request_with_outputs_is_not_released() -> None:
-    core = Core()
+    core = Scheduler()
     new = request("r", 4, 8, seed=1)
     new.outputs = [np.array([5], np.int32)]
     core.add(new, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.batching import Chunked
 from services.scheduler.core.policy.budget import Fixed
@@ -13,6 +12,7 @@ from services.scheduler.core.policy.memory import Watermark
 from services.scheduler.core.policy.order import ClassThenArrival
 from services.scheduler.core.policy.preemption import LeastLost
 from services.scheduler.core.policy.presets import PRESETS, preset
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import PINNED_AFTER
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.named import Named, house
@@ -236,7 +236,7 @@ def test_as_many_run_as_max_seqs_and_the_slots_allow(max_seqs: int, most: int) -
 def test_nobody_enters_in_an_iteration_that_preempted() -> None:
     """8 blocks of 2 as above; b is low and yields at position 8. c is high and would fit at once: it waits a step."""
     parts = (ClassThenArrival(), Watermark(0.0), Fixed(64), Chunked(), LeastLost())
-    h = Named(Core(Policy("eager", *parts), lookahead=0), Limits(8, 8, 2, 32, 64))
+    h = Named(Scheduler(Policy("eager", *parts), lookahead=0), Limits(8, 8, 2, 32, 64))
     h.add(request("a", 4, 10, seed=1))
     h.add(request("b", 4, 10, seed=2, priority=3))
     for _ in range(5):
@@ -251,7 +251,7 @@ def test_nobody_enters_in_an_iteration_that_preempted() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields(seed: int) -> None:
     """Seen from inside: a pinned row has its whole remainder reserved from its first step on."""
-    h = House(Core("sarathi", lookahead=1), Limits(10, 26, 2, 60, 64))
+    h = House(Scheduler("sarathi", lookahead=1), Limits(10, 26, 2, 60, 64))
     for i in range(40):
         h.add(request(f"r{i}", 3 + i % 5, 30, seed=100 * seed + i))
     pinned = 0
@@ -364,4 +364,4 @@ def test_freed_slots_and_blocks_serve_in_the_very_next_step() -> None:
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(ValueError, match=r"'fifo'; there are fastgen, .*orca, orcinus"):
-        Core("fifo")
+        Scheduler("fifo")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import parse
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Limits, Rows, StepResult
 from tests.unit.scheduler.core.named import Named, house
@@ -71,7 +71,7 @@ def test_a_row_is_scheduled_once_a_step() -> None:
 
 def test_new_sequence_has_one_chunk_a_step_while_an_urgent_one_waits() -> None:
     """A capped chunk leaves budget; the pass for running prompts of lower classes must not spend it on the same row."""
-    h = Named(Core(parse("orcinus:batch=capped-64,tokens=fixed-1024"), lookahead=0), Limits(8, 1000, 4, 400, 2048))
+    h = Named(Scheduler(parse("orcinus:batch=capped-64,tokens=fixed-1024"), lookahead=0), Limits(8, 1000, 4, 400, 2048))
     h.add(request("low", 300, 4, seed=1, priority=3))
     assert h.step() == {"low": (0, 64)}
     h.add(request("urgent", 200, 4, seed=2, priority=0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.fairness import SPARE
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.twin import House, request
 
@@ -15,7 +15,7 @@ SLOTS = 2 * SPARE
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_beside_a_flood_a_newcomer_has_a_slot_at_once_and_the_flood_goes_on(replicas: int) -> None:
     limits = Limits(SLOTS, 2_000, 4, 200, 2_048)
-    house = House(Core("orcinus", lookahead=0), limits)
+    house = House(Scheduler("orcinus", lookahead=0), limits)
     for _ in range(1, replicas):
         house.join(limits)
     for number in range(4 * SLOTS):
@@ -38,7 +38,7 @@ def test_beside_a_flood_a_newcomer_has_a_slot_at_once_and_the_flood_goes_on(repl
 
 
 def test_a_tenant_alone_has_every_slot() -> None:
-    house = House(Core("orcinus", lookahead=0), Limits(SLOTS, 2_000, 4, 200, 2_048))
+    house = House(Scheduler("orcinus", lookahead=0), Limits(SLOTS, 2_000, 4, 200, 2_048))
     for number in range(2 * SLOTS):
         house.add(request(f"{number}", 4, 20, seed=number, tenant="alone"))
     house.step_once()

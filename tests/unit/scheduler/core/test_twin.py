@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import PARTS, PRESETS
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.twin import MS, House, answer, request
 
@@ -85,7 +85,7 @@ class CoreTwin(RuleBasedStateMachine):
         lag: int,
     ) -> None:
         self.limits = Limits(slots, blocks, block_size, context, step_max, host_blocks)
-        core = Core(
+        core = Scheduler(
             policy,
             max_seqs=max_seqs,
             microbatches=microbatches,
@@ -270,7 +270,7 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
     rng = random.Random(7)
     preempted = swapped = 0
     for budget in (1, 7, 64, 0):
-        core = Core(policy, microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
+        core = Scheduler(policy, microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
         house = House(core, Limits(12, 40, 4, 64, 96, host_blocks=60), lag=lookahead)
         for i in range(32):
             house.add(
@@ -303,7 +303,7 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
 @pytest.mark.parametrize("policy", TESTED)
 def test_a_preemption_storm_is_damped(policy: str) -> None:
     """Blocks 4.5 % short of what all want at once: nobody is preempted more than three times, all finish."""
-    core = Core(policy, lookahead=1)
+    core = Scheduler(policy, lookahead=1)
     wanted = 16 * 16  # 16 sequences of 16 blocks at their end
     house = House(core, Limits(16, int(wanted * 0.955), 4, 128, 256))
     for i in range(48):
@@ -317,7 +317,7 @@ def test_worker_losses_under_load_lose_and_double_nothing(seed: int) -> None:
     rng = random.Random(seed)
     limits = Limits(slots=6, blocks=24, block_size=2, max_model_len=40, max_step_tokens=16)
     house = House(
-        Core(
+        Scheduler(
             TESTED[seed % len(TESTED)],
             microbatches=rng.randint(1, 2),
             lookahead=rng.randint(0, 2),
@@ -339,7 +339,7 @@ def test_worker_losses_under_load_lose_and_double_nothing(seed: int) -> None:
 
 def test_two_replicas_share_the_waiting() -> None:
     limits = Limits(slots=4, blocks=20, block_size=4, max_model_len=40, max_step_tokens=32)
-    house = House(Core("orcinus"), limits)
+    house = House(Scheduler("orcinus"), limits)
     assert house.join(limits) == 1
     for i in range(24):
         house.add(request(f"r{i}", 5, 12, seed=i))

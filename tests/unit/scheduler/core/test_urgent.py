@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, NewRequest
 from tests.unit.scheduler.core.named import house
 from tests.unit.scheduler.core.twin import MS, House, request
@@ -40,7 +40,7 @@ def test_the_prompt_of_an_urgent_one_goes_before_the_rest_of_a_lower_ones_prompt
 
 
 def test_an_urgent_one_whose_blocks_are_free_enters_though_the_forecast_is_full_of_lower_ones() -> None:
-    h = House(Core("orcinus", lookahead=0), Limits(16, 100, 4, 400, 2048))
+    h = House(Scheduler("orcinus", lookahead=0), Limits(16, 100, 4, 400, 2048))
     for i in range(3):
         h.add(request(f"low{i}", 20, 100, seed=i, priority=3))
     for _ in range(6):
@@ -80,7 +80,7 @@ def test_nobody_yields_to_a_choice_that_waits_for_its_siblings_prompt() -> None:
 def test_nobody_yields_on_a_replica_that_the_head_cannot_enter() -> None:
     """A swapped urgent sequence belongs to replica 1; replica 0 keeps its low ones and serves those behind."""
     limits = Limits(1, 12, 4, 64, 64, host_blocks=12)
-    core = Core("orcinus:relief=least-lost-swap+takes,memory=fits", lookahead=0)
+    core = Scheduler("orcinus:relief=least-lost-swap+takes,memory=fits", lookahead=0)
     h = House(core, limits)
     h.join(limits)
     h.add(request("low0", 8, 40, seed=1, priority=3))
@@ -105,7 +105,7 @@ def test_nobody_yields_on_a_replica_that_the_head_cannot_enter() -> None:
 
 
 def test_one_that_fits_only_a_lost_replica_holds_nobody_else_up() -> None:
-    h = House(Core("orcinus", lookahead=0), Limits(2, 20, 4, 80, 64))
+    h = House(Scheduler("orcinus", lookahead=0), Limits(2, 20, 4, 80, 64))
     h.join(Limits(2, 4, 4, 80, 64))
     h.add(request("big", 40, 4, seed=1))
     h.lose(0)
@@ -131,7 +131,7 @@ def test_a_prefix_is_waited_for_once_and_then_computed_again() -> None:
 
 
 def test_the_kv_of_a_chunk_that_failed_is_never_shared() -> None:
-    h = House(Core("orcinus", lookahead=0), Limits(8, 100, 4, 100, 64))
+    h = House(Scheduler("orcinus", lookahead=0), Limits(8, 100, 4, 100, 64))
     h.add(request("a", 20, 3, seed=1))
     h.plan()
     h.workers[0].fail_next = {0}
@@ -144,7 +144,7 @@ def test_the_kv_of_a_chunk_that_failed_is_never_shared() -> None:
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_parked_and_swapped_sequence_goes_on_wherever_its_worker_is(lost: bool) -> None:
     limits = Limits(8, 8, 2, 32, 64, host_blocks=8)
-    h = House(Core("sarathi:relief=newest-swap", lookahead=1), limits)
+    h = House(Scheduler("sarathi:relief=newest-swap", lookahead=1), limits)
     for seed, name in enumerate("ab"):
         h.add(request(name, 4, 9, seed=seed))
     while not h.core.stats()["swapped"]:
@@ -165,7 +165,7 @@ def test_a_parked_and_swapped_sequence_goes_on_wherever_its_worker_is(lost: bool
 def test_a_cancel_during_a_load_does_not_free_blocks_under_the_copy(lag: int) -> None:
     """b is cancelled while its KV comes back; its blocks may be taken only when the copy is acknowledged."""
     limits = Limits(8, 10, 2, 40, 64, host_blocks=16)
-    h = House(Core("sarathi:relief=newest-swap", lookahead=1), limits, lag)
+    h = House(Scheduler("sarathi:relief=newest-swap", lookahead=1), limits, lag)
     for seed, name in enumerate("abc"):
         h.add(request(name, 4, 14, seed=seed))
     for _ in range(200):
@@ -188,7 +188,7 @@ def test_a_cancel_during_a_load_does_not_free_blocks_under_the_copy(lag: int) ->
 
 def test_who_shares_blocks_with_one_that_is_swapped_out_may_end_during_the_copy() -> None:
     limits = Limits(8, 12, 2, 40, 64, host_blocks=32)
-    h = House(Core("sarathi:relief=newest-swap", lookahead=0, prefix_cache=True), limits, 3)
+    h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0, prefix_cache=True), limits, 3)
     h.add(request("a", 12, 12, seed=5))
     h.step_once()
     h.step_once()
@@ -203,7 +203,7 @@ def test_who_shares_blocks_with_one_that_is_swapped_out_may_end_during_the_copy(
 
 
 def test_a_request_without_prompt_or_choice_is_refused() -> None:
-    core = Core("orcinus")
+    core = Scheduler("orcinus")
     for wrong in (NewRequest("x", [], 4), NewRequest("y", [request("z").prompts[0]], 4, n=0)):
         with pytest.raises(ValueError, match="at least 1"):
             core.add(wrong, 0)

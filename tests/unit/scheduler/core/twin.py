@@ -1,4 +1,4 @@
-"""A worker in plain Python and a house around a Core, for the tests: brute force, nothing shared with the core.
+"""A worker in plain Python and a driver around a Scheduler, for the tests: brute force, nothing shared with the core.
 
 The worker applies Step columns in worker.proto's order to its own tables. Its "KV" of position p is a hash of tokens
 0..p and its "samples" are a hash of all tokens, so a block used by two or freed early shows as a wrong value, and
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.presets import DELAY_NS
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Enter, Finish, Limits, NewRequest, Outcome, StepPlan, StepResult
 
 VOCAB = 23
@@ -187,9 +187,9 @@ class TwinWorker:
 
 
 class House:
-    """A Core with twin workers, and a reader that checks every Outcome as gateway and record keeper would."""
+    """A Scheduler with twin workers, and a reader that checks every Outcome as gateway and record keeper would."""
 
-    def __init__(self, core: Core, limits: Limits, lag: int = 0) -> None:
+    def __init__(self, core: Scheduler, limits: Limits, lag: int = 0) -> None:
         self.core, self.now, self.lag = core, 1_000 * MS, lag
         self.limits: dict[int, Limits] = {}
         self.workers: dict[int, TwinWorker] = {}

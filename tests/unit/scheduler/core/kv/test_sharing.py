@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Slo
 from services.scheduler.core.policy.preemption import LeastLost, recompute
 from services.scheduler.core.policy.presets import parse
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.twin import MS, House, request
@@ -81,7 +81,7 @@ def test_the_choices_of_a_request_share_the_blocks_of_its_prompt() -> None:
 
 def test_many_that_wait_for_one_prefix_lose_nobody_who_comes_with_them() -> None:
     """More than are set aside for one owner, and a stranger behind every fortieth."""
-    h = House(Core("orcinus:order=fcfs,tokens=fixed-60000", lookahead=0), Limits(700, 40_000, 4, 120, 60_000))
+    h = House(Scheduler("orcinus:order=fcfs,tokens=fixed-60000", lookahead=0), Limits(700, 40_000, 4, 120, 60_000))
     for i in range(600):
         h.add(request(f"same{i}", 80, 2, seed=1))
         if i % 40 == 39:
@@ -93,7 +93,7 @@ def test_many_that_wait_for_one_prefix_lose_nobody_who_comes_with_them() -> None
 
 
 def test_cold_prefixes_that_were_of_use_move_to_the_host_and_come_back() -> None:
-    core = Core("orcinus", lookahead=0, step_tokens=400)
+    core = Scheduler("orcinus", lookahead=0, step_tokens=400)
     h = Named(core, Limits(4, 64, 4, 200, 400, host_blocks=200))
     for name in ("a", "b"):  # b shares the prefix of a, so it is of use
         h.add(request(name, 80, 1, seed=1))
@@ -115,7 +115,7 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     """8 blocks of 2, two sequences of 4 tokens: at position 8 the newer one yields, by swap, and computes nothing
     twice."""
     policy = "sarathi:relief=newest-swap"
-    h = Named(Core(policy, lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    h = Named(Scheduler(policy, lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     h.add(request("a", 4, 8, seed=1))
     h.add(request("b", 4, 8, seed=2))
     for at in (0, 4, 5, 6, 7):
@@ -131,7 +131,7 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
 
 
 def test_a_cancelled_sequence_gives_its_host_blocks_back() -> None:
-    h = House(Core("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     for seed, name in enumerate("ab"):
         h.add(request(name, 4, 9, seed=seed))
     while not h.core.stats()["swapped"]:
@@ -173,7 +173,7 @@ def test_a_tbt_limit_at_risk_makes_lower_classes_yield_and_nobody_when_that_woul
     """The twin's step takes 5 ms and 0.05 ms a token. Ten low ones decode beside one with a limit."""
     for limit_ms, expected in ((6, True), (4, False)):
         guarded = LeastLost(recompute, slo=Slo(risk_ns=500_000, safe_ns=600_000))
-        core = Core(dataclasses.replace(parse("sarathi:order=class"), relief=guarded), lookahead=0)
+        core = Scheduler(dataclasses.replace(parse("sarathi:order=class"), relief=guarded), lookahead=0)
         h = House(core, Limits(64, 1000, 4, 400, 2048))
         for i in range(30):
             h.add(request(f"low{i}", 8, 60, seed=i, priority=3))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Limits, StepPlan
@@ -41,7 +41,7 @@ class Tagged(House):
     """A house in which each replica runs at most `limit` tags, and every step is looked at."""
 
     def __init__(self, replicas: int, limit: int, policy: str = "orcinus", **settings: Any) -> None:
-        super().__init__(Core(policy, **({"lookahead": 0} | settings)), LIMITS)
+        super().__init__(Scheduler(policy, **({"lookahead": 0} | settings)), LIMITS)
         self.limit = limit
         for _ in range(replicas - 1):
             self.join(LIMITS)

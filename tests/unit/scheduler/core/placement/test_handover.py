@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.placement.constraints import Fits
 from services.scheduler.core.policy.base import Mode
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import CLASS_NAMES, Limits
@@ -38,7 +38,7 @@ def entered(h: House) -> list[int]:
 def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    h, unread = House(Core("orcinus"), P), UnreadableWarnings()
+    h, unread = House(Scheduler("orcinus"), P), UnreadableWarnings()
     h.join(D)
     h.workers[1].unmappable = set(h.tiers)
     unread.look(h.core, {0: "p", 1: "d"})
@@ -74,7 +74,7 @@ def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
 
 
 def test_a_decode_replica_computes_nothing_before_it_has_told_whom_it_can_read() -> None:
-    h = House(Core("orcinus"), P)
+    h = House(Scheduler("orcinus"), P)
     h.join(D)
     h.add(request("r", 10, 8))
     step = h.plan(1)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.state import Counters
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
@@ -25,7 +25,7 @@ P, D = replace(BOTH, role=PREFILL), replace(BOTH, role=DECODE)
 
 
 def house(*limits: Limits, policy: str = "orcinus", lookahead: int = 1, lag: int = 0, **more: Any) -> House:
-    h = House(Core(policy, lookahead=lookahead, checkpoint_tokens=4, **more), limits[0], lag)
+    h = House(Scheduler(policy, lookahead=lookahead, checkpoint_tokens=4, **more), limits[0], lag)
     for each in limits[1:]:
         h.join(each)
     h.step_once()  # in which they are told of each other
@@ -91,14 +91,14 @@ def test_without_the_other_role_a_replica_does_both() -> None:
     "other", [replace(D, host_tier="elsewhere/"), replace(D, kv_format="g"), replace(D, host_tier="")]
 )
 def test_replicas_that_do_not_share_a_folder_and_a_format_are_no_peers(other: Limits) -> None:
-    h = House(Core("orcinus"), P)
+    h = House(Scheduler("orcinus"), P)
     h.join(other)
     assert h.plan(0) is None and h.plan(1) is None
     assert h.plan(0) is None
 
 
 def test_peers_are_told_of_who_joins_and_of_who_is_lost() -> None:
-    h = House(Core("orcinus"), P)
+    h = House(Scheduler("orcinus"), P)
     assert h.plan(0) is None
     h.join(D)
     first = h.plan(0)
@@ -115,7 +115,7 @@ def test_peers_are_told_of_who_joins_and_of_who_is_lost() -> None:
 
 
 def test_an_acknowledgement_of_a_tier_that_was_replaced_counts_for_nothing() -> None:
-    h = House(Core("orcinus"), P)
+    h = House(Scheduler("orcinus"), P)
     h.join(D)
     h.plan(1)
     h.lose(0)
@@ -279,7 +279,7 @@ def test_peers_and_their_blocks_cross_the_wire() -> None:
     info = worker_pb2.WorkerInfo(max_seqs=4, gpu_blocks=8, block_size=4, role="decode", host_tier="f/1", kv_format="x")
     limits = limits_from_wire(info)
     assert (limits.role, limits.host_tier, limits.kv_format) == (DECODE, "f/1", "x")
-    h = House(Core("orcinus"), P)
+    h = House(Scheduler("orcinus"), P)
     h.join(D)
     plan = h.plan(1)
     assert plan is not None

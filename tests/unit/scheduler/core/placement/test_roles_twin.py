@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from services.scheduler.core.core import Core
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.test_twin import ANY_POLICY, SWAPS, CoreTwin
 from tests.unit.scheduler.core.twin import House
@@ -49,7 +49,7 @@ class RolesTwin(CoreTwin):
         lag: int,
         sizes: list[tuple[int, int, int, str, str]],
     ) -> None:
-        core = Core(
+        core = Scheduler(
             policy, microbatches=microbatches, lookahead=lookahead, prefix_cache=prefix_cache, checkpoint_tokens=3
         )
         several = [

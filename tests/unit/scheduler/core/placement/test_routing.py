@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.placement import router as routing
 from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.placement.router import NEVER, TIMED
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
 
@@ -20,7 +20,7 @@ SECOND = 1_000_000_000
 
 
 def house(replicas: int = 2, policy: str = "orcinus", **settings: object) -> House:
-    made = House(Core(policy, lookahead=0, prefix_cache=True, **settings), LIMITS)
+    made = House(Scheduler(policy, lookahead=0, prefix_cache=True, **settings), LIMITS)
     for _ in range(replicas - 1):
         made.join(LIMITS)
     return made
@@ -187,7 +187,7 @@ def test_a_request_whose_longest_replica_has_too_few_blocks_runs_as_far_as_anoth
 
 def test_the_microbatches_of_a_replica_are_its_stages_unless_they_are_set() -> None:
     for setting, found in ((0, [1, 2]), (3, [3, 3])):
-        core = Core("orcinus", microbatches=setting)
+        core = Scheduler("orcinus", microbatches=setting)
         numbers = [core.join(LIMITS), core.join(replace(LIMITS, stages=2))]
         assert [core.replicas[number].microbatches for number in numbers] == found
 

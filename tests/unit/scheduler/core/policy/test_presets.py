@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.core import Core
 from services.scheduler.core.policy.base import Mode
 from services.scheduler.core.policy.fairness import Fair
 from services.scheduler.core.policy.memory import FtAimd
 from services.scheduler.core.policy.order import FirstCome
 from services.scheduler.core.policy.preemption import SLO, LastStarted, Newest
 from services.scheduler.core.policy.presets import MOST, NEEDS, PARTS, PRESETS, TAKES, parse, preset
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.policy.rows import Rows
@@ -180,7 +180,7 @@ def test_vllm_recomputes_a_single_sequence_and_swaps_those_of_a_group() -> None:
 def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str]) -> None:
     """8 blocks of 2. b yields his four by swap when both need a fifth, and needs them back before c, who is older and
     needs one, may enter; that is when a has ended. Where all stand in one order c enters at once."""
-    h = Named(Core(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    h = Named(Scheduler(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     add(h, ("a", 4, 10), ("b", 4, 10))
     assert who(h, 6) == ["ab"] * 5 + [""]
     h.add(request("c", 1, 1, seed=3, arrived_ns=1))
@@ -231,7 +231,7 @@ def test_sglang_retracts_the_one_with_least_output_and_the_longest_input() -> No
 def test_ft_aimd_raises_its_limit_lets_one_sit_out_and_swaps_when_nobody_can_run() -> None:
     """8 blocks of 4, 32 tokens. a and b end with 23 tokens, 6 blocks each, so b is held back and the limit rises. At
     position 16 a sits out with his four blocks while b, a step behind, goes on; when neither can run, b is swapped."""
-    h = Named(Core("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
+    h = Named(Scheduler("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
     memory = h.core.policy.memory
     assert isinstance(memory, FtAimd)
     add(h, ("a", 4, 20), ("b", 4, 20))

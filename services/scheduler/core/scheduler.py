@@ -39,7 +39,7 @@ from services.scheduler.core.types import (
 from services.scheduler.core.waiting import WaitingQueue
 
 
-class Core:
+class Scheduler:
     """Schedules requests over replicas.
 
     max_seqs: sequences that run at most on a replica (0: its slots); microbatches (0: the replica's stages) and
