@@ -21,7 +21,7 @@ from services.scheduler.policy_switch import PolicySwitch, make_scheduler
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.commands import Commands
-from services.scheduler.requests.handover import Handover
+from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
 from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.lease import Lease
@@ -110,7 +110,7 @@ class Service:
         self._stop = asyncio.Event()
         self.quarantine = Quarantine(self.core, self._end_as_dead, self._end)
         self._shards = Shards(self._redis, self.keys, settings.shard, settings.lease_ms)
-        self.handover = Handover(
+        self.handover = RequestHandover(
             self._scripts, self.keys, settings.shard, self.lease, self.core, self._publisher, entries, self.forget
         )
         self.claims = Claims(

@@ -305,8 +305,8 @@ class Admission:
         if candidates[0].sequence.pinned:
             reserved: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)
         else:
-            most = replica.tokens.max_tokens(replica, state.step_tokens)
-            reserved = replica.memory.admit(replica, entrants, Pace(state.lookahead, most))
+            max_tokens = replica.tokens.max_tokens(replica, state.step_tokens)
+            reserved = replica.memory.admit(replica, entrants, Pace(state.lookahead, max_tokens))
         if not reserved.size and self._preempter.could_preempt_for(replica, candidates[0].sequence):
             reserved = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # preempts later
         costs = reserved - entrants.shared[: reserved.size]

@@ -12,7 +12,7 @@ from services.scheduler.core.admission import Admission
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.base import Verdict
 from services.scheduler.core.placement.constraints import check
-from services.scheduler.core.placement.disaggregation import HandOver
+from services.scheduler.core.placement.disaggregation import KVHandover
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
@@ -29,7 +29,7 @@ class Planner:
         self._state = state
         self._router = router
         self._preempter = Preempter(state, router)
-        self._hand_over = HandOver(state, router.placement)
+        self._hand_over = KVHandover(state, router.placement)
         self._admission = Admission(state, router, self._preempter)
 
     def plan(self, replica: Replica, now_ns: int, out: OutcomeBuilder) -> StepPlan | None:

@@ -30,7 +30,7 @@ LINK_BYTES_S = 25e9  # between the tiers, until swaps were timed: a PCIe 4 link
 
 
 @dataclass(slots=True)
-class InFlight:
+class SentStep:
     """A step sent and not answered yet."""
 
     id: int
@@ -123,7 +123,7 @@ class Replica:
         self.model = StepTime()
         self.token_time = TokenTime()
         self.swap_time = SwapTime(limits.block_bytes, LINK_BYTES_S)
-        self.inflight: dict[int, InFlight] = {}
+        self.inflight: dict[int, SentStep] = {}
         self.inflight_of: dict[int, int] = {}  # microbatch -> steps in flight
         self.last_planned: dict[int, int] = {}  # microbatch -> its last step
         self.next_step = 1  # ids are those of one Run of the worker, so they begin anew when it joins again
@@ -271,12 +271,12 @@ class Replica:
         else:
             del self.departed[slot]
 
-    def sent(self, step: InFlight) -> None:
+    def sent(self, step: SentStep) -> None:
         self.inflight[step.id] = step
         self.inflight_of[step.microbatch] = self.inflight_of.get(step.microbatch, 0) + 1
         self.last_planned[step.microbatch] = step.id
         self.next_step += 1
 
-    def answered(self, step: InFlight) -> None:
+    def answered(self, step: SentStep) -> None:
         del self.inflight[step.id]
         self.inflight_of[step.microbatch] -= 1

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.outcome import Columns, Names, OutcomeBuilder
-from services.scheduler.core.placement.disaggregation import release
+from services.scheduler.core.placement.disaggregation import requeue_handed_over
 from services.scheduler.core.placement.router import Router
-from services.scheduler.core.replica import InFlight, Replica
+from services.scheduler.core.replica import Replica, SentStep
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Bool
 from services.scheduler.core.types import Finish, Int32, Outcome, Records, Rows, StepResult
@@ -72,7 +72,7 @@ class Results:
         self._checkpoint_tokens = checkpoint_tokens
         self._checkpoint_ns = checkpoint_ns
 
-    def apply(self, replica: Replica, step: InFlight, result: StepResult, now_ns: int) -> Outcome:
+    def apply(self, replica: Replica, step: SentStep, result: StepResult, now_ns: int) -> Outcome:
         """Return the Outcome of one answered step. Raises ValueError when the result is not of this step."""
         rows, samples, table = step.sampled, step.samples, replica.table
         sent = step.sampled_wire  # comparing bytes takes a third of what array_equal takes
@@ -107,13 +107,13 @@ class Results:
                 if slot in replica.departed:
                     replica.settle(slot, step.id)  # after the failures, which belong to its last result
         if replica.handed:
-            release(replica, self._waiting, now_ns)
+            requeue_handed_over(replica, self._waiting, now_ns)
         if result.swap_out_acks.size:
             self._waiting.changes += 1  # peers may read it now
         return out.build(columns)
 
     @staticmethod
-    def _learn(replica: Replica, step: InFlight, result: StepResult) -> None:
+    def _learn(replica: Replica, step: SentStep, result: StepResult) -> None:
         """Learn how long the step took, and take the copies that are complete."""
         if step.tokens and not (step.moved and not replica.limits.role):  # with a role nearly every step moves some
             replica.model.observe(step.tokens, step.decode_context, step.prefill_context, result.step_ns)
@@ -123,7 +123,7 @@ class Results:
             replica.swap_time.observe(result.swap_out_acks.size + result.swap_in_acks.size, result.swap_ns)
 
     @staticmethod
-    def _filled(replica: Replica, step: InFlight, errors: list[tuple[int, str, str]]) -> None:
+    def _filled(replica: Replica, step: SentStep, errors: list[tuple[int, str, str]]) -> None:
         """Let the blocks of the step's prompt chunks be shared: their KV is there."""
         table, failed = replica.table, {slot for slot, _, _ in errors}
         chunks = [
@@ -142,7 +142,7 @@ class Results:
                     replica.prefix_cache.filled(slot, end)
 
     @staticmethod
-    def _answered(replica: Replica, step: InFlight, result: StepResult) -> Rows:
+    def _answered(replica: Replica, step: SentStep, result: StepResult) -> Rows:
         """Return the slots of a result that leaves some out: those that failed in this step or before.
 
         Raises ValueError where another slot is missing or the slots are not those of the step.
@@ -156,7 +156,7 @@ class Results:
         return result.slots.astype(np.intp)
 
     def _tokens(
-        self, replica: Replica, step: InFlight, rows: Rows, samples: Bool, tokens: Int32, logprobs: Records | None,
+        self, replica: Replica, step: SentStep, rows: Rows, samples: Bool, tokens: Int32, logprobs: Records | None,
         now_ns: int, out: OutcomeBuilder,
     ) -> Columns:  # fmt: skip
         """Append one token to each of `rows`. samples, tokens, logprobs: [n] columns over the first n rows."""
@@ -228,7 +228,7 @@ class Results:
     def _late(
         self,
         replica: Replica,
-        step: InFlight,
+        step: SentStep,
         slot: int,
         token: int,
         logprobs: bytes,
@@ -256,7 +256,7 @@ class Results:
         else:
             out.checkpoint(sequence)
 
-    def _failed(self, replica: Replica, step: InFlight, slot: int, message: str, out: OutcomeBuilder) -> None:
+    def _failed(self, replica: Replica, step: SentStep, slot: int, message: str, out: OutcomeBuilder) -> None:
         """End a sequence after an error in its part of the step; the other sequences go on."""
         sequence: Sequence | None
         if replica.table.generation[slot] <= step.id:

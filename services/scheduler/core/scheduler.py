@@ -25,7 +25,7 @@ from services.scheduler.core.sequence import PrefixState, Record, Sequence, Stat
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stats import figures, of_replica, ttft_ns
 from services.scheduler.core.types import (
-    CLASSES,
+    CLASS_COUNT,
     EMPTY,
     MAX_STOP_IDS,
     Finish,
@@ -139,8 +139,8 @@ class Scheduler:
         """
         if request.id in self.records:
             raise ValueError(f"request {request.id} is held already")
-        if not 0 <= request.priority < CLASSES:
-            raise ValueError(f"priority {request.priority} is not 0..{CLASSES - 1}")
+        if not 0 <= request.priority < CLASS_COUNT:
+            raise ValueError(f"priority {request.priority} is not 0..{CLASS_COUNT - 1}")
         if not request.prompts or request.n < 1:
             raise ValueError(f"{len(request.prompts)} prompts, n = {request.n}; both must be at least 1")
         if request.stop_ids.size > MAX_STOP_IDS:
@@ -302,7 +302,7 @@ class Scheduler:
         memo = self.replicas[replica].memo
         return memo.none_until_ns if memo.none_at == self.waiting.changes else 0
 
-    def predicted_ttft_ns(self, priority: int = CLASSES - 1) -> int:
+    def predicted_ttft_ns(self, priority: int = CLASS_COUNT - 1) -> int:
         """Return the predicted time to first token of a request of that class that comes now; 0 before any step."""
         return ttft_ns(self._state, self._router.for_prompts, priority)
 

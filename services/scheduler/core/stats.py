@@ -11,7 +11,8 @@ from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, State
 from services.scheduler.core.state import SchedulerState
-from services.scheduler.core.types import CLASS_NAMES, CLASSES, Priority
+from services.scheduler.core.table import DECODING
+from services.scheduler.core.types import CLASS_COUNT, CLASS_NAMES, Priority
 
 
 def figures(
@@ -84,7 +85,7 @@ def first_arrivals(state: SchedulerState, records: Iterable[Record]) -> list[int
 
     Requests come to the core in the order of their class's stream, so that few records are looked at.
     """
-    oldest, counts = [0] * CLASSES, state.waiting.counts
+    oldest, counts = [0] * CLASS_COUNT, state.waiting.counts
     missing = {priority for priority, count in enumerate(counts) if count}
     for record in records:
         if not missing:
@@ -150,7 +151,7 @@ def ttft_ns(state: SchedulerState, replicas: list[Replica], priority: int) -> in
             continue
         table, high = replica.table, replica.table.high
         owed = table.known[:high] - table.planned[:high]
-        decodes = owed == 1
+        decodes = table.phase[:high] == DECODING
         first = priority if urgent(state, priority) else Priority.LOW
         rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
         running = int(decodes.sum())

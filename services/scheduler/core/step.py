@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.kv.transfers import NO_COPIES
 from services.scheduler.core.placement.peers import NO_NEWS, to_wire
-from services.scheduler.core.replica import InFlight, LastStep, Replica
+from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Bool, Int64
 from services.scheduler.core.types import EMPTY, NO_ROWS, Enter, Int32, Rows, StepPlan
@@ -163,7 +163,7 @@ class StepBuilder:
         copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES
         news = replica.peers.take_news() if replica.peers.news else NO_NEWS
         decodes = self.decodes.size
-        step = InFlight(
+        step = SentStep(
             id=replica.next_step,
             microbatch=self.microbatch,
             slots=rows,

@@ -40,7 +40,7 @@ class Priority(enum.IntEnum):
     LOW = 3
 
 
-CLASSES = len(Priority)
+CLASS_COUNT = len(Priority)
 CLASS_NAMES = tuple(priority.name.lower() for priority in Priority)
 
 

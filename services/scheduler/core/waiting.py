@@ -15,7 +15,7 @@ from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.policy.base import Order, Queue
 from services.scheduler.core.policy.queues import ByClass, by_arrival
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.types import CLASSES
+from services.scheduler.core.types import CLASS_COUNT
 
 Takers = frozenset[int]  # numbers of the replicas that may take a sequence
 Key = Takers | None  # names a queue; None is the policy's queue
@@ -91,7 +91,7 @@ class SwappedQueues:
 
 def resumed_queue(order: Order) -> Queue:
     """Return an empty queue for sequences that had a slot before."""
-    return ByClass([by_arrival() for _ in range(CLASSES)], order.age_ns) if order.by_class else by_arrival()
+    return ByClass([by_arrival() for _ in range(CLASS_COUNT)], order.age_ns) if order.by_class else by_arrival()
 
 
 POLICY_QUEUE = (None,)
@@ -109,10 +109,10 @@ class WaitingQueue:
         self._queue = order.queue()  # one object: it keeps what was served and what was just removed
         self._swapped_queues: SwappedQueues | None = None  # only while replicas have roles
         self._aside: dict[int, Sequence] = {}  # by number, set aside: counted, but not in a queue
-        self.counts = [0] * CLASSES
-        self.swapped_counts = [0] * CLASSES
+        self.counts = [0] * CLASS_COUNT
+        self.swapped_counts = [0] * CLASS_COUNT
         self._waiting = 0
-        self.class_tokens = [0] * CLASSES
+        self.class_tokens = [0] * CLASS_COUNT
         self.swapped = 0
         self.changes = 0  # grows whenever another sequence may be at the head
 
@@ -269,11 +269,11 @@ class WaitingQueue:
             self._swapped_queues.check()
             if any(s.swapped for s in self._queue):
                 raise RuntimeError("a swapped sequence stands among those to compute")
-        counts = [sum(s.priority == c for s in waiting) for c in range(CLASSES)]
-        tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(CLASSES)]
+        counts = [sum(s.priority == c for s in waiting) for c in range(CLASS_COUNT)]
+        tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(CLASS_COUNT)]
         if counts != self.counts or tokens != self.class_tokens:
             raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted; {tokens}, {self.class_tokens}")
-        swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(CLASSES)]
+        swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(CLASS_COUNT)]
         if swapped != self.swapped_counts or sum(swapped) != self.swapped:
             raise RuntimeError(f"{swapped} swapped sequences wait, {self.swapped_counts} are counted")
         if len({s.number for s in waiting}) != len(waiting):

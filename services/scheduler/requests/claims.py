@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from services.scheduler.requests.commands import Commands
-from services.scheduler.requests.handover import Handover
+from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Entry, Intake, room_by_class
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
@@ -56,7 +56,7 @@ class Claims:
         intake: Intake,
         holdings: Holdings,
         shards: Shards,
-        handover: Handover,
+        handover: RequestHandover,
         commands: Commands,
         take: Callable[[list[Claimed]], None],
         has_suspects: Callable[[], bool],

@@ -24,7 +24,7 @@ PER_CALL = 64
 """Requests in one script call."""
 
 
-class Handover:
+class RequestHandover:
     """Moves the requests of one shard (`entries`). forget: called for each request that has left it."""
 
     def __init__(

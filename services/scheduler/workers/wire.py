@@ -10,6 +10,10 @@ from services.scheduler.core.types import EMPTY, Enter, Limits, StepPlan, StepRe
 from shared.columns import pack, unpack
 from shared.logprobs import split_records
 
+_OF_WORKER = worker_pb2.Sampling.DESCRIPTOR.fields_by_name
+SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields if field.name in _OF_WORKER]
+"""Fields that both protos have: a new one passes from the request to the worker by its name."""
+
 
 def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
     """Return the size of a worker from its Describe."""
@@ -30,24 +34,10 @@ def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
 
 def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
     """Return the sampling of one choice. Choice i uses seed + i, so that the n choices differ."""
-    s = request.sampling
-    return worker_pb2.Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        seed=(s.seed + choice) & 0xFFFFFFFFFFFFFFFF,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        logprobs=s.logprobs,
-        bias_ids=s.bias_ids,
-        bias_values=s.bias_values,
-        banned_ids=s.banned_ids,
-        stop_ids=request.stop_token_ids,
-        min_tokens=request.min_tokens,
-        grammar=s.grammar,
-    )
+    sampling = worker_pb2.Sampling(**{name: getattr(request.sampling, name) for name in SAMPLING_FIELDS})
+    sampling.seed = (request.sampling.seed + choice) & 0xFFFFFFFFFFFFFFFF
+    sampling.stop_ids, sampling.min_tokens = request.stop_token_ids, request.min_tokens
+    return sampling
 
 
 def _enter(enter: Enter) -> worker_pb2.Enter:

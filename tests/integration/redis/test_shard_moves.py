@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from protos import queue_pb2
-from services.scheduler.requests.handover import Handover
+from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Clock, Entry, Intake
 from services.scheduler.shard.lease import Lease
 from shared.columns import pack
@@ -36,7 +36,7 @@ class Process:
     shard: str
     lease: Lease
     intake: Intake
-    handover: Handover
+    handover: RequestHandover
     held: dict[str, Entry] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)
 
@@ -61,7 +61,7 @@ class World:
         if await lease.take():
             intake = Intake(self.redis, self.redis, self.scripts, KEYS, shard, lease, Clock())
             nobody: Any = None
-            handover = Handover(self.scripts, KEYS, shard, lease, nobody, nobody, {}, lambda _: None)
+            handover = RequestHandover(self.scripts, KEYS, shard, lease, nobody, nobody, {}, lambda _: None)
             process = Process(shard, lease, intake, handover)
             self.processes.append(process)
             await self.rebuild(process)

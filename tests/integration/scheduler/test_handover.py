@@ -11,7 +11,7 @@ import pytest
 
 from protos import queue_pb2
 from services.scheduler.requests.claims import Claims, Holdings
-from services.scheduler.requests.handover import Handover
+from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
@@ -41,7 +41,9 @@ class Taker:
         self.lease = self.lease_of("shard-1")
         self.intake = Intake(self.redis, self.redis, self.scripts, self.keys, "shard-1", self.lease, Clock())
         nobody: Any = None
-        self.handover = Handover(self.scripts, self.keys, "shard-1", self.lease, nobody, nobody, {}, lambda _: None)
+        self.handover = RequestHandover(
+            self.scripts, self.keys, "shard-1", self.lease, nobody, nobody, {}, lambda _: None
+        )
 
     def lease_of(self, shard: str) -> Lease:
         return Lease(self.scripts, self.keys, shard, self.settings.lease_ms)

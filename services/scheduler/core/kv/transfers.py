@@ -27,7 +27,7 @@ class HostTier(Protocol):
 
 
 @dataclass(slots=True)
-class Load:
+class KVLoad:
     """KV in flight from a host tier into the blocks of one row."""
 
     slot: int
@@ -68,8 +68,8 @@ class Transfers:
         self._kept: Counter[int] = Counter()  # block -> references that copies in flight hold
         self._out: list[tuple[Int32, Int32]] = []  # GPU, host
         self._in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
-        self._loads: deque[Load] = deque()
-        self._loading: dict[int, Load] = {}  # slot -> its load
+        self._loads: deque[KVLoad] = deque()
+        self._loading: dict[int, KVLoad] = {}  # slot -> its load
         self._arrived: dict[int, None] = {}  # slots with KV that has arrived and no step has entered yet, in order
 
     @property
@@ -128,7 +128,7 @@ class Transfers:
         peer = source.number if source is not None else -1
         self._in.append((host, gpu, peer))
         generation = int(self._table.generation[slot])
-        load = Load(slot, generation, host, gpu, saved is None, host.size, saved=saved, peer=peer, tier=tier)
+        load = KVLoad(slot, generation, host, gpu, saved is None, host.size, saved=saved, peer=peer, tier=tier)
         self._loads.append(load)
         self._loading[slot] = load
         self.swapped_blocks += host.size
@@ -150,7 +150,7 @@ class Transfers:
         load.orphan = True
         return load.gpu
 
-    def from_peer(self, slot: int) -> Load | None:
+    def from_peer(self, slot: int) -> KVLoad | None:
         """Return the load from the host tier of another replica that the row of `slot` waits for."""
         load = self._loading.get(slot)
         return load if load is not None and load.peer >= 0 else None
@@ -195,7 +195,7 @@ class Transfers:
             peers,
         )
 
-    def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[Load]:
+    def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[KVLoad]:
         """Complete copies that the worker has acknowledged: free drained blocks and return the loads that are complete.
 
         Raise ValueError for a copy that is not in flight.
@@ -206,7 +206,7 @@ class Transfers:
             self._give(out_gpu[~alone])
             self._kept.subtract(out_gpu[~alone].tolist())
             self.copied_out += out_gpu.size
-        done: list[Load] = []
+        done: list[KVLoad] = []
         at = 0
         while at < in_host.size:
             if not self._loads:
@@ -230,7 +230,7 @@ class Transfers:
             self._give(np.delete(blocks, first))
         self._pool.give(blocks[first])
 
-    def _complete(self, load: Load, done: list[Load]) -> None:
+    def _complete(self, load: KVLoad, done: list[KVLoad]) -> None:
         if load.shared:
             self._host.give(load.host)
         elif load.peer < 0:

@@ -52,7 +52,7 @@ class Placement:
         self.fed: set[int] = set()  # replicas that can load what a prefill replica computed
         self.confined: Mapping[str, Record] = {}  # requests in quarantine: they run on `dock` only
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
-        self._quarantine = Quarantine(self)
+        self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
         self._role = Role(self)
         self._rules: tuple[Rule, ...] = (self._quarantine, self._fits, OpenPolicy(state), KVReadable(), self._role)
@@ -136,7 +136,7 @@ class Rule(Constraint[StepBuilder]):
         return Verdict.OK if self.allows(step.replica, sequence) else Verdict.SKIP
 
 
-class Quarantine(Rule):
+class QuarantineRule(Rule):
     """Let confined sequences run on the dock only, and no other sequence there."""
 
     def __init__(self, placement: Placement) -> None:
@@ -242,4 +242,4 @@ def has_all_kv(sequence: Sequence) -> bool:
 
 def feeds(prefill: Replica, replica: Replica) -> bool:
     """Return whether `prefill` is a prefill replica and `replica` can read its host tier, or may yet map it."""
-    return prefill.limits.role == PREFILL and replica.peers.hopes(prefill)
+    return prefill.limits.role == PREFILL and replica.peers.may_read(prefill)

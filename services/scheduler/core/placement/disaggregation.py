@@ -17,7 +17,7 @@ from services.scheduler.core.types import DECODE, PREFILL
 from services.scheduler.core.waiting import WaitingQueue
 
 
-class HandOver:
+class KVHandover:
     """Plans which sequences leave a prefill replica."""
 
     def __init__(self, state: SchedulerState, placement: Placement) -> None:
@@ -69,7 +69,7 @@ class HandOver:
         return False
 
 
-def release(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
+def requeue_handed_over(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
     """Put handed-over sequences into the queue when their steps are answered and their copies are complete."""
     owing = []
     for sequence in replica.handed:
@@ -85,7 +85,7 @@ def unreadable(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, st
     found = []
     for reader in (r for r in replicas if r.limits.role == DECODE):
         for owner in (r for r in replicas if r.limits.role == PREFILL):
-            if not reader.peers.hopes(owner):
+            if not reader.peers.may_read(owner):
                 why = obstacle(reader.limits, owner.limits) or "it could not map the other one's host tier"
                 found.append((reader, owner, why))
     return found

@@ -50,18 +50,18 @@ class Peers(Generic[R]):
 
     def __init__(self) -> None:
         self.readable: dict[int, R] = {}
-        self._told: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
+        self._announced: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
         self._refused: dict[int, R] = {}  # peers with a host tier that the worker could not map
         self.news: News[R] = {}  # for the next step; None means that the peer is lost
 
     def joined(self, other: R) -> None:
         """Add `other` as a peer and announce it in the next step."""
-        self._told[other.number] = other
+        self._announced[other.number] = other
         self.news[other.number] = other
 
     def lost(self, other: R) -> None:
         """Remove `other` if it is a peer, and announce that in the next step."""
-        if self._told.pop(other.number, None) is not None:
+        if self._announced.pop(other.number, None) is not None:
             self.readable.pop(other.number, None)
             self._refused.pop(other.number, None)
             self.news[other.number] = None
@@ -71,22 +71,22 @@ class Peers(Generic[R]):
         news, self.news = self.news, {}
         return news
 
-    def acknowledged(self, told: News[R], numbers: Int32) -> bool:
+    def acknowledged(self, announced: News[R], numbers: Int32) -> bool:
         """Note which of the peers that a step announced the worker has mapped.
 
-        told: the news of that step. numbers: [n] peers that were mapped. Return whether this settles for any peer
+        announced: the news of that step. numbers: [n] peers that were mapped. Return whether this settles for any peer
         whether it can be read; a peer that was lost or replaced meanwhile is ignored.
         """
         mapped, learned = set(numbers.tolist()), False
-        for number, other in told.items():
-            if other is not None and self._told.get(number) is other:
+        for number, other in announced.items():
+            if other is not None and self._announced.get(number) is other:
                 (self.readable if number in mapped else self._refused)[number] = other
                 learned = True
         return learned
 
-    def hopes(self, other: R) -> bool:
+    def may_read(self, other: R) -> bool:
         """Return whether `other` can be read, or is a peer that the worker has not answered for yet."""
-        return self._told.get(other.number) is other and other.number not in self._refused
+        return self._announced.get(other.number) is other and other.number not in self._refused
 
     def source(self, sequence: Sequence) -> R | None:
         """Return the readable peer that holds the KV of a sequence in its host tier, or None.

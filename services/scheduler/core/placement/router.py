@@ -38,12 +38,12 @@ LEAST_KEYS = 2  # blocks that a prefix must share with one that is being compute
 
 
 @dataclass(slots=True)
-class Load:
+class ReplicaLoad:
     """The work of one replica, valid while `made_of` is unchanged."""
 
     made_of: tuple[int, int, int]  # next step, roster of the table, steps in flight
     running: int  # sequences
-    most: int  # sequences that may run
+    max_running: int  # sequences
     busy_ns: float  # time of the steps in flight and of the rest of the running prompts
     step_ns: float  # time of a decode step of the running sequences
     chunk: int  # prompt tokens that a step has room for
@@ -62,7 +62,7 @@ class Router:
         self.placement = Placement(state)
         self._state = state
         self._affinity = affinity
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, ReplicaLoad] = {}
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> sequences routed there -> tokens to compute
         self._starting: OrderedDict[int, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
 
@@ -79,8 +79,8 @@ class Router:
             if other is not replica and can_read(other.limits, replica.limits):
                 other.peers.joined(replica)
         self.changed(alive)
-        most = max(map(placement.confined_fitting, alive))
-        if placement.dock < 0 and placement.confined_fitting(replica) == most > 0:
+        best = max(map(placement.confined_fitting, alive))
+        if placement.dock < 0 and placement.confined_fitting(replica) == best > 0:
             placement.dock = replica.number
             self.changed(alive)
 
@@ -246,11 +246,11 @@ class Router:
         cost = load.busy_ns + sum(others) * load.token_ns
         cost += max(rest / load.chunk, 1.0) * load.step_ns
         cost += WEIGHT * rest * (load.token_ns + load.pair_ns * (hit + rest / 2))
-        cost += steps * load.step_ns * (1 + CROWD * crowd / load.most)
+        cost += steps * load.step_ns * (1 + CROWD * crowd / load.max_running)
         cost += steps * crowd * load.row_ns  # the time that the sequences there lose
         if can_load(replica, sequence):
             cost += replica.swap_ns_per_block * (sequence.saved.blocks.size if sequence.saved is not None else 0)
-        lacking = crowd + 1 - load.most
+        lacking = crowd + 1 - load.max_running
         if lacking > 0 or replica.available < replica.blocks_for(rest):
             cost += max(lacking, 1) * load.slot_ns
         return cost
@@ -272,13 +272,13 @@ class Router:
         share_ns = self._load(best).share_ns
         return work[best.number] + share_ns > GUARD * mean + SLACK * share_ns
 
-    def _load(self, replica: Replica) -> Load:
+    def _load(self, replica: Replica) -> ReplicaLoad:
         table = replica.table
         made_of = (replica.next_step, table.roster, len(replica.inflight))
         load = self._loads.get(replica.number)
         if load is not None and load.made_of == made_of:
             return load
-        high, most = table.high, self._state.max_running(replica)
+        high, max_running = table.high, self._state.max_running(replica)
         known, planned = table.known[:high], table.planned[:high]
         owed = known - planned
         prompts = int(owed.sum(where=owed > 1))
@@ -292,10 +292,10 @@ class Router:
             for step in replica.inflight.values()
         )
         left = float(np.maximum(table.limit[:high] - known, 0).sum()) / max(running, 1)  # mean steps left of a sequence
-        load = Load(
-            made_of, running, most, flying + prompts * token_ns, step_ns, chunk, token_ns, per_pair,
+        load = ReplicaLoad(
+            made_of, running, max_running, flying + prompts * token_ns, step_ns, chunk, token_ns, per_pair,
             step_ns * left / max(running, 1), per_token + per_context * context / max(running, 1),
-            per_token + base / most,
+            per_token + base / max_running,
         )  # fmt: skip
         self._loads[replica.number] = load
         return load

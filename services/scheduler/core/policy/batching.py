@@ -88,10 +88,10 @@ class Chunked(Batching):
             return rest[:0]
         wanted, size = rest, self._multiple
         if self._most or self._depth:
-            most = np.full(rest.size, self._most or left, np.int64)
+            longest = np.full(rest.size, self._most or left, np.int64)
             if self._depth:
-                most = most * self._depth // (self._depth + before)
-            wanted = np.minimum(rest, np.maximum(most, size))
+                longest = longest * self._depth // (self._depth + before)
+            wanted = np.minimum(rest, np.maximum(longest, size))
         if size > 1:
             wanted = np.where(rest < size, rest, wanted // size * size)
         used = np.cumsum(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.core.policy.base import Budget, ReplicaView
+from services.scheduler.core.table import PREFILLING
 from services.scheduler.core.types import PREFILL, Rows
 
 TBT_NS = 100_000_000  # TBT target of a request that gives no limit
@@ -138,8 +139,8 @@ class Starved:
 
 def at_most(replica: ReplicaView, tokens: int) -> int:
     """Return `tokens`, but at most what the worker takes in a step; 0 means that maximum."""
-    most = replica.limits.max_step_tokens
-    return min(tokens or most, most)
+    limit = replica.limits.max_step_tokens
+    return min(tokens or limit, limit)
 
 
 def tightest(replica: ReplicaView, decodes: Rows) -> int:
@@ -155,5 +156,5 @@ def tightest(replica: ReplicaView, decodes: Rows) -> int:
 def deepest(replica: ReplicaView) -> int:
     """Return the largest number of tokens planned already of a prompt that still prefills; 0 without prompts."""
     table, high = replica.table, replica.table.high
-    prefills = table.known[:high] - table.planned[:high] > 1
+    prefills = table.phase[:high] == PREFILLING
     return int(table.planned[:high][prefills].max()) if np.count_nonzero(prefills) else 0

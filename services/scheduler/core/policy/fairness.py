@@ -36,31 +36,31 @@ class Counters:
         self._step = 0
         self._waiting = waiting
 
-    def served(self, who: Int32 | Int64, tokens: Int32) -> None:
+    def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
         """Count the tokens [n] that a step gives to tenants [n]; a tenant may appear several times."""
         self._step += 1
-        if who.size:
-            self.reach(int(who.max()))
-            np.add.at(self.counter, who, tokens)
-            self._seen[who] = self._step
+        if tenants.size:
+            self.grow_to(int(tenants.max()))
+            np.add.at(self.counter, tenants, tokens)
+            self._seen[tenants] = self._step
 
-    def comes(self, who: int) -> None:
+    def arrived(self, tenant: int) -> None:
         """Note that a tenant has its first waiting sequence."""
-        self.reach(who)
-        if self._step - self._seen[who] > ABSENT:
+        self.grow_to(tenant)
+        if self._step - self._seen[tenant] > ABSENT:
             here = self._step - self._seen <= ABSENT
             here[self._waiting()] = True
-            here[who] = False
-            self.counter[who] = self.counter[here].min() if here.any() else 0
-        self._seen[who] = self._step
+            here[tenant] = False
+            self.counter[tenant] = self.counter[here].min() if here.any() else 0
+        self._seen[tenant] = self._step
 
-    def goes(self, who: int) -> None:
+    def left(self, tenant: int) -> None:
         """Note that a sequence of a tenant does not wait any more."""
-        self._seen[who] = self._step
+        self._seen[tenant] = self._step
 
-    def reach(self, who: int) -> None:
+    def grow_to(self, tenant: int) -> None:
         """Grow the columns until they have an entry for this tenant."""
-        while who >= self.counter.size:
+        while tenant >= self.counter.size:
             self._seen = np.append(self._seen, np.full(self._seen.size, -ABSENT - 1))
             self.counter = np.append(self.counter, np.zeros_like(self.counter))
 
@@ -84,7 +84,7 @@ class Fair(Order):
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         tenants = table.tenant[rows]
         if rows.size:
-            self.counters.reach(int(tenants.max()))
+            self.counters.grow_to(int(tenants.max()))
         return rows[np.lexsort((table.number[rows], table.arrived[rows], self.counters.counter[tenants]))]
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
@@ -119,7 +119,7 @@ class FairQueue:
         if sequence in self._taken:
             self._charged[tenant] -= self._taken.pop(sequence)
         if tenant not in self._tenants:
-            self._counters.comes(tenant)
+            self._counters.arrived(tenant)
             self._tenants[tenant] = Heap()
         self._tenants[tenant].push(sequence, arrival(sequence))
         self._note(tenant)
@@ -145,7 +145,7 @@ class FairQueue:
         tenant = sequence.record.tenant
         heap = self._tenants.get(tenant)
         if heap is not None and heap.remove(sequence):
-            self._counters.goes(tenant)
+            self._counters.left(tenant)
             if not len(heap):
                 del self._tenants[tenant]
 
@@ -177,7 +177,7 @@ ALLOWANCE = 4_096  # tokens by which a tenant may be ahead of the least served w
 FLOOD = 4  # a tenant floods a class if more than MOVED of it wait, and more than 1 / FLOOD of the common queue
 SPARE = 32  # a tenant with an even share of the slots leaves 1 / SPARE of all slots free
 SEVERAL = 256  # steps for which tokens are counted after a different tenant has come, even if only one waits
-NOBODY = -1  # no tenant has come yet
+NO_TENANT = -1  # no tenant has come yet
 
 
 class Spare:
@@ -196,13 +196,13 @@ class Spare:
         """Let every tenant use all slots."""
         self._held = self._held[:0]
 
-    def count(self, held: Int64, tenants: int, most: int, left: int) -> None:
+    def count(self, held: Int64, tenants: int, slots: int, left: int) -> None:
         """Set the slots for the next step.
 
-        held: [n] slots that each tenant holds. tenants: how many run or wait. most: slots that may be in use. left:
+        held: [n] slots that each tenant holds. tenants: how many run or wait. slots: those that may be in use. left:
         free slots beyond the spare ones.
         """
-        self._held, self._even, self._left = held, most / tenants, left
+        self._held, self._even, self._left = held, slots / tenants, left
 
     def barred(self, tenant: int) -> bool:
         """Return whether no further sequence of `tenant` may enter in this step."""
@@ -230,16 +230,16 @@ class ByShare:
     def __init__(self, inner: Callable[[], BySlack], spare: Spare) -> None:
         """inner: return an empty queue, for the common queue and for each held tenant."""
         self._spare = spare
-        self.counters = Counters(lambda: np.flatnonzero(self.here).tolist())
+        self.counters = Counters(lambda: np.flatnonzero(self.waits).tolist())
         self._inner, self._common = inner, inner()
         self._held: dict[int, BySlack] = {}  # tenant -> its held sequences, at least one
         self._known: dict[Sequence, int] = {}  # sequences of the common queue -> known tokens when pushed
         self._offered: dict[int, int] = {}  # tenant -> sum of these tokens
         self._count: dict[int, int] = {}  # tenant -> its waiting sequences, at least one
-        self.here: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: whether it is in _count
+        self.waits: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: whether it is in _count
         self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
         self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
-        self._rest, self._last = 0, NOBODY  # steps for which tokens are still counted; the tenant that came last
+        self._rest, self._last = 0, NO_TENANT  # steps for which tokens are still counted; the tenant that came last
         self._now_ns, self._limit, self._may_move = -1, 0, MOVED  # _look(): its time, largest counter, moves left
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -268,7 +268,7 @@ class ByShare:
             self._charged[tenant] -= self._taken.pop(sequence)
             self._spare.taken(tenant, -1)
         if tenant not in self._count:
-            self._comes(tenant)
+            self._first_waits(tenant)
         self._count[tenant] += 1
         if tenant in self._held and not sequence.outputs.size:
             self._held[tenant].push(sequence, now_ns)
@@ -311,18 +311,18 @@ class ByShare:
         self._count[tenant] -= 1
         if not self._count[tenant]:
             del self._count[tenant]
-            self.here[tenant] = False
-            self.counters.goes(tenant)
+            self.waits[tenant] = False
+            self.counters.left(tenant)
             self._now_ns = -1
 
-    def _comes(self, tenant: int) -> None:
+    def _first_waits(self, tenant: int) -> None:
         """Note the first waiting sequence of a tenant."""
-        while tenant >= self.here.size:
-            self.here = np.append(self.here, np.zeros_like(self.here))
-        self.counters.comes(tenant)
-        if self._count or self._last not in (NOBODY, tenant):
+        while tenant >= self.waits.size:
+            self.waits = np.append(self.waits, np.zeros_like(self.waits))
+        self.counters.arrived(tenant)
+        if self._count or self._last not in (NO_TENANT, tenant):
             self._rest = SEVERAL
-        self._count[tenant], self.here[tenant], self._last = 0, True, tenant
+        self._count[tenant], self.waits[tenant], self._last = 0, True, tenant
         self._now_ns = -1
 
     def _look(self, now_ns: int) -> None:
@@ -334,7 +334,7 @@ class ByShare:
             return
         self._now_ns, self._may_move = now_ns, MOVED
         if len(self._count) > 1:
-            self._limit = int(self.counters.counter[: self.here.size][self.here].min()) + ALLOWANCE
+            self._limit = int(self.counters.counter[: self.waits.size][self.waits].min()) + ALLOWANCE
         for tenant in list(self._held):
             while self._may_move and tenant in self._held and self._may_offer(tenant):
                 self._may_move -= 1

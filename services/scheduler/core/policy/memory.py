@@ -82,11 +82,11 @@ class Peak:
         counted again.
         """
         peaks, size = self._living(), self._block_size
-        most = int(peaks.max()) if peaks.size else 0
-        if most > room:
+        peak = int(peaks.max()) if peaks.size else 0
+        if peak > room:
             return 0
         full = np.cumsum(-(-(held + steps) // size) - shared)
-        if most + int(full[-1]) <= room:
+        if peak + int(full[-1]) <= room:
             return held.size
         held, steps = held - self._drift, steps + self._drift
         # At the ends of running sequences; only those at which the newcomers could exceed the room.
@@ -96,9 +96,9 @@ class Peak:
         more[steps[:, None] < ends] = 0
         over = (np.cumsum(more, axis=0) + peaks[near] > room).any(axis=1)
         # At the ends of the newcomers, all of them: the end of a later newcomer may be a peak of earlier ones, too.
-        own = -(-(held[:, None] + steps) // size) - shared[:, None]
-        own[steps[:, None] < steps] = 0
-        sums = np.cumsum(own, axis=0) + self._at(steps)
+        at_ends = -(-(held[:, None] + steps) // size) - shared[:, None]
+        at_ends[steps[:, None] < steps] = 0
+        sums = np.cumsum(at_ends, axis=0) + self._at(steps)
         over |= (sums > room).any(axis=1)
         return int(np.argmax(over)) if over.any() else held.size
 
@@ -212,8 +212,8 @@ class PeakEstimate(Memory):
             held, steps = ahead(known, known - table.planned[rows], table.limit[rows].astype(np.int64) - 1, pace)
             size, room = replica.limits.block_size, room - set_aside(table)
             new_held, new_steps = of_candidates(candidates, np.maximum(candidates.limit, candidates.known), pace)
-            most = int((-(-(held + steps) // size)).sum() + (-(-(new_held + new_steps) // size)).sum())
-            if most > room:  # else they fit even if all reach their longest at once
+            longest = int((-(-(held + steps) // size)).sum() + (-(-(new_held + new_steps) // size)).sum())
+            if longest > room:  # else they fit even if all reach their longest at once
                 self._peak.run(held, steps, size, spared(replica))
                 count = self._peak.fitting(new_held[:count], new_steps[:count], candidates.shared[:count], room)
         return blocks[: first_of_none(replica, count)]
@@ -315,8 +315,8 @@ class Overcommit(Memory):
         table = replica.table
         on, prompt = table.active[: table.high], table.prompt[: table.high]
         produced = int((table.applied[: table.high] - prompt)[on].sum())
-        most = int((table.limit[: table.high] - prompt)[on].sum())
-        self.ratio = min(1.0, (produced + 20 * table.count) / (most + 1))
+        limit = int((table.limit[: table.high] - prompt)[on].sum())
+        self.ratio = min(1.0, (produced + 20 * table.count) / (limit + 1))
 
 
 def known_blocks(replica: ReplicaView, tokens: Int64) -> Int64:

@@ -20,7 +20,7 @@ from services.scheduler.core.policy.queues import (
 )
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
-from services.scheduler.core.types import CLASSES, Int32, Priority, Rows
+from services.scheduler.core.types import CLASS_COUNT, Int32, Priority, Rows
 
 AGE_NS = 10_000_000_000  # each such time of waiting lifts a sequence by one class
 TTFT_NS = 2_000_000_000  # TTFT limit of a request that gives none
@@ -60,7 +60,7 @@ class ClassThenArrival(Order):
         self._slack = slack
 
     def queue(self) -> Queue:
-        return ByClass([by_arrival() for _ in range(CLASSES)], self.age_ns)
+        return ByClass([by_arrival() for _ in range(CLASS_COUNT)], self.age_ns)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         lifted = _lifted(table, rows, now_ns, self.age_ns)
@@ -86,7 +86,7 @@ class ClassThenSlack(Order):
 
     def queue(self) -> Queue:
         urgent, others = self._spares = Spare(), Spare()
-        spares = [urgent if priority < Priority.NORMAL else others for priority in range(CLASSES)]
+        spares = [urgent if priority < Priority.NORMAL else others for priority in range(CLASS_COUNT)]
         self._shares = [ByShare(lambda: BySlack(self._start_by, self._key), spare) for spare in spares]
         return ByClass(self._shares, self.age_ns)
 
@@ -111,10 +111,10 @@ class ClassThenSlack(Order):
             others.open()
             return
         active = table.active[: table.high]
-        held = np.bincount(table.tenant[: table.high][active], minlength=max(share.here.size for share in self._shares))
+        held = np.bincount(table.tenant[: table.high][active], minlength=max(s.waits.size for s in self._shares))
         present = held > 0
         for share in self._shares:
-            present[: share.here.size] |= share.here
+            present[: share.waits.size] |= share.waits
         tenants = max(int(np.count_nonzero(present)), 2)
         others.count(held, tenants, max_running, left)
         if (table.priority[: table.high][active] < Priority.NORMAL).all():

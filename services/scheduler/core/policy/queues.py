@@ -17,7 +17,7 @@ import numpy.typing as npt
 from services.scheduler.core.policy.base import Queue
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Int64
-from services.scheduler.core.types import CLASSES
+from services.scheduler.core.types import CLASS_COUNT
 
 LOOKED_AT = 128  # prefixes are not looked up while more sequences than this wait (SGLang)
 LATE_EVERY = 8  # one of so many admissions is of a late sequence
@@ -249,7 +249,7 @@ class ByClass:
             held = [late for queue in self._queues if queue and (late := queue.held_back(now_ns)) is not None]
             if held:
                 return min(held, key=arrival)
-        best, rank = None, (CLASSES, 0, 0)
+        best, rank = None, (CLASS_COUNT, 0, 0)
         for queue in self._queues:
             if not queue or (head := queue.head(now_ns)) is None:
                 continue

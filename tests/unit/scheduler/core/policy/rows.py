@@ -44,6 +44,7 @@ class Rows:
         values |= {"held": self.blocks_for(columns["known"]), "priority": 2, "number": slot} | columns
         for name, value in values.items():
             getattr(table, name)[slot] = value
+        table.set_phase(np.array([slot]))
         table.active[slot] = True
         table.count += 1
         table.high = table.count
