@@ -1,7 +1,4 @@
-"""A real gateway over a real Redis and a scripted scheduler, for the tests that ask it questions.
-
-A test module that needs another one defines the fixture itself.
-"""
+"""A real gateway over a real Redis and a scripted scheduler. A module's GATEWAY is the settings of its gateway."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from tokenizers import Tokenizer
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.stack import RedisServer
-from tests.support.tokenizers import byte_level, write_model
+from tests.support.tokenizers import shared_byte_level, token_ids, write_model
 
 KEY = "sk-test-0123456789"
 OTHER = "sk-other-9876543210"
@@ -42,18 +39,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_level()
+    return shared_byte_level()
 
 
 @pytest.fixture(scope="module")
 def gateway(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
 ) -> Iterator[GatewayProcess]:
     directory = tmp_path_factory.mktemp("gateway")
-    (directory / "keys").write_text(f"{KEY}\n\n{OTHER}\n")
-    with running_gateway(
-        directory, model, redis_server, api_key_file=directory / "keys", max_queued_tokens=1000, max_body_bytes=200_000
-    ) as running:
+    settings = getattr(request.module, "GATEWAY", None)
+    if settings is None:
+        (directory / "keys").write_text(f"{KEY}\n\n{OTHER}\n")
+        settings = {"api_key_file": directory / "keys", "max_queued_tokens": 1000, "max_body_bytes": 200_000}
+    with running_gateway(directory, model, redis_server, **settings) as running:
+        if "api_key_file" in settings:
+            running.key = KEY
         yield running
 
 
@@ -66,7 +66,7 @@ def scheduler(gateway: GatewayProcess, redis_server: RedisServer) -> ScriptedSch
 
 
 @pytest.fixture
-def answers(scheduler: ScriptedScheduler, tokenizer: Tokenizer) -> Iterator[None]:
+def answers(scheduler: ScriptedScheduler) -> Iterator[None]:
     """Every request is answered with TEXT."""
-    with answering(scheduler, lambda _: tokenizer.encode(TEXT).ids):
+    with answering(scheduler, lambda _: token_ids(TEXT)):
         yield

@@ -1,4 +1,4 @@
-"""Clients of a gateway under test that do what well-behaved ones would not: wait in threads, read nothing, leave."""
+"""Clients of a gateway under test: they wait in threads, read nothing, or leave."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import httpx
 
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_scheduler import Claimed, ScriptedScheduler
 
 
 class Stream:
     """One streaming request, read by a thread of its own."""
 
-    def __init__(self, gateway: GatewayProcess, path: str = "/v1/completions", **body: Any) -> None:
-        fields = {"model": gateway.name, "stream": True, "return_token_ids": True, "max_tokens": 400, **body}
-        if path == "/v1/completions":
-            fields.setdefault("prompt", "The")
+    def __init__(self, gateway: GatewayProcess, **body: Any) -> None:
+        fields = {"model": gateway.name, "prompt": "The", "stream": True, "return_token_ids": True, "max_tokens": 400}
         self.events: list[dict[str, Any]] = []
         self.ids: list[str] = []
         self.comments = 0
         self.done = False
-        self.status = 0
-        self._thread = threading.Thread(target=self._read, args=(gateway.url + path, fields), daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(gateway.url + "/v1/completions", {**fields, **body}), daemon=True
+        )
         self._thread.start()
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
         with httpx.stream("POST", url, json=body, timeout=60) as answer:
-            self.status, decoder = answer.status_code, sse.Decoder()
+            decoder = sse.Decoder()
             for line in answer.iter_lines():
                 event = decoder.feed(line)
                 self.comments = decoder.comments
@@ -62,6 +62,11 @@ class Stream:
         return self.events[-1].get("error") if self.events else None
 
 
+def streamed(gateway: GatewayProcess, scheduler: ScriptedScheduler, **body: Any) -> tuple[Stream, Claimed]:
+    """Return a stream and its request, which the scheduler has claimed."""
+    return Stream(gateway, **body), scheduler.claim()
+
+
 class posted:  # noqa: N801 - reads as a verb where it is used
     """A whole-answer request in a thread; its answer is in the list after the block."""
 
@@ -79,8 +84,10 @@ class posted:  # noqa: N801 - reads as a verb where it is used
         self._thread.join(60)
 
 
-def raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0, behind: bytes = b"") -> socket.socket:
-    """A connection that sent a request, with what is `behind` it, and reads nothing."""
+def raw_post(
+    gateway: GatewayProcess, body: bytes, receive_buffer: int = 0, behind: bytes = b"", key: str = ""
+) -> socket.socket:
+    """Return a connection that sent a request, with what is `behind` it, and reads nothing. key: its name, if any."""
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -88,5 +95,6 @@ def raw_post(gateway: GatewayProcess, body: bytes, receive_buffer: int = 0, behi
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
-    connection.sendall(head.encode() + b"\r\n" + body + behind)
+    named = f"Idempotency-Key: {key}\r\n" if key else ""
+    connection.sendall(f"{head}{named}\r\n".encode() + body + behind)
     return connection

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from shared.keys import Keys
+from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import PLAIN, ROOT, RedisServer
 from tests.support.waiting import free_port, until
 
@@ -25,6 +26,7 @@ class GatewayProcess:
         self.port, self.ops_port = free_port(), free_port()
         self.url, self.ops_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.ops_port}"
         self.name = str(settings.get("served_model_name", model.name))
+        self.key = str(settings.get("api_key", ""))  # that requests of get and post carry
         self.keys = Keys(self.name)
         values = {
             "redis_url": redis_url, "model": model, "port": self.port, "ops_port": self.ops_port, "drain_s": 5,
@@ -76,8 +78,25 @@ class GatewayProcess:
             self.process.wait(10)
             raise
 
+    def headers(self, key: str | None = None) -> dict[str, str]:
+        key = self.key if key is None else key
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def request(
+        self, method: str, path: str, headers: dict[str, str] | None = None, key: str | None = None, **options: Any
+    ) -> httpx.Response:
+        headers = {**self.headers(key), **(headers or {})}
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, verify=PLAIN, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json={"model": self.name, **body}, timeout=60, verify=PLAIN, **options)
+        return self.request("POST", path, json={"model": self.name, **body}, **options)
+
+    def reason(self, path: str = "/health/ready") -> str:
+        """Return why a health check fails; empty where it does not."""
+        return str(self.get(path).json().get("reason", ""))
 
     def metric(self, name: str) -> float:
         """Sum of one metric over its labels."""
@@ -87,7 +106,7 @@ class GatewayProcess:
 
 @contextlib.contextmanager
 def running_gateway(directory: Path, model: Path, redis: RedisServer, **settings: Any) -> Iterator[GatewayProcess]:
-    """A live gateway (ready as soon as somebody leads); its log is printed when the block fails."""
+    """Yield a live gateway (ready as soon as a scheduler leads); print its log when the block fails."""
     gateway = GatewayProcess(directory, model, redis.url, **settings).start()
     try:
         yield gateway.wait_live()
@@ -96,3 +115,13 @@ def running_gateway(directory: Path, model: Path, redis: RedisServer, **settings
         raise
     finally:
         gateway.stop()
+
+
+@contextlib.contextmanager
+def led_gateway(
+    directory: Path, model: Path, redis: RedisServer, **settings: Any
+) -> Iterator[tuple[GatewayProcess, ScriptedScheduler]]:
+    """Yield a gateway that is ready, and the scheduler that leads."""
+    with running_gateway(directory, model, redis, **settings) as gateway:
+        scheduler = ScriptedScheduler(redis.client, gateway.keys).lead()
+        yield gateway.wait_ready(), scheduler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,17 @@ def byte_level() -> Tokenizer:
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer
+
+
+@functools.cache
+def shared_byte_level() -> Tokenizer:
+    return byte_level()
+
+
+def token_ids(text: str) -> list[int]:
+    """Return the ids of a text in the model that `write_model` makes by default."""
+    ids: list[int] = shared_byte_level().encode(text).ids
+    return ids
 
 
 def byte_fallback() -> Tokenizer:
@@ -67,7 +79,7 @@ def metaspace() -> Tokenizer:
 
 
 def write_model(directory: Path, tokenizer: Tokenizer | None = None, **tokenizer_config: Any) -> Path:
-    """A directory that the gateway accepts; its weights are one byte, for nobody loads them here."""
+    """A directory that the gateway accepts; its weights are one byte, as no test loads them."""
     tokenizer = tokenizer or byte_level()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

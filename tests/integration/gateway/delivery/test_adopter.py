@@ -1,4 +1,4 @@
-"""Two reapers and one gateway that is gone, on a real Redis: who adopts, and what is tried again."""
+"""Two adopters of orphans and one gateway that is gone, on a real Redis: which adopts, and what is tried again."""
 
 from __future__ import annotations
 
@@ -28,33 +28,30 @@ def left(server: RedisServer) -> set[str]:
     return {name.decode() for name in server.client.smembers(keys.background_of("gone"))}
 
 
-async def test_of_two_gateways_that_look_at_once_one_adopts_each_request(redis_server: RedisServer) -> None:
-    adopted: list[tuple[str, str]] = []
+async def test_each_orphan_is_adopted_once_when_two_gateways_look(redis_server: RedisServer) -> None:
+    adopted: list[str] = []
     both = asyncio.Barrier(2)
 
-    def taking(name: str) -> Callable[[str, str], Awaitable[None]]:
-        async def take_up(request_id: str, _gateway: str) -> None:
-            adopted.append((request_id, name))
-            await asyncio.sleep(0)
-
-        return take_up
+    async def take_up(request_id: str, _gateway: str) -> None:
+        adopted.append(request_id)
+        await asyncio.sleep(0)
 
     async def look(one: OrphanAdopter) -> None:
         await both.wait()
         await one.adopt_from("gone")
 
-    one, other = (adopter(redis_server, name, taking(name)) for name in ("one", "other"))
-    await asyncio.gather(look(one), look(other))
-    assert sorted(request_id for request_id, _ in adopted) == sorted(IDS)
+    adopters = [adopter(redis_server, name, take_up) for name in ("one", "other")]
+    await asyncio.gather(*map(look, adopters))
+    assert sorted(adopted) == sorted(IDS)
     assert left(redis_server) == set()
-    for each in (one, other):
+    for each in adopters:
         await each.close()
 
 
 @pytest.mark.parametrize(
     "error", [unavailable("Redis does not answer", "redis_unavailable"), taken_over(), ValueError("unreadable")]
 )
-async def test_what_could_not_be_adopted_is_left_for_the_next_try_and_the_others_are_adopted(
+async def test_orphan_that_cannot_be_adopted_stays_for_the_next_try(
     redis_server: RedisServer, error: Exception
 ) -> None:
     async def take_up(request_id: str, _gateway: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -15,40 +13,31 @@ from tokenizers import Tokenizer
 
 from shared.grammars import NOT_FOLLOWED
 from shared.logprobs import pack_record
-from tests.support.gateway_clients import Stream, posted, raw_post
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_clients import posted, raw_post, streamed
+from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
-from tests.support.stack import RedisServer
+from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
+GATEWAY = {"client_buffer_events": 64, "keepalive_s": 0.2}
 EOS = 1
+FOX = token_ids("The quick brown fox")
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-@pytest.fixture(scope="module")
-def gateway(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
-) -> Iterator[GatewayProcess]:
-    with running_gateway(
-        tmp_path_factory.mktemp("gateway"), model, redis_server, client_buffer_events=64, keepalive_s=0.2
-    ) as running:
-        yield running
+def body_of(gateway: GatewayProcess, **fields: object) -> bytes:
+    return json.dumps({"model": gateway.name, "prompt": "x", **fields}).encode()
 
 
-@pytest.fixture
-def scheduler(gateway: GatewayProcess, redis_server: RedisServer) -> ScriptedScheduler:
-    leading = ScriptedScheduler(redis_server.client, gateway.keys).lead()
-    gateway.wait_ready()
-    return leading
+def until_idle(gateway: GatewayProcess) -> None:
+    until("no request is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
 
 
-def test_tokens_arrive_in_order_with_their_ids(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
+def test_tokens_arrive_in_order_with_their_ids(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     text = "The quick brown fox 🐋 jumps"
-    tokens = tokenizer.encode(text).ids
-    stream = Stream(gateway, temperature=0)
-    claimed = scheduler.claim()
-    assert claimed.prompts == [tokenizer.encode("The").ids]
+    tokens = token_ids(text)
+    stream, claimed = streamed(gateway, scheduler, temperature=0)
+    assert claimed.prompts == [token_ids("The")]
     scheduler.serve(claimed, tokens)
     stream.join()
     assert (stream.tokens(), stream.text(), stream.reason, stream.done) == (tokens, text, "length", True)
@@ -56,48 +45,37 @@ def test_tokens_arrive_in_order_with_their_ids(
     assert all("\ufffd" not in choice["text"] for choice in stream.choices())
 
 
-def test_rows_sent_twice_are_dropped(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    tokens = tokenizer.encode("The quick brown fox").ids
+def test_duplicate_rows_are_dropped(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     before = gateway.metric("orcinus_gateway_duplicate_rows_total")
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    scheduler.publish(Line(claimed.id, 0, tokens[:2]))
-    scheduler.publish(Line(claimed.id, 0, tokens[:2]))
-    scheduler.publish(Line(claimed.id, 1, tokens[1:4]))  # half of it is new
-    scheduler.publish(Line(claimed.id, 4, tokens[4:], finish=LENGTH))
-    scheduler.end(claimed, [tokens], [LENGTH])
-    stream.join()
-    assert stream.tokens() == tokens
+    stream, claimed = streamed(gateway, scheduler)
+    scheduler.publish(Line(claimed.id, 0, FOX[:2]))
+    scheduler.publish(Line(claimed.id, 0, FOX[:2]))
+    scheduler.publish(Line(claimed.id, 1, FOX[1:4]))  # half of it is new
+    scheduler.publish(Line(claimed.id, 4, FOX[4:], finish=LENGTH))
+    scheduler.end(claimed, [FOX], [LENGTH])
+    assert stream.join().tokens() == FOX
     assert gateway.metric("orcinus_gateway_duplicate_rows_total") == before + 1
 
 
-def test_a_gap_is_filled_from_the_record(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    tokens = tokenizer.encode("The quick brown fox jumps").ids
+def test_gap_is_filled_from_the_record(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     before = gateway.metric("orcinus_gateway_refilled_rows_total")
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    scheduler.publish(Line(claimed.id, 0, tokens[:1]))
-    scheduler.publish(checkpoints=[(claimed.id, 0, 0, tokens[:4])])
-    scheduler.publish(Line(claimed.id, 4, tokens[4:], finish=LENGTH))
-    stream.join()
-    assert (stream.tokens(), stream.reason) == (tokens, "length")
+    stream, claimed = streamed(gateway, scheduler)
+    scheduler.publish(Line(claimed.id, 0, FOX[:1]))
+    scheduler.publish(checkpoints=[(claimed.id, 0, 0, FOX[:4])])
+    scheduler.publish(Line(claimed.id, 4, FOX[4:], finish=LENGTH))
+    assert (stream.join().tokens(), stream.reason) == (FOX, "length")
     assert gateway.metric("orcinus_gateway_refilled_rows_total") > before
 
 
-def test_log_probabilities_stay_with_their_tokens_through_gaps_and_rows_sent_twice(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+def test_logprobs_stay_with_their_tokens_through_gaps_and_duplicates(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
-    tokens = tokenizer.encode("The quick brown fox jumps over").ids
+    tokens = token_ids("The quick brown fox jumps over")
     values = [-float(index) for index in range(len(tokens))]
     records = [
         pack_record(value, np.array([token]), np.array([value])) for value, token in zip(values, tokens, strict=True)
     ]
-    stream = Stream(gateway, logprobs=1)
-    claimed = scheduler.claim()
+    stream, claimed = streamed(gateway, scheduler, logprobs=1)
     assert claimed.request.sampling.logprobs == 2
     scheduler.publish(Line(claimed.id, 0, tokens[:1], logprobs=records[:1]))
     unread = Line(claimed.id, 1, tokens[1:4], logprobs=records[1:4])
@@ -105,67 +83,56 @@ def test_log_probabilities_stay_with_their_tokens_through_gaps_and_rows_sent_twi
     scheduler.publish(Line(claimed.id, 4, tokens[4:5], logprobs=records[4:5]))
     scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH, logprobs=records[3:]))
     stream.join()
-    told = [choice["logprobs"] for choice in stream.choices() if choice["logprobs"]]
-    assert [value for one in told for value in one["token_logprobs"]] == values
-    assert [value for one in told for best in one["top_logprobs"] for value in best.values()] == values
-    assert "".join(name for one in told for name in one["tokens"]) == stream.text()
+    found = [choice["logprobs"] for choice in stream.choices() if choice["logprobs"]]
+    assert [value for one in found for value in one["token_logprobs"]] == values
+    assert [value for one in found for best in one["top_logprobs"] for value in best.values()] == values
+    assert "".join(name for one in found for name in one["tokens"]) == stream.text()
 
 
-def test_a_gap_whose_tokens_are_checkpointed_later_is_waited_for(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    tokens = tokenizer.encode("The quick brown fox").ids
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    scheduler.publish(Line(claimed.id, 2, tokens[2:3]))
-    scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH))
-    until("the gateway has asked for the record", lambda: stream.comments > 2)
+def test_gap_waits_for_a_checkpoint_that_comes_later(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    stream, claimed = streamed(gateway, scheduler)
+    scheduler.publish(Line(claimed.id, 2, FOX[2:3]))
+    scheduler.publish(Line(claimed.id, 3, FOX[3:], finish=LENGTH))
+    until("the gateway has read the record", lambda: stream.comments > 2)
     assert not stream.events
-    scheduler.publish(checkpoints=[(claimed.id, 0, 0, tokens[:2])])
-    stream.join()
-    assert (stream.tokens(), stream.done) == (tokens, True)
+    scheduler.publish(checkpoints=[(claimed.id, 0, 0, FOX[:2])])
+    assert (stream.join().tokens(), stream.done) == (FOX, True)
 
 
-def test_a_request_whose_stream_was_trimmed_unread_is_served_from_its_record(
+def test_record_serves_a_request_whose_stream_was_trimmed(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    stream, claimed = streamed(gateway, scheduler)
+    scheduler.publish(Line(claimed.id, 0, FOX[:1]))
+    scheduler.end(claimed, [FOX], [LENGTH])
+    assert (stream.join().tokens(), stream.reason) == (FOX, "length")
+
+
+def test_stop_string_across_tokens_cuts_text_and_stops_the_sequence(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
 ) -> None:
-    tokens = tokenizer.encode("The quick brown fox").ids
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    scheduler.publish(Line(claimed.id, 0, tokens[:1]))
-    scheduler.end(claimed, [tokens], [LENGTH])
-    stream.join()
-    assert (stream.tokens(), stream.reason) == (tokens, "length")
-
-
-def test_a_stop_string_across_tokens_cuts_the_text_and_stops_the_sequence(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    tokens = tokenizer.encode("a quick brown fox").ids
+    tokens = token_ids("a quick brown fox")
     needed = next(n for n in range(len(tokens)) if "k br" in tokenizer.decode(tokens[:n]))
-    stream = Stream(gateway, stop=["k br", "zzz"])
-    claimed = scheduler.claim()
+    stream, claimed = streamed(gateway, scheduler, stop=["k br", "zzz"])
     for index, token in enumerate(tokens):
         scheduler.publish(Line(claimed.id, index, [token]))
     stream.join()
-    assert (stream.text(), stream.reason) == ("a quic", "stop")
-    assert stream.tokens() == tokens[:needed]
+    assert (stream.text(), stream.reason, stream.tokens()) == ("a quic", "stop", tokens[:needed])
     stop = scheduler.wait_control("stop", claimed.id).stop
     assert (stop.choice, stop.at_token) == (0, needed)
 
 
-def test_the_end_by_a_stop_string_waits_for_a_redis_that_takes_no_write(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+def test_end_by_stop_string_waits_while_redis_takes_no_write(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
-    stream = Stream(gateway, stop=["k br"])
-    claimed = scheduler.claim()
-    line = scheduler.batch([Line(claimed.id, 0, tokenizer.encode("a quick brown fox").ids)])
+    stream, claimed = streamed(gateway, scheduler, stop=["k br"])
+    line = scheduler.batch([Line(claimed.id, 0, token_ids("a quick brown fox"))])
     pipe = scheduler.client.pipeline(transaction=True)  # the row arrives, and from then on nothing is written
     pipe.xadd(gateway.keys.tokens(claimed.request.gateway), {"b": line.SerializeToString()})
     pipe.config_set("maxmemory", 1)
     pipe.execute()
     try:
-        until("the text is told", lambda: stream.text() == "a quic")
+        until("the text has come", lambda: stream.text() == "a quic")
         comments = stream.comments
         until("the stream is kept alive", lambda: stream.comments > comments + 1)
         assert (stream.reason, stream.done) == (None, False)
@@ -177,70 +144,52 @@ def test_the_end_by_a_stop_string_waits_for_a_redis_that_takes_no_write(
     gateway.wait_ready()
 
 
-def test_each_choice_ends_by_itself(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    tokens = tokenizer.encode("one. two").ids
-    stream = Stream(gateway, n=2, stop=".", stream_options={"include_usage": True})
-    claimed = scheduler.claim()
-    for index, token in enumerate(tokens):
+def test_each_choice_ends_by_itself(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    stream, claimed = streamed(gateway, scheduler, n=2, stop=".", stream_options={"include_usage": True})
+    for index, token in enumerate(token_ids("one. two")):
         scheduler.publish(Line(claimed.id, index, [token], choice=0))
-    other = tokenizer.encode("other").ids
+    other = token_ids("other")
     scheduler.publish(Line(claimed.id, 0, other, choice=1, finish=LENGTH))
     stream.join()
     assert (stream.text(0), stream.choices(0)[-1]["finish_reason"]) == ("one", "stop")
     assert (stream.text(1), stream.choices(1)[-1]["finish_reason"]) == ("other", "length")
-    kept = len(stream.tokens(0))
     assert stream.events[-1]["choices"] == []
-    assert stream.events[-1]["usage"]["completion_tokens"] == kept + len(other)
+    assert stream.events[-1]["usage"]["completion_tokens"] == len(stream.tokens(0)) + len(other)
     assert all(event["usage"] is None for event in stream.events[:-1])
 
 
-def test_a_stop_token_counts_but_is_not_text(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    word = tokenizer.encode("fox").ids
-    for stop_ids, last in (([], EOS), ([word[-1]], word[-1])):
-        stream = Stream(gateway, stop_token_ids=stop_ids, stream_options={"include_usage": True})
-        claimed = scheduler.claim()
-        sent = [*tokenizer.encode("The").ids, last]
-        scheduler.serve(claimed, sent, finish=STOP)
-        stream.join()
-        assert (stream.text(), stream.reason) == ("The", "stop")
-        assert stream.tokens() == sent
-        assert stream.events[-1]["usage"]["completion_tokens"] == len(sent)
+@pytest.mark.parametrize("last", [EOS, token_ids("fox")[-1]], ids=["EOS", "of the request"])
+def test_stop_token_counts_but_is_not_text(gateway: GatewayProcess, scheduler: ScriptedScheduler, last: int) -> None:
+    stop_ids = [last] if last != EOS else []
+    stream, claimed = streamed(gateway, scheduler, stop_token_ids=stop_ids, stream_options={"include_usage": True})
+    sent = [*token_ids("The"), last]
+    scheduler.serve(claimed, sent, finish=STOP)
+    stream.join()
+    assert (stream.text(), stream.reason, stream.tokens()) == ("The", "stop", sent)
+    assert stream.events[-1]["usage"]["completion_tokens"] == len(sent)
 
 
 @pytest.mark.parametrize(
-    ("finish", "error", "code"),
-    [(ERROR, "the block pool is on fire", "generation_failed"), (CANCELLED, "", "cancelled")],
+    ("finish", "why", "code", "status"),
+    [(ERROR, "the block pool is on fire", "generation_failed", 500), (CANCELLED, "", "cancelled", 409)],
+    ids=["error", "cancelled"],
 )
-def test_a_failure_after_the_first_byte_is_an_error_event_and_the_end(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, finish: int, error: str, code: str
-) -> None:
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    scheduler.publish(Line(claimed.id, 0, [50]))
-    scheduler.publish(Line(claimed.id, 1, finish=finish, error=error))
-    stream.join()
-    assert stream.error is not None
-    assert stream.error["code"] == code
-    assert error in stream.error["message"]
-    assert not stream.done
-
-
-@pytest.mark.parametrize(("finish", "status"), [(ERROR, 500), (CANCELLED, 409)])
-def test_a_failure_of_a_whole_answer_has_its_status(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, finish: int, status: int
+def test_failure_is_a_status_or_an_error_event_after_tokens(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, finish: int, why: str, code: str, status: int
 ) -> None:
     with posted(gateway, {"prompt": "x"}) as answers:
-        claimed = scheduler.claim()
-        scheduler.publish(Line(claimed.id, 0, finish=finish, error="why" if finish == ERROR else ""))
+        scheduler.publish(Line(scheduler.claim().id, 0, finish=finish, error=why))
     assert answers[0].status_code == status
     assert answers[0].json()["error"]["message"]
+    stream, claimed = streamed(gateway, scheduler)
+    scheduler.publish(Line(claimed.id, 0, [50]))
+    scheduler.publish(Line(claimed.id, 1, finish=finish, error=why))
+    stream.join()
+    assert stream.error is not None
+    assert (stream.error["code"], why in stream.error["message"], stream.done) == (code, True, False)
 
 
-def test_a_grammar_that_broke_a_bound_on_the_way_is_the_requests_fault(
+def test_grammar_beyond_a_bound_is_a_fault_of_the_request(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     bound = {"prompt": "x", "guided_grammar": 'start: "a"*'}
@@ -250,38 +199,34 @@ def test_a_grammar_that_broke_a_bound_on_the_way_is_the_requests_fault(
     error = answers[0].json()["error"]
     assert (answers[0].status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_grammar")
     assert error["message"] == f"{why}; send a simpler one in guided_grammar"
-    stream = Stream(gateway, guided_grammar=bound["guided_grammar"])
-    claimed = scheduler.claim()
+    stream, claimed = streamed(gateway, scheduler, guided_grammar=bound["guided_grammar"])
     scheduler.publish(Line(claimed.id, 0, [50]))
     scheduler.publish(Line(claimed.id, 1, finish=ERROR, error=why))
-    stream.join()
-    assert stream.error == error
+    assert stream.join().error == error
 
 
-def test_a_deadline_has_its_own_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+def test_deadline_is_a_finish_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     with posted(gateway, {"prompt": "x", "deadline_ms": 5}) as answers:
-        claimed = scheduler.claim()
-        assert claimed.request.deadline_ms == 5
-        scheduler.serve(claimed, [50], finish=DEADLINE)
+        scheduler.serve(scheduler.claim(), [50], finish=DEADLINE)
     assert answers[0].json()["choices"][0]["finish_reason"] == "deadline"
 
 
-def test_a_client_that_leaves_a_stream_is_cancelled(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    with httpx.stream(
-        "POST", gateway.url + "/v1/completions", json={"model": gateway.name, "prompt": "x", "stream": True}, timeout=30
-    ):
-        claimed = scheduler.claim()
-    scheduler.wait_control("cancel", claimed.id)
-    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
-
-
-def test_a_client_that_leaves_is_cancelled_also_where_it_has_sent_its_next_request_already(
+def test_request_is_cancelled_when_its_client_leaves_the_stream(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
-    body = json.dumps({"model": gateway.name, "prompt": "x", "stream": True, "max_tokens": 400}).encode()
-    with raw_post(gateway, body) as connection:
+    body = {"model": gateway.name, "prompt": "x", "stream": True}
+    with httpx.stream("POST", gateway.url + "/v1/completions", json=body, timeout=30):
         claimed = scheduler.claim()
-        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    scheduler.wait_control("cancel", claimed.id)
+    until_idle(gateway)
+
+
+def test_pipelined_request_does_not_hide_that_a_client_leaves_its_stream(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    with raw_post(gateway, body_of(gateway, stream=True, max_tokens=400)) as connection:
+        claimed = scheduler.claim()
+        connection.sendall(VERSION)
         until("the answer begins", lambda: connection.recv(1 << 16))
     index = 0
 
@@ -292,90 +237,61 @@ def test_a_client_that_leaves_is_cancelled_also_where_it_has_sent_its_next_reque
         return claimed.id in {control.cancel.id for control in scheduler.controls()}
 
     until("the request is cancelled", cancelled)
-    until("nothing is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
+    until_idle(gateway)
     assert "a stream failed" not in gateway.log()
 
 
-def test_a_client_that_leaves_while_waiting_for_a_whole_answer_is_cancelled(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
+@pytest.mark.parametrize(
+    ("at_once", "later"), [(b"", b""), (VERSION, b""), (b"", VERSION)], ids=["alone", "at once", "later"]
+)
+def test_request_without_stream_is_cancelled_when_its_client_leaves(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, at_once: bytes, later: bytes
 ) -> None:
-    body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
-    with raw_post(gateway, body):
-        claimed = scheduler.claim()
-    assert scheduler.wait_control("cancel", claimed.id).cancel.reason
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_a_client_that_leaves_a_whole_answer_is_cancelled_also_where_it_has_sent_its_next_request_already(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, later: bool
-) -> None:
-    """Nothing is written that would show it: the connection has to be read, whatever is behind."""
-    body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
-    behind = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-    told = gateway.metric("orcinus_gateway_output_tokens_total")
-    with raw_post(gateway, body, behind=b"" if later else behind) as connection:
+    """Nothing is written that would show it: the connection has to be read, also where another request is behind."""
+    tokens = gateway.metric("orcinus_gateway_output_tokens_total")
+    with raw_post(gateway, body_of(gateway), behind=at_once) as connection:
         claimed = scheduler.claim()
         scheduler.publish(Line(claimed.id, 0, [60]))
-        until("it waits for the rest", lambda: gateway.metric("orcinus_gateway_output_tokens_total") > told)
-        if later:
-            connection.sendall(behind)
+        until("it waits for the rest", lambda: gateway.metric("orcinus_gateway_output_tokens_total") > tokens)
+        connection.sendall(later)
     assert scheduler.wait_control("cancel", claimed.id).cancel.reason
 
 
-def test_requests_that_are_sent_before_the_answers_have_come_are_answered_in_their_order(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    """The second in pieces, and a third, while the first is answered."""
-    body = json.dumps({"model": gateway.name, "prompt": "x"}).encode()
-    tokens = json.dumps({"model": gateway.name, "prompt": "y"}).encode() + b" " * 200_000
+def test_pipelined_requests_are_answered_in_order(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    """The second comes in pieces, and a third, while the first is answered."""
+    tokens = body_of(gateway) + b" " * 200_000
     second = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    behind = second % len(tokens) + tokens + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    with raw_post(gateway, body) as connection, ThreadPoolExecutor(1) as other:
+    behind = second % len(tokens) + tokens + VERSION.replace(b"x\r\n", b"x\r\nConnection: close\r\n")
+    with raw_post(gateway, body_of(gateway)) as connection, ThreadPoolExecutor(1) as other:
         claimed = scheduler.claim()
         pieces = [behind[:20], behind[20:300], behind[300:]]
         sent = other.submit(lambda: [connection.sendall(piece) for piece in pieces])
         scheduler.serve(claimed, [50], finish=STOP)
-        answers = b""
-        while data := connection.recv(1 << 16):
-            answers += data
+        answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         sent.result()
     places = [answers.find(word) for word in (b'"text_completion"', b'"count"', b'"version"')]
     assert answers.count(b"HTTP/1.1 200") == 3 and places == sorted(places) and places[0] > 0, answers[-500:]
 
 
-def test_keep_alive_comments_come_while_nothing_else_does(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    until("two comments", lambda: stream.comments >= 2)
-    scheduler.serve(claimed, [50])
-    assert stream.join().done
-
-
-def test_a_broken_entry_in_the_stream_is_skipped(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
-    key = gateway.keys.tokens(claimed.request.gateway)
-    scheduler.client.xadd(key, {"b": b"\xff\xff\xff"})
-    scheduler.client.xadd(key, {"other": b""})
+def test_broken_entry_in_the_stream_is_skipped(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    stream, claimed = streamed(gateway, scheduler)
     broken = scheduler.batch([Line(claimed.id, 0, [50])])
     broken.counts = b"\x01"
-    scheduler.client.xadd(key, {"b": broken.SerializeToString()})
+    for entry in ({"b": b"\xff\xff\xff"}, {"other": b""}, {"b": broken.SerializeToString()}):
+        scheduler.client.xadd(gateway.keys.tokens(claimed.request.gateway), entry)
     scheduler.serve(claimed, [50, 51])
     assert stream.join().tokens() == [50, 51]
 
 
-def test_a_request_finished_while_the_gateway_slept_is_not_lost(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
+def test_request_that_ends_while_the_gateway_sleeps_is_delivered(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
-    stream = Stream(gateway)
-    claimed = scheduler.claim()
+    stream, claimed = streamed(gateway, scheduler)
     assert gateway.process is not None
     gateway.process.send_signal(signal.SIGSTOP)
     try:
         scheduler.publish(Line(claimed.id, 0, [50, 51]))
-        redis_server.client.delete(gateway.keys.tokens(claimed.request.gateway))
+        scheduler.client.delete(gateway.keys.tokens(claimed.request.gateway))
         scheduler.publish(Line(claimed.id, 2, [52], finish=LENGTH))
         scheduler.end(claimed, [[50, 51, 52]], [LENGTH])
     finally:

@@ -8,6 +8,7 @@ import functools
 import logging
 import tempfile
 import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,20 @@ def model() -> ModelText:
         return ModelText(write_model(Path(directory) / "m"))
 
 
-def dispatcher(url: str = "") -> tuple[Dispatcher, Cluster]:
-    settings = GatewaySettings(model=Path("m"), redis_url=url or f"redis://127.0.0.1:{free_port()}/0")
-    cluster = Cluster(settings, "gateway-1", LIMITS)
+def settings(url: str = "") -> GatewaySettings:
+    return GatewaySettings(model=Path("m"), redis_url=url or f"redis://127.0.0.1:{free_port()}/0")
+
+
+@pytest.fixture
+async def dispatcher() -> AsyncIterator[Dispatcher]:
+    """One that runs, and takes its Redis, which is away, for one that answers."""
+    cluster = Cluster(settings(), "gateway-1", LIMITS)
     cluster.redis_error = ""
-    return Dispatcher(settings, "gateway-1", cluster, Metrics()), cluster
-
-
-# Commands
+    running = Dispatcher(settings(), "gateway-1", cluster, Metrics())
+    running.start()
+    yield running
+    cluster.redis_error = "away"
+    await running.stop()
 
 
 @pytest.mark.parametrize(
@@ -59,45 +66,35 @@ def dispatcher(url: str = "") -> tuple[Dispatcher, Cluster]:
     ],
     ids=["closed", "away", "silent"],
 )
-def test_a_command_is_said_again_at_once_where_its_connection_was_closed(errors: list[Exception], tries: int) -> None:
-    said: list[str] = []
+async def test_command_is_repeated_at_once_when_its_connection_was_closed(errors: list[Exception], tries: int) -> None:
+    sent: list[str] = []
     coming = iter(errors)
 
     async def send() -> None:
-        said.append("stop")
+        sent.append("stop")
         if error := next(coming, None):
             raise error
 
     ends_well = len(errors) < tries
     with contextlib.nullcontext() if ends_well else pytest.raises(type(errors[0])):
-        asyncio.run(Command(("r", "stop 0"), send).try_send())
-    assert len(said) == tries
-
-
-# Jobs
+        await Command(("r", "stop 0"), send).try_send()
+    assert len(sent) == tries
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError()], ids=repr)
-def test_a_job_that_fails_ends_alone(error: BaseException) -> None:
-    async def scenario() -> None:
-        jobs, cluster = dispatcher()
-        jobs.start()
-        done = asyncio.Event()
+async def test_job_that_fails_ends_alone(dispatcher: Dispatcher, error: BaseException) -> None:
+    done = asyncio.Event()
 
-        async def fails() -> None:
-            raise error
+    async def fails() -> None:
+        raise error
 
-        async def works() -> None:
-            done.set()
+    async def works() -> None:
+        done.set()
 
-        jobs.submit(fails)
-        jobs.submit(works)
-        await asyncio.wait_for(done.wait(), 10)
-        assert not any(task.done() for task in jobs.tasks)
-        cluster.redis_error = "away"
-        await jobs.stop()
-
-    asyncio.run(scenario())
+    dispatcher.submit(fails)
+    dispatcher.submit(works)
+    await asyncio.wait_for(done.wait(), 10)
+    assert not any(task.done() for task in dispatcher.tasks)
 
 
 @pytest.mark.parametrize(
@@ -109,43 +106,29 @@ def test_a_job_that_fails_ends_alone(error: BaseException) -> None:
         (ConnectionResetError("gone"), "redis_unavailable"),
     ],
 )
-def test_what_redis_refuses_is_503_with_a_time_to_wait(error: Exception, code: str) -> None:
-    async def scenario() -> None:
-        jobs, cluster = dispatcher()
-        jobs.start()
+async def test_error_of_redis_is_503_with_a_retry_time(dispatcher: Dispatcher, error: Exception, code: str) -> None:
+    async def question() -> None:
+        raise error
 
-        async def question() -> None:
-            raise error
-
-        with pytest.raises(ApiError) as caught:
-            await asyncio.wait_for(jobs.ask(question), 10)
-        assert (caught.value.status, caught.value.code) == (503, code)
-        assert int(caught.value.headers["Retry-After"]) >= 1
-        cluster.redis_error = "away"
-        await jobs.stop()
-
-    asyncio.run(scenario())
+    with pytest.raises(ApiError) as caught:
+        await asyncio.wait_for(dispatcher.ask(question), 10)
+    assert (caught.value.status, caught.value.code) == (503, code)
+    assert int(caught.value.headers["Retry-After"]) >= 1
 
 
-def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
-    async def scenario(server: RedisServer) -> None:
-        _, cluster = dispatcher(server.url)
+async def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        cluster = Cluster(settings(server.url), "gateway-1", LIMITS)
         for _ in range(3):
             await cluster.look()
         await cluster.close()
         found: Any = server.client.info("commandstats")
-        assert found["cmdstat_scan"]["calls"] == 1
-
-    with RedisServer(tmp_path / "redis") as server:
-        asyncio.run(scenario(server))
-
-
-# Commands that wait
+    assert found["cmdstat_scan"]["calls"] == 1
 
 
 def command(request_id: str, kind: str = "cancel") -> Command:
     async def send() -> None:
-        raise AssertionError("nobody sends in these tests")
+        raise AssertionError("no test of the queue sends")
 
     return Command((request_id, kind), send)
 
@@ -161,7 +144,9 @@ def test_commands_of_one_request_and_kind_are_one() -> None:
     assert not len(waiting)
 
 
-def test_the_oldest_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_oldest_command_is_dropped_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(dispatcher_module, "MOST_KEPT", 2)
     monkeypatch.setattr(logging.getLogger("orcinus"), "propagate", True)
     waiting = Retries()
@@ -171,57 +156,52 @@ def test_the_oldest_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "dropping cancel of a" in caplog.text
 
 
-def test_a_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.LogCaptureFixture) -> None:
     waiting, one = Retries(), command("a")
     for _ in range(3 * dispatcher_module.MOST_REFUSALS):
         waiting.keep(one)  # Redis was away
-    for _ in range(dispatcher_module.MOST_REFUSALS - 1):
+    for _ in range(dispatcher_module.MOST_REFUSALS):
         (taken,) = waiting.take()
         waiting.refused(taken, ReadOnlyError("READONLY"))
-    (taken,) = waiting.take()
-    waiting.refused(taken, ReadOnlyError("READONLY"))
     assert waiting.take() == []
     assert "giving up" in caplog.text
 
 
-# Beside the event loop
+def noting(function: Callable[..., Any], threads: set[threading.Thread]) -> Callable[..., Any]:
+    """Return the function, which notes the thread that it runs in."""
 
-
-def test_many_middling_texts_are_tokenized_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, encode = set(), model().encode
-
-    def seen(text: str, add_special_tokens: bool = True) -> list[int]:
+    def noted(*args: Any) -> Any:
         threads.add(threading.current_thread())
-        return encode(text, add_special_tokens)
+        return function(*args)
 
-    monkeypatch.setattr(model(), "encode", seen)
+    return noted
+
+
+async def test_many_texts_are_tokenized_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[threading.Thread] = set()
+    encode = model().encode
+    monkeypatch.setattr(model(), "encode", noting(encode, threads))
     texts = ["word " * 1000] * 20  # 5 kB each
-    body = CompletionBody(model="m", prompt=texts, max_tokens=1)
-    spec = asyncio.run(completion_spec(body, model(), "m", LIMITS))
+    spec = await completion_spec(CompletionBody(model="m", prompt=texts, max_tokens=1), model(), "m", LIMITS)
     assert spec.prompts == [encode(texts[0])] * 20
     assert threading.main_thread() not in threads
     threads.clear()
-    asyncio.run(completion_spec(CompletionBody(model="m", prompt=["a", "b"]), model(), "m", LIMITS))
+    await completion_spec(CompletionBody(model="m", prompt=["a", "b"]), model(), "m", LIMITS)
     assert threads == {threading.main_thread()}
 
 
-def test_the_echo_of_many_ids_is_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, decode = set(), model().text.decode
-
-    def seen(ids: list[int], skip_special: bool = True) -> str:
-        threads.add(threading.current_thread())
-        return decode(ids, skip_special)
-
-    monkeypatch.setattr(model().text, "decode", seen)
+async def test_echo_of_many_ids_is_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[threading.Thread] = set()
+    decode = model().text.decode
+    monkeypatch.setattr(model().text, "decode", noting(decode, threads))
     prompts = [[50, 51, 52] * 400] * 10
     body = CompletionBody(model="m", prompt=prompts, max_tokens=1, echo=True)
-    spec = asyncio.run(completion_spec(body, model(), "m", LIMITS))
+    spec = await completion_spec(body, model(), "m", LIMITS)
     assert spec.prompt_texts == [decode(prompts[0])] * 10
-    assert threads
-    assert threading.main_thread() not in threads
+    assert threads and threading.main_thread() not in threads
 
 
-def test_a_million_ids_can_be_detokenized_and_no_more() -> None:
+def test_a_million_ids_are_detokenized_and_no_more() -> None:
     assert len(parse_body(orjson.dumps({"tokens": [1] * 1_000_000}), DetokenizeBody).tokens) == 1_000_000
     with pytest.raises(ApiError, match="1000000") as caught:
         parse_body(orjson.dumps({"tokens": [1] * 1_000_001}), DetokenizeBody)

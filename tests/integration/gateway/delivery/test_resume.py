@@ -1,10 +1,10 @@
-"""Requests that are asked for again: who takes whom over, and what is cancelled. A real Redis, a scripted scheduler."""
+"""Requests that are sent again: which gateway takes over, and what is cancelled. A real Redis."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,21 @@ NAMED = {"Idempotency-Key": "k"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
     return ModelText(write_model(tmp_path_factory.mktemp("model") / "m"))
 
 
 @pytest.fixture
-def scheduler(server: RedisServer, gateway: Gateway) -> ScriptedScheduler:
-    return ScriptedScheduler(server.client, gateway.settings.keys)
+def scheduler(redis_server: RedisServer, gateway: Gateway) -> ScriptedScheduler:
+    return ScriptedScheduler(redis_server.client, gateway.settings.keys)
 
 
 @pytest.fixture
-async def gateway(server: RedisServer, model: ModelText, tmp_path: Path) -> AsyncIterator[Gateway]:
+async def gateway(redis_server: RedisServer, model: ModelText, tmp_path: Path) -> AsyncIterator[Gateway]:
     """One that sees a scheduler, over an empty Redis."""
-    server.client.flushall()
-    running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=server.url), model)
-    ScriptedScheduler(server.client, running.settings.keys).lead()
+    redis_server.client.flushall()
+    running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url), model)
+    ScriptedScheduler(redis_server.client, running.settings.keys).lead()
     running.start()
     async with asyncio.timeout(20):
         while running.reason_not_ready():
@@ -69,9 +63,13 @@ async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
     return spec
 
 
-async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> None:
+async def begin(gateway: Gateway, spec: GenerationSpec, last_event: str = "") -> Any:
+    return await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0, last_event)
+
+
+async def test_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> None:
     spec = await named(gateway)
-    (await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0)).close()
+    (await begin(gateway, spec)).close()
     gateway.admission.draining = True
     with pytest.raises(ApiError) as refused:
         await gateway.admission.resume(spec.id, ANONYMOUS, 0.0)
@@ -79,13 +77,11 @@ async def test_a_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> Non
     assert not gateway.dispatcher.streams
 
 
-async def test_the_orphan_adopter_takes_nothing_from_a_client_that_came_first(
-    gateway: Gateway, server: RedisServer
-) -> None:
+async def test_orphan_adopter_yields_to_a_client_that_came_first(gateway: Gateway, redis_server: RedisServer) -> None:
     spec = await named(gateway)
-    begun = await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0)
+    begun = await begin(gateway, spec)
     record = gateway.settings.keys.req(spec.id)
-    server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
+    redis_server.client.hset(record, "gateway", "gone")  # its client is here, and has not adopted it yet
     with pytest.raises(ApiError) as refused:
         await gateway.admission.adopt(spec.id, "gone")
     assert (refused.value.code, begun.stream.failure) == ("taken_over", None)
@@ -94,24 +90,24 @@ async def test_the_orphan_adopter_takes_nothing_from_a_client_that_came_first(
 
     async def overtaken(request_id: str) -> dict[bytes, bytes]:
         answer = await found(request_id)
-        server.client.hset(record, "gateway", "another")  # a client has adopted it there
+        redis_server.client.hset(record, "gateway", "another")  # a client has adopted it there
         return answer
 
     gateway.dispatcher.raw_record = overtaken  # type: ignore[method-assign]
     with pytest.raises(ApiError) as refused:
         await gateway.admission.resume(spec.id, ANONYMOUS, 0.0, left_by="gone")
-    assert (refused.value.status, server.client.hget(record, "gateway")) == (404, b"another")
+    assert (refused.value.status, redis_server.client.hget(record, "gateway")) == (404, b"another")
     assert not gateway.dispatcher.streams
 
 
-async def test_another_body_under_the_same_key_leaves_the_first_connection_alone(gateway: Gateway) -> None:
-    first = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+async def test_another_body_under_a_key_leaves_its_connection_alone(gateway: Gateway) -> None:
+    first = await begin(gateway, await named(gateway))
     with pytest.raises(ApiError) as refused:
-        await gateway.admission.begin(await named(gateway, n=2), Caller(ANONYMOUS), 0.0)
+        await begin(gateway, await named(gateway, n=2))
     assert refused.value.code == "idempotency_key_reused"
     assert first.stream.failure is None
     assert gateway.dispatcher.streams == {first.spec.id: first.stream}
-    again = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    again = await begin(gateway, await named(gateway))
     assert gateway.dispatcher.streams == {first.spec.id: again.stream}
     again.close()
     with pytest.raises(ApiError, match="another connection"):
@@ -120,28 +116,26 @@ async def test_another_body_under_the_same_key_leaves_the_first_connection_alone
     assert "cancelled" not in await gateway.dispatcher.record(first.spec.id)
 
 
-async def test_one_whose_twin_was_refused_before_it_is_delivered(
+async def test_request_is_delivered_when_its_twin_was_refused(
     gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enqueue, asked = gateway.dispatcher.scripts.enqueue, 0
+    enqueue, calls = gateway.dispatcher.scripts.enqueue, 0
 
     async def full_at_first(keys: Any, arguments: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return [b"full", 1] if asked == 1 else await enqueue(keys, arguments)
+        nonlocal calls
+        calls += 1
+        return [b"full", 1] if calls == 1 else await enqueue(keys, arguments)
 
     monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", full_at_first)
     specs = [await named(gateway), await named(gateway)]
-    refused, second = await asyncio.gather(
-        *(gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0) for spec in specs), return_exceptions=True
-    )
+    refused, second = await asyncio.gather(*(begin(gateway, spec) for spec in specs), return_exceptions=True)
     assert isinstance(refused, ApiError)
     assert not isinstance(second, BaseException)
     assert gateway.dispatcher.streams == {second.spec.id: second.stream}
     second.close()
 
 
-async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_client(
+async def test_named_request_waits_for_its_client_when_enqueue_got_no_answer(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enqueue = gateway.dispatcher.scripts.enqueue
@@ -154,39 +148,39 @@ async def test_a_named_request_whose_enqueueing_got_no_answer_waits_for_its_clie
     with monkeypatch.context() as patch:
         patch.setattr(gateway.dispatcher.scripts, "enqueue", unheard)
         with pytest.raises(ApiError, match="does not answer"):
-            await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0)
+            await begin(gateway, spec)
     gateway.cluster.redis_error = ""
     assert "cancelled" not in await gateway.dispatcher.record(spec.id)
-    (await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
+    (await begin(gateway, await named(gateway))).close()
 
 
-async def test_an_answer_that_is_there_is_given_also_while_new_work_is_refused(
+async def test_existing_answer_is_delivered_while_new_work_is_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)).close()
+    (await begin(gateway, await named(gateway))).close()
 
     def refuse(*_: object) -> None:
         raise ApiError(429, "it is late", code="deadline_unreachable")
 
     monkeypatch.setattr(gateway.admission, "admit", refuse)
-    again = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    again = await begin(gateway, await named(gateway))
     assert gateway.dispatcher.streams == {again.spec.id: again.stream}
     again.close()
     other = await named(gateway)
     other.id = "cmpl-new"
     with pytest.raises(ApiError, match="it is late"):
-        await gateway.admission.begin(other, Caller(ANONYMOUS), 0.0)
+        await begin(gateway, other)
 
 
-async def test_who_has_read_a_part_is_not_told_another_answer_when_the_request_is_forgotten(gateway: Gateway) -> None:
+async def test_resumed_stream_is_refused_when_its_request_was_forgotten(gateway: Gateway) -> None:
     spec = await named(gateway)
     with pytest.raises(ApiError) as refused:
-        await gateway.admission.begin(spec, Caller(ANONYMOUS), 0.0, f"{spec.id}:3")
+        await begin(gateway, spec, f"{spec.id}:3")
     assert refused.value.code == "request_not_found"
     assert not await gateway.dispatcher.record(spec.id)
 
 
-async def test_an_answer_in_one_piece_is_whole_whatever_its_client_says_to_have(
+async def test_answer_without_stream_is_complete_despite_last_event_id(
     gateway: Gateway, scheduler: ScriptedScheduler
 ) -> None:
     scheduler.lead()
@@ -203,15 +197,15 @@ async def test_an_answer_in_one_piece_is_whole_whatever_its_client_says_to_have(
     assert again.content == first.content
 
 
-async def test_tokens_of_a_request_that_is_handed_over_stay_in_the_stream(
-    gateway: Gateway, scheduler: ScriptedScheduler, server: RedisServer
+async def test_tokens_of_a_request_stay_in_redis_after_handing_it_over(
+    gateway: Gateway, scheduler: ScriptedScheduler, redis_server: RedisServer
 ) -> None:
     scheduler.lead()
-    running = await gateway.admission.begin(await named(gateway), Caller(ANONYMOUS), 0.0)
+    running = await begin(gateway, await named(gateway))
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
     await running.next()
     running.stream.fail(handed_over(claimed.id), cut=True)
     running.close()
     await gateway.dispatcher.stop()
-    assert server.client.xlen(gateway.settings.keys.tokens(gateway.id)) == 1
+    assert redis_server.client.xlen(gateway.settings.keys.tokens(gateway.id)) == 1
