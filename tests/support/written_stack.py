@@ -78,7 +78,3 @@ class WrittenStack:
     def event(self, kind: str, text: str) -> None:
         row = {"time_ms": int(time.time() * 1000), "shard": self._shard, "kind": kind, "text": text}
         self._redis.xadd(self._keys.events, row)
-
-    def forget(self) -> None:
-        """As on a new Redis."""
-        self._redis.flushall()

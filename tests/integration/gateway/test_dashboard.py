@@ -19,20 +19,13 @@ from tests.support.stack import RedisServer
 from tests.support.waiting import until
 from tests.support.written_stack import STATS, WrittenStack
 
-
-@pytest.fixture(scope="module")
-def gateway(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
-) -> Iterator[GatewayProcess]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), model, redis_server) as running:
-        yield running
+GATEWAY: dict[str, Any] = {}
 
 
 @pytest.fixture
 def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
-    stack = WrittenStack(redis_server.client, gateway.keys).lead()
-    stack.forget()
-    return stack.lead()
+    redis_server.client.flushall()
+    return WrittenStack(redis_server.client, gateway.keys).lead()
 
 
 @contextlib.contextmanager
@@ -43,7 +36,7 @@ def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
         yield ((event.kind, event.json) for event in sse.events(response.iter_lines()))
 
 
-def test_files_of_the_page_are_on_the_ops_port_alone_and_may_run_nothing_foreign(gateway: GatewayProcess) -> None:
+def test_files_of_the_page_are_on_the_ops_port_only(gateway: GatewayProcess) -> None:
     for path in routes.FILES:
         answer = httpx.get(gateway.ops_url + path)
         assert answer.status_code == 200, path
@@ -52,9 +45,7 @@ def test_files_of_the_page_are_on_the_ops_port_alone_and_may_run_nothing_foreign
         assert httpx.get(gateway.url + path).status_code == 404, path
 
 
-def test_a_viewer_gets_the_past_once_and_then_the_stack_of_each_second(
-    gateway: GatewayProcess, written: WrittenStack
-) -> None:
+def test_viewer_gets_the_past_then_the_stack_each_second(gateway: GatewayProcess, written: WrittenStack) -> None:
     for number in range(70):  # more than is read at a time
         written.tell(tok_s=number)
     written.worker()
@@ -79,7 +70,7 @@ def test_a_viewer_gets_the_past_once_and_then_the_stack_of_each_second(
         assert later["time_ms"] > now["time_ms"]
 
 
-def test_viewers_are_bounded_and_the_last_one_ends_the_reading(
+def test_viewers_are_bounded_and_the_last_ends_the_reading(
     gateway: GatewayProcess, written: WrittenStack, redis_server: RedisServer
 ) -> None:
     written.tell()
@@ -95,12 +86,12 @@ def test_viewers_are_bounded_and_the_last_one_ends_the_reading(
         refused = httpx.get(gateway.ops_url + routes.EVENTS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
         during = len(client.client_list())
-    until("nobody reads any more", lambda: len(client.client_list()) < during)
+    until("the feed has ended", lambda: len(client.client_list()) < during)
     with watching(gateway) as events:
         assert next(events)[0] == "past"
 
 
-def test_what_redis_holds_in_another_shape_is_said_and_ends_nothing(
+def test_wrong_type_in_redis_is_shown_and_ends_nothing(
     gateway: GatewayProcess, written: WrittenStack, redis_server: RedisServer
 ) -> None:
     redis_server.client.set(gateway.keys.queue, "not a hash")
@@ -112,9 +103,7 @@ def test_what_redis_holds_in_another_shape_is_said_and_ends_nothing(
         assert next(value for name, value in events if name == "now" and "error" not in value)["shards"]
 
 
-def test_an_open_page_does_not_hold_up_a_gateway_that_stops(
-    tmp_path: Path, model: Path, redis_server: RedisServer
-) -> None:
+def test_open_page_does_not_delay_a_gateway_stop(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     with running_gateway(tmp_path, model, redis_server) as stopping, watching(stopping) as events:
         next(events)
         assert stopping.stop() == 0

@@ -1,49 +1,39 @@
-"""Keys of `orcinus keys` at a real gateway: who gets in, what a key may, what Redis and the log hold of it."""
+"""Keys of `orcinus keys` at a real gateway: which are valid, what a key may, what Redis and the log hold of it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from services.cli.app import app
 from shared.security.api_keys import KeyRecord
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.stack import PLAIN, RedisServer
+from tests.support.stack import RedisServer
+from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 CONFIGURED = "sk-of-the-settings"
+GATEWAY = {"served_model_name": "keyed", "api_key": CONFIGURED}
 Made = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer) -> Iterator[Any]:
-    directory = tmp_path_factory.mktemp("keys")
-    settings = {"served_model_name": "keyed", "api_key": CONFIGURED}
-    with running_gateway(directory, model, redis_server, **settings) as running:
-        running.name = "keyed"
-        yield running
-
-
 @pytest.fixture(scope="module", autouse=True)
-def served(gateway: GatewayProcess, redis_server: RedisServer, tokenizer: Tokenizer) -> Iterator[ScriptedScheduler]:
-    gateway.keys = type(gateway.keys)("keyed")
+def served(gateway: GatewayProcess, redis_server: RedisServer) -> Iterator[ScriptedScheduler]:
     scheduler = ScriptedScheduler(redis_server.client, gateway.keys).lead()
     gateway.wait_ready()
-    with answering(scheduler, lambda _: tokenizer.encode("and so on and so on").ids):
+    with answering(scheduler, lambda _: token_ids("and so on and so on")):
         yield scheduler
 
 
 @pytest.fixture(scope="module")
 def orcinus(redis_server: RedisServer) -> Made:
-    """`orcinus keys ...` as one would type it; what it printed."""
+    """Return a function that runs `orcinus keys ...` and returns what it printed."""
 
     def run(*words: str, status: int = 0) -> dict[str, Any]:
         command = ["keys", *words, "--redis-url", redis_server.url, "--served-model-name", "keyed", "--json"]
@@ -56,7 +46,7 @@ def orcinus(redis_server: RedisServer) -> Made:
 
 @pytest.fixture(scope="module")
 def made(gateway: GatewayProcess, orcinus: Made) -> dict[str, dict[str, Any]]:
-    """What `orcinus keys add` printed of each key; the gateway knows them all."""
+    """What `orcinus keys add` printed of each key; the gateway has read them all."""
     options = {
         "brief": ("--expires", "1d"), "batch": ("--max-priority", "low"), "old": ("--tenant", "alice"),
         "new": ("--tenant", "alice"), "slow": ("--requests-per-minute", "2", "--tokens-per-minute", "1000"),
@@ -67,21 +57,19 @@ def made(gateway: GatewayProcess, orcinus: Made) -> dict[str, dict[str, Any]]:
     return found
 
 
-def asked(gateway: GatewayProcess, key: str, **body: Any) -> httpx.Response:
-    return gateway.post(
-        "/v1/completions", {"prompt": "The", "max_tokens": 3, **body}, headers={"Authorization": f"Bearer {key}"}
-    )
+def complete(gateway: GatewayProcess, key: str, **body: Any) -> httpx.Response:
+    return gateway.post("/v1/completions", {"prompt": "The", "max_tokens": 3, **body}, key=key)
 
 
 def models(gateway: GatewayProcess, key: str) -> httpx.Response:
-    return httpx.get(gateway.url + "/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=10, verify=PLAIN)
+    return gateway.get("/v1/models", key=key)
 
 
-def test_a_made_key_opens_until_it_is_revoked_and_those_of_the_settings_go_on(
+def test_key_is_valid_until_revoked_beside_those_of_the_settings(
     gateway: GatewayProcess, orcinus: Made, made: dict[str, Any]
 ) -> None:
     key = made["gone"]["key"]
-    assert asked(gateway, key).status_code == 200
+    assert complete(gateway, key).status_code == 200
     assert models(gateway, key[:-1] + ("A" if key[-1] != "A" else "B")).status_code == 401
     orcinus("revoke", key.split("-")[2])
     until("the revoked key is refused", lambda: models(gateway, key).status_code == 401)
@@ -90,9 +78,7 @@ def test_a_made_key_opens_until_it_is_revoked_and_those_of_the_settings_go_on(
     assert [row["state"] for row in orcinus("list")["keys"] if row["name"] == "gone"] == ["revoked"]
 
 
-def test_a_key_that_has_expired_is_refused(
-    gateway: GatewayProcess, made: dict[str, Any], redis_server: RedisServer
-) -> None:
+def test_expired_key_is_refused(gateway: GatewayProcess, made: dict[str, Any], redis_server: RedisServer) -> None:
     brief, keys, client = made["brief"], gateway.keys, redis_server.client
     key = brief["key"]
     assert brief["expires_s"] - brief["created_s"] == 86400
@@ -105,41 +91,36 @@ def test_a_key_that_has_expired_is_refused(
     assert "expired" in models(gateway, key).json()["error"]["message"]
 
 
-def test_a_class_above_the_keys_ceiling_gets_403_and_none_named_gets_the_ceiling(
-    gateway: GatewayProcess, made: dict[str, Any]
-) -> None:
+def test_class_above_the_ceiling_of_a_key_gets_403(gateway: GatewayProcess, made: dict[str, Any]) -> None:
     key = made["batch"]["key"]
-    refused = asked(gateway, key, priority="normal")
-    assert refused.status_code == 403
-    assert refused.json()["error"]["param"] == "priority"
-    assert refused.json()["error"]["type"] == "permission_error"
-    taken = asked(gateway, key)
-    headers = {"Authorization": f"Bearer {key}"}
-    status = httpx.get(f"{gateway.url}/v1/requests/{taken.headers['x-orcinus-request']}", headers=headers, timeout=10)
-    assert status.json()["priority"] == "low"
+    refused = complete(gateway, key, priority="normal")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["type"]) == (403, "priority", "permission_error")
+    taken = complete(gateway, key)
+    record = gateway.get(f"/v1/requests/{taken.headers['x-orcinus-request']}", key=key)
+    assert record.json()["priority"] == "low", "the ceiling, where no class is named"
 
 
-def test_a_keys_own_limits_are_told_in_headers_and_end_in_429(gateway: GatewayProcess, made: dict[str, Any]) -> None:
+def test_limits_of_a_key_are_in_headers_and_end_in_429(gateway: GatewayProcess, made: dict[str, Any]) -> None:
     key = made["slow"]["key"]
-    first, second, third = (asked(gateway, key) for _ in range(3))
+    first, second, third = (complete(gateway, key) for _ in range(3))
     assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert [a.headers["x-ratelimit-remaining-requests"] for a in (first, second)] == ["1", "0"]
     assert 990 < int(first.headers["x-ratelimit-remaining-tokens"]) < 1000
     assert first.headers["x-ratelimit-reset-requests"].endswith("s")
     assert third.json()["error"]["code"] == "rate_limit_exceeded" and int(third.headers["retry-after"]) >= 1
-    assert "x-ratelimit-limit-requests" not in asked(gateway, CONFIGURED).headers
+    assert "x-ratelimit-limit-requests" not in complete(gateway, CONFIGURED).headers
 
 
-def test_keys_of_one_tenant_share_requests_and_prefix_cache_and_others_see_nothing(
+def test_keys_of_one_tenant_share_requests_and_prefix_cache(
     gateway: GatewayProcess, made: dict[str, Any], served: ScriptedScheduler
 ) -> None:
     alice, again, bob = (made[name]["key"] for name in ("old", "new", "bob"))
-    of_alice, of_again, of_bob = (asked(gateway, key).headers["x-orcinus-request"] for key in (alice, again, bob))
+    of_alice, of_again, of_bob = (complete(gateway, key).headers["x-orcinus-request"] for key in (alice, again, bob))
 
     def seen(key: str, request: str) -> int:
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.get(f"{gateway.url}/v1/requests/{request}", headers=headers, timeout=10).status_code
+        return gateway.get(f"/v1/requests/{request}", key=key).status_code
 
     assert (seen(again, of_alice), seen(alice, of_again), seen(bob, of_alice)) == (200, 200, 404)
     salts = {request: served.claimed(request).request.cache_salt for request in (of_alice, of_again, of_bob)}
@@ -147,13 +128,13 @@ def test_keys_of_one_tenant_share_requests_and_prefix_cache_and_others_see_nothi
     assert all(len(salt) == 16 for salt in salts.values())
 
 
-def test_neither_redis_nor_the_log_holds_a_key(
+def test_redis_and_the_log_hold_no_key(
     gateway: GatewayProcess, orcinus: Made, made: dict[str, Any], redis_server: RedisServer
 ) -> None:
     key = made["bob"]["key"]
-    asked(gateway, key)
-    asked(gateway, key, max_tokens="wrong")
-    asked(gateway, key + "x")
+    complete(gateway, key)
+    complete(gateway, key, max_tokens="wrong")
+    complete(gateway, key + "x")
     client, secret = redis_server.client, key.split("-", 3)[3]
     stored = [client.dump(name) or b"" for name in client.scan_iter(match="*{keyed}*", count=1000)]
     assert stored and not any(secret.encode() in value or CONFIGURED.encode() in value for value in stored)
@@ -162,7 +143,7 @@ def test_neither_redis_nor_the_log_holds_a_key(
     assert secret not in str(shown) and "digest" not in str(shown)
 
 
-def test_a_record_that_cannot_be_read_opens_nothing_and_harms_no_other(
+def test_unreadable_key_record_is_refused_and_harms_no_other(
     gateway: GatewayProcess, made: dict[str, Any], redis_server: RedisServer
 ) -> None:
     keys, client = gateway.keys, redis_server.client
@@ -172,15 +153,15 @@ def test_a_record_that_cannot_be_read_opens_nothing_and_harms_no_other(
     ))]  # fmt: skip
     client.hset(keys.api_keys, mapping={f"{number:012x}": record for number, record in enumerate(bad)})
     client.incr(keys.keys_version)
-    until("it said so of all", lambda: gateway.log().count("is unreadable") == len(bad))
+    until("the log names all of them", lambda: gateway.log().count("is unreadable") == len(bad))
     assert models(gateway, f"sk-orc-{1:012x}-{'a' * 43}").status_code == 401
     assert models(gateway, made["bob"]["key"]).status_code == 200
     client.hdel(keys.api_keys, *(f"{number:012x}" for number in range(len(bad))))
     client.incr(keys.keys_version)
 
 
-def test_wrong_words_make_no_key(orcinus: Made) -> None:
+def test_wrong_options_make_no_key(orcinus: Made) -> None:
     for words in (("--expires", "2001-01-01"), ("--expires", "soon"), ("--max-priority", "now"), ("--tenant", "a b")):
         with pytest.raises(Exception, match=words[0]):
             orcinus("add", "x", *words)
-    orcinus("revoke", "nobody", status=1)
+    orcinus("revoke", "missing", status=1)

@@ -1,8 +1,6 @@
-"""How many of the gateway's modules run for one streamed chat request. A real Redis, HTTP in this process.
+"""How many of the gateway's modules run a function for one streamed chat request, in any thread.
 
-Counted are modules of services/gateway with a function (a coroutine that goes on counts, too) that ran between the
-client's request and the end of its stream, in any thread. An import alone does not count. Tasks that run once a second
-are told apart by repetition: counted is what ran for every one of several requests.
+A module counts only when it ran for every one of several requests, which leaves out tasks that run once a second.
 """
 
 from __future__ import annotations
@@ -52,38 +50,36 @@ class Walk:
         threading.setprofile(None)
 
 
-async def test_a_streamed_chat_request_crosses_few_modules(tmp_path: Path) -> None:
+async def test_streamed_chat_crosses_few_modules(tmp_path: Path, redis_server: RedisServer) -> None:
     port = free_port()
     model = ModelText(write_model(tmp_path / "m"))
-    with RedisServer(tmp_path / "redis") as redis:
-        settings = GatewaySettings(model=tmp_path / "m", redis_url=redis.url, port=port)
-        gateway = Gateway(settings, model)
-        scheduler = ScriptedScheduler(redis.client, settings.keys).lead()
-        gateway.start()
-        front = http_server(public_app(gateway), settings)
-        front.config.port = port
-        serving = asyncio.create_task(front.serve())
-        async with asyncio.timeout(30):
-            while gateway.reason_not_ready() or not front.started:
-                await asyncio.sleep(0.01)
-        body = {
-            "model": settings.served_model_name, "stream": True, "max_tokens": 12,
-            "messages": [{"role": "user", "content": "def"}],
-        }  # fmt: skip
-        walks = []
-        with answering(scheduler, lambda _: list(range(10, 22))):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-                with Walk() as walk:
-                    for _ in range(REQUESTS):
-                        walk.found = set()
-                        answer = await client.post("/v1/chat/completions", json=body)
-                        assert answer.status_code == 200
-                        assert answer.text.endswith("data: [DONE]\n\n")
-                        walks.append(walk.found)
-        front.should_exit = True
-        await serving
-        await gateway.stop()
-        model.close()
+    settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url, port=port)
+    gateway = Gateway(settings, model)
+    scheduler = ScriptedScheduler(redis_server.client, settings.keys).lead()
+    gateway.start()
+    front = http_server(public_app(gateway), settings)
+    front.config.port = port
+    serving = asyncio.create_task(front.serve())
+    async with asyncio.timeout(30):
+        while gateway.reason_not_ready() or not front.started:
+            await asyncio.sleep(0.01)
+    body = {
+        "model": settings.served_model_name, "stream": True, "max_tokens": 12,
+        "messages": [{"role": "user", "content": "def"}],
+    }  # fmt: skip
+    walks = []
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        with answering(scheduler, lambda _: list(range(10, 22))), Walk() as walk:
+            for _ in range(REQUESTS):
+                walk.found = set()
+                answer = await client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+                assert answer.text.endswith("data: [DONE]\n\n")
+                walks.append(walk.found)
+    front.should_exit = True
+    await serving
+    await gateway.stop()
+    model.close()
     crossed = set.intersection(*walks)
     assert len(crossed) <= MOST, "\n".join(sorted(crossed))
     assert {"http/protocol.py", "openai/chat.py", "text/chat_template.py"} <= crossed

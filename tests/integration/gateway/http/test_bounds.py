@@ -1,4 +1,4 @@
-"""What never becomes a request, at a real gateway over TLS: too many connections, long heads, slow senders, names."""
+"""What never becomes a request: too many connections, long heads, slow senders, foreign names; and TLS."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import httpx
 import pytest
 
 from deploy import certs
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.waiting import until
 
 MOST_CONNECTIONS = 12
+GATEWAY = {"max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +28,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("bounds")
     certs.make(found, [])
     return found
-
-
-@pytest.fixture(scope="module")
-def gateway(directory: Path, model: Path, redis_server: RedisServer) -> Iterator[GatewayProcess]:
-    """In the clear, with small bounds."""
-    bounds = {"max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 1.0}
-    with running_gateway(directory, model, redis_server, **bounds) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +54,16 @@ def answers(process: GatewayProcess, context: ssl.SSLContext) -> bool:
         return False
 
 
+def connected(gateway: GatewayProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=20)
+
+
 def exchange(gateway: GatewayProcess, *parts: bytes) -> tuple[int, dict[str, Any]]:
-    """Sends the parts on one connection and reads to its end: status and error."""
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+    """Send the parts on one connection and read to its end: status and error."""
+    with connected(gateway) as connection:
         for part in parts:
             connection.sendall(part)
-        received = b""
-        while chunk := connection.recv(65536):
-            received += chunk
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = received.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
 
@@ -82,7 +77,7 @@ def exchange(gateway: GatewayProcess, *parts: bytes) -> tuple[int, dict[str, Any
     ],
     ids=["a long field", "a long address", "many fields"],
 )
-def test_a_head_beyond_the_bounds_gets_431(gateway: GatewayProcess, head: bytes) -> None:
+def test_head_beyond_the_bounds_gets_431(gateway: GatewayProcess, head: bytes) -> None:
     assert exchange(gateway, head)[1]["code"] == "head_too_large"
 
 
@@ -91,23 +86,23 @@ def test_a_head_beyond_the_bounds_gets_431(gateway: GatewayProcess, head: bytes)
     [b"0\r\n" + b"A: b\r\n" * 2000, b"0\r\nA: " + b"a" * 12000, b"1;" + b"a" * 12000],
     ids=["many trailers", "a long trailer", "a long chunk extension"],
 )
-def test_what_stands_beside_the_body_is_bounded_as_a_head_is(gateway: GatewayProcess, tail: bytes) -> None:
+def test_trailers_and_chunk_extensions_are_bounded_as_a_head(gateway: GatewayProcess, tail: bytes) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+    with connected(gateway) as connection:
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         assert b" 100 " in connection.recv(65536)  # so the head was read alone
         connection.sendall(tail)
         assert b"head_too_large" in connection.recv(65536)
 
 
-def test_trailers_within_the_bounds_are_passed_over(gateway: GatewayProcess) -> None:
+def test_trailers_within_the_bounds_are_ignored(gateway: GatewayProcess) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 3000 + b"0\r\nContent-Type: text/html\r\n\r\n"
     assert exchange(gateway, head, chunks)[1]["code"] == "invalid_json"
 
 
-def test_a_head_without_an_end_is_cut_at_the_bound_and_not_kept(gateway: GatewayProcess) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+def test_head_without_an_end_is_cut_at_the_bound(gateway: GatewayProcess) -> None:
+    with connected(gateway) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nA: ")
         sent = 0
         with pytest.raises(OSError):
@@ -116,7 +111,7 @@ def test_a_head_without_an_end_is_cut_at_the_bound_and_not_kept(gateway: Gateway
     assert sent < 64 << 20  # what sockets on both sides may hold
 
 
-def test_a_request_that_does_not_come_in_time_gets_408(gateway: GatewayProcess) -> None:
+def test_request_that_comes_too_slowly_gets_408(gateway: GatewayProcess) -> None:
     half_a_head = b"POST /v1/completions HTTP/1.1\r\n"
     half_a_body = half_a_head + b"Host: x\r\nContent-Length: 100\r\n\r\n{"
     with ThreadPoolExecutor(3) as together:
@@ -125,22 +120,22 @@ def test_a_request_that_does_not_come_in_time_gets_408(gateway: GatewayProcess) 
     assert "Traceback" not in gateway.log()
 
 
-def test_a_request_that_was_refused_before_its_body_was_there_gets_no_second_answer(gateway: GatewayProcess) -> None:
+def test_request_refused_before_its_body_gets_one_answer(gateway: GatewayProcess) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 100\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection:
+    with connected(gateway) as connection:
         connection.sendall(head + b"{")
-        told = b"".join(iter(lambda: connection.recv(65536), b""))  # until the time for the rest is over
-    assert told.startswith(b"HTTP/1.1 415") and told.count(b"HTTP/1.1") == 1
+        received = b"".join(iter(lambda: connection.recv(65536), b""))  # until the time for the rest is over
+    assert received.startswith(b"HTTP/1.1 415") and received.count(b"HTTP/1.1") == 1
 
 
-def test_what_is_no_http_gets_400_in_openais_shape(gateway: GatewayProcess) -> None:
+def test_bytes_that_are_not_http_get_400(gateway: GatewayProcess) -> None:
     status, error = exchange(gateway, b"\x16\x03\x01 hello\r\n\r\n")
     assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
 
 
-def test_connections_beyond_the_bound_get_503_and_the_others_go_on(gateway: GatewayProcess) -> None:
+def test_connections_beyond_the_bound_get_503(gateway: GatewayProcess) -> None:
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-    held = [socket.create_connection(("127.0.0.1", gateway.port), timeout=20) for _ in range(MOST_CONNECTIONS)]
+    held = [connected(gateway) for _ in range(MOST_CONNECTIONS)]
     try:
         for connection in held:  # all of them were taken before the next one comes
             connection.sendall(request)
@@ -153,11 +148,11 @@ def test_connections_beyond_the_bound_get_503_and_the_others_go_on(gateway: Gate
     until("there is room again", lambda: gateway.status("/health/live") == 200)
 
 
-def test_a_page_of_the_web_can_neither_ask_across_origins_nor_by_a_name_of_its_own(gateway: GatewayProcess) -> None:
-    asks = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+def test_web_page_is_refused_across_origins_and_by_foreign_names(gateway: GatewayProcess) -> None:
+    origin = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     for answer in (
-        httpx.options(gateway.url + "/v1/completions", headers=asks, timeout=10),
-        httpx.get(gateway.url + "/v1/models", headers=asks, timeout=10),
+        httpx.options(gateway.url + "/v1/completions", headers=origin, timeout=10),
+        httpx.get(gateway.url + "/v1/models", headers=origin, timeout=10),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
     for host, status in (
@@ -171,9 +166,7 @@ def test_a_page_of_the_web_can_neither_ask_across_origins_nor_by_a_name_of_its_o
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_gateway_with_a_certificate_speaks_tls_on_both_ports_and_takes_a_new_one_at_sighup(
-    over_tls: GatewayProcess, directory: Path
-) -> None:
+def test_gateway_speaks_tls_on_both_ports_and_reloads_at_sighup(over_tls: GatewayProcess, directory: Path) -> None:
     assert over_tls.process is not None
     before = trusting(directory)
     for port in (over_tls.port, over_tls.ops_port):
@@ -185,7 +178,7 @@ def test_a_gateway_with_a_certificate_speaks_tls_on_both_ports_and_takes_a_new_o
         httpx.get(f"https://127.0.0.1:{over_tls.port}/v1/models", timeout=10)
     (directory / "gateway.pem").write_text("no certificate")
     over_tls.process.send_signal(signal.SIGHUP)
-    until("it said why", lambda: "certificate not reloaded" in over_tls.log())
+    until("the log has the reason", lambda: "certificate not reloaded" in over_tls.log())
     assert answers(over_tls, before)
     certs.make(directory, [])
     after = trusting(directory)

@@ -1,4 +1,4 @@
-"""A port that several processes share: who may listen on it while it is reserved, and who may not."""
+"""A port that several processes share: which sockets may listen on it while it is reserved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 
 @pytest.mark.parametrize("listening", [False, True])
-def test_a_reserved_port_takes_those_that_share_it_and_nobody_else(listening: bool) -> None:
+def test_reserved_port_takes_only_listeners_that_share_it(listening: bool) -> None:
     port = free_port()
     with contextlib.ExitStack() as held:
         held.enter_context(reserve(HOST, port, "port"))
@@ -29,13 +29,13 @@ def test_a_reserved_port_takes_those_that_share_it_and_nobody_else(listening: bo
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_port_on_which_somebody_listens_is_not_reserved(shared: bool) -> None:
+def test_port_with_a_listener_is_not_reserved(shared: bool) -> None:
     port = free_port()
     with listen(HOST, port, "port", shared=shared), pytest.raises(ConfigurationError, match="is in use"):
         reserve(HOST, port, "port")
 
 
-def test_the_reservation_takes_no_connection_of_those_that_listen() -> None:
+def test_reservation_takes_no_connection_of_the_listeners() -> None:
     port = free_port()
     with reserve(HOST, port, "port"), listen(HOST, port, "port", shared=True) as listener:
         listener.setblocking(True)

@@ -5,36 +5,27 @@ from __future__ import annotations
 import queue
 import signal
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from tests.integration.conftest import KEY, TEXT
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.tokenizers import token_ids
 from tests.support.waiting import free_port, until
 
 Request = kserve.ModelInferRequest
 METADATA = (("authorization", f"Bearer {KEY}"),)
 GRPC_PORT = free_port()
-
-
-@pytest.fixture(scope="module")
-def gateway(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
-) -> Iterator[GatewayProcess]:
-    directory = tmp_path_factory.mktemp("gateway")
-    with running_gateway(directory, model, redis_server, api_key=KEY, grpc_port=GRPC_PORT) as running:
-        yield running
+GATEWAY = {"api_key": KEY, "grpc_port": GRPC_PORT}
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +35,14 @@ def stub() -> Iterator[GRPCInferenceServiceStub]:
 
 
 def request_of(gateway: GatewayProcess, *texts: str, raw: bool = True, **parameters: Any) -> Request:
-    """A request in one of the protocol's two forms."""
+    """Return a request in one of the protocol's two forms."""
     made = Request(model_name=gateway.name, id="mine")
     made.inputs.add(name="text_input", datatype="BYTES", shape=[len(texts)])
-    encoded = [text.encode() for text in texts or ("The",)]
+    encoded = [text.encode() for text in texts]
     if raw:
         made.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
-        made.inputs[0].shape[:] = [len(encoded)]
     else:
         made.inputs[0].contents.bytes_contents.extend(encoded)
-        made.inputs[0].shape[:] = [len(encoded)]
     for name, value in parameters.items():
         kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
         setattr(made.parameters[name], kinds[type(value)], value)
@@ -73,32 +62,18 @@ def outputs(response: kserve.ModelInferResponse) -> dict[str, list[str]]:
     return found
 
 
-@dataclass
-class Conversation:
-    """A ModelStreamInfer whose requests are said one by one."""
-
-    stub: GRPCInferenceServiceStub
-
-    def __post_init__(self) -> None:
-        self._say: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self.call = self.stub.ModelStreamInfer(iter(self._say.get, None), metadata=METADATA, timeout=60)
-
-    def say(self, request: Request | None) -> None:
-        self._say.put(request)
-
-
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed"])
-def test_texts_come_back_continued_in_order(
-    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None, tokenizer: Tokenizer, raw: bool
+def test_continued_texts_are_in_order(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None, raw: bool
 ) -> None:
     request = request_of(gateway, "a", "b", raw=raw, max_tokens=100, temperature=0.5, echo=True)
     response = stub.ModelInfer(request, metadata=METADATA)
     assert outputs(response) == {"text_output": ["a" + TEXT, "b" + TEXT], "finish_reason": ["length"] * 2}
     assert (response.id, response.model_name) == ("mine", gateway.name)
-    assert response.parameters["completion_tokens"].int64_param == 2 * len(tokenizer.encode(TEXT).ids)
+    assert response.parameters["completion_tokens"].int64_param == 2 * len(token_ids(TEXT))
 
 
-def test_only_the_outputs_that_were_asked_for_are_there(
+def test_only_requested_outputs_are_returned(
     gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None
 ) -> None:
     request = request_of(gateway, "The", max_tokens=100)
@@ -106,7 +81,7 @@ def test_only_the_outputs_that_were_asked_for_are_there(
     assert outputs(stub.ModelInfer(request, metadata=METADATA)) == {"text_output": [TEXT]}
 
 
-def test_a_stream_comes_in_pieces_and_marks_its_last(
+def test_stream_comes_in_pieces_and_marks_the_last(
     gateway: GatewayProcess, stub: GRPCInferenceServiceStub, answers: None
 ) -> None:
     request = request_of(gateway, "The", max_tokens=100, triton_enable_empty_final_response=True)
@@ -120,28 +95,28 @@ def test_a_stream_comes_in_pieces_and_marks_its_last(
     assert len(pieces) > 2
 
 
-def test_requests_of_one_stream_run_side_by_side_and_fail_alone(
+def test_requests_of_one_stream_run_together_and_fail_alone(
     gateway: GatewayProcess, stub: GRPCInferenceServiceStub, scheduler: ScriptedScheduler
 ) -> None:
-    talk = Conversation(stub)
-    first = request_of(gateway, "The", max_tokens=4)
+    requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+    call = stub.ModelStreamInfer(iter(requests.get, None), metadata=METADATA, timeout=60)
     second = request_of(gateway, "The", max_tokens=4, temperature=7.0)
     second.id = "bad"
-    talk.say(first)
-    talk.say(second)
-    claimed = scheduler.claim()  # the first runs, and says nothing yet
-    refused = next(talk.call)
+    requests.put(request_of(gateway, "The", max_tokens=4))
+    requests.put(second)
+    claimed = scheduler.claim()  # the first runs, and has no answer yet
+    refused = next(call)
     assert refused.infer_response.id == "bad"
     assert "temperature" in refused.error_message
     assert refused.infer_response.parameters["param"].string_param == "temperature"
     scheduler.serve(claimed, [50, 51, 52, 53])
-    talk.say(None)
-    responses = list(talk.call)
+    requests.put(None)
+    responses = list(call)
     assert {response.infer_response.id for response in responses} == {"mine"}
     assert responses[-1].infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_parameters_reach_the_scheduler_as_over_http(
+def test_parameters_reach_the_scheduler(
     gateway: GatewayProcess, stub: GRPCInferenceServiceStub, scheduler: ScriptedScheduler
 ) -> None:
     request = request_of(gateway, "The", max_tokens=3, seed=7, priority=4, timeout=90_000_000, top_p=0.5)
@@ -159,60 +134,45 @@ def test_parameters_reach_the_scheduler_as_over_http(
     assert waiting.result(60).parameters["request_id"].string_param == claimed.id
 
 
-BAD = {
-    "no text": (lambda request: request.ClearField("inputs"), "INVALID_ARGUMENT", "raw_input_contents"),
-    "another input": (lambda request: setattr(request.inputs[0], "name", "image"), "INVALID_ARGUMENT", "inputs"),
-    "another type": (lambda r: setattr(r.inputs[0], "datatype", "INT64"), "INVALID_ARGUMENT", "text_input"),
-    "another shape": (lambda r: r.inputs[0].shape.append(3), "INVALID_ARGUMENT", "text_input"),
-    "a shape of many numbers": (
-        lambda r: r.inputs[0].shape.extend([1] * 8), "INVALID_ARGUMENT", "text_input",
-    ),
-    "more texts than any limit": (
-        lambda r: r.raw_input_contents.__setitem__(0, bytes(4 * 70_000)), "INVALID_ARGUMENT", "text_input",
-    ),
-    "one output over and over": (
-        lambda r: [r.outputs.add(name="text_output") for _ in range(3)], "INVALID_ARGUMENT", "outputs",
-    ),
-    "cut contents": (lambda r: r.raw_input_contents.__setitem__(0, b"\5\0\0\0ab"), "INVALID_ARGUMENT", "text_input"),
-    "no UTF-8": (lambda r: r.raw_input_contents.__setitem__(0, b"\1\0\0\0\xff"), "INVALID_ARGUMENT", "text_input"),
-    "another output": (lambda request: request.outputs.add(name="logits"), "INVALID_ARGUMENT", "outputs"),
-    "another model": (lambda request: setattr(request, "model_name", "gpt"), "NOT_FOUND", "model"),
-    "another version": (lambda r: setattr(r, "model_version", "2"), "NOT_FOUND", "model_version"),
-    "a misspelt field": (lambda r: setattr(r.parameters["tok_p"], "int64_param", 3), "INVALID_ARGUMENT", "tok_p"),
-    "not a number": (
-        lambda r: setattr(r.parameters["temperature"], "double_param", float("nan")), "INVALID_ARGUMENT", "temperature",
-    ),
-    "a field of another form": (
-        lambda r: setattr(r.parameters["prompt"], "string_param", "x"), "INVALID_ARGUMENT", "prompt",
-    ),
-    "a stream of one answer": (
-        lambda r: setattr(r.parameters["stream"], "bool_param", True), "INVALID_ARGUMENT", "stream",
-    ),
-    "no output at all": (
-        lambda r: setattr(r.parameters["max_tokens"], "int64_param", 0), "INVALID_ARGUMENT", "max_tokens",
-    ),
-}  # fmt: skip
+def parameter(name: str, kind: str, value: Any) -> Callable[[Request], None]:
+    return lambda request: setattr(request.parameters[name], kind, value)
 
 
-@pytest.mark.parametrize(("spoil", "status", "param"), BAD.values(), ids=BAD)
+BAD: dict[str, tuple[Callable[[Request], Any], str]] = {
+    "no text": (lambda r: r.ClearField("inputs"), "raw_input_contents"),
+    "another input": (lambda r: setattr(r.inputs[0], "name", "image"), "inputs"),
+    "another type": (lambda r: setattr(r.inputs[0], "datatype", "INT64"), "text_input"),
+    "another shape": (lambda r: r.inputs[0].shape.append(3), "text_input"),
+    "a shape of many numbers": (lambda r: r.inputs[0].shape.extend([1] * 8), "text_input"),
+    "more texts than any limit": (lambda r: r.raw_input_contents.__setitem__(0, bytes(4 * 70_000)), "text_input"),
+    "one output over and over": (lambda r: [r.outputs.add(name="text_output") for _ in range(3)], "outputs"),
+    "cut contents": (lambda r: r.raw_input_contents.__setitem__(0, b"\5\0\0\0ab"), "text_input"),
+    "no UTF-8": (lambda r: r.raw_input_contents.__setitem__(0, b"\1\0\0\0\xff"), "text_input"),
+    "another output": (lambda r: r.outputs.add(name="logits"), "outputs"),
+    "another model": (lambda r: setattr(r, "model_name", "gpt"), "model"),
+    "another version": (lambda r: setattr(r, "model_version", "2"), "model_version"),
+    "a misspelt field": (parameter("tok_p", "int64_param", 3), "tok_p"),
+    "not a number": (parameter("temperature", "double_param", float("nan")), "temperature"),
+    "a field of another form": (parameter("prompt", "string_param", "x"), "prompt"),
+    "a stream of one answer": (parameter("stream", "bool_param", True), "stream"),
+    "no output": (parameter("max_tokens", "int64_param", 0), "max_tokens"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "param"), BAD.values(), ids=BAD)
 def test_bad_input_is_refused_by_name(
-    gateway: GatewayProcess,
-    scheduler: ScriptedScheduler,
-    stub: GRPCInferenceServiceStub,
-    spoil: Any,
-    status: str,
-    param: str,
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub, spoil: Any, param: str
 ) -> None:
     request = request_of(gateway, "The")
     spoil(request)
     with pytest.raises(grpc.RpcError) as refused:
         stub.ModelInfer(request, metadata=METADATA)
-    assert refused.value.code().name == status
+    assert refused.value.code().name == ("NOT_FOUND" if param.startswith("model") else "INVALID_ARGUMENT")
     assert dict(refused.value.trailing_metadata())["param"] == param
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])
-def test_a_key_is_needed_but_for_health(
+def test_every_call_but_health_needs_a_key(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub, metadata: Any
 ) -> None:
     calls = (
@@ -230,28 +190,26 @@ def test_a_key_is_needed_but_for_health(
     assert stub.ServerMetadata(kserve.ServerMetadataRequest()).name == "orcinus"
 
 
-def test_the_model_says_what_it_takes_and_gives(
+def test_metadata_names_the_tensors_of_the_model(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub
 ) -> None:
     found = stub.ModelMetadata(kserve.ModelMetadataRequest(name=gateway.name), metadata=METADATA)
     assert [tensor.name for tensor in found.inputs] == ["text_input", "sampling_parameters", "stream"]
     assert [tensor.name for tensor in found.outputs] == ["text_output", "finish_reason"]
-    ready = {
-        name: stub.ModelReady(kserve.ModelReadyRequest(name=name), metadata=METADATA).ready
-        for name in (gateway.name, "gpt")
-    }
-    assert ready == {gateway.name: True, "gpt": False}
+    for name, ready in ((gateway.name, True), ("gpt", False)):
+        assert stub.ModelReady(kserve.ModelReadyRequest(name=name), metadata=METADATA).ready == ready
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_call_that_its_client_ends_cancels_the_request(
+def test_request_is_cancelled_when_its_client_ends_the_call(
     gateway: GatewayProcess, stub: GRPCInferenceServiceStub, scheduler: ScriptedScheduler, streams: bool
 ) -> None:
     request = request_of(gateway, "The", max_tokens=100)
-    if streams:
-        call: Any = stub.ModelStreamInfer(iter([request]), metadata=METADATA)
-    else:
-        call = stub.ModelInfer.future(request, metadata=METADATA)
+    call: Any = (
+        stub.ModelStreamInfer(iter([request]), metadata=METADATA)
+        if streams
+        else stub.ModelInfer.future(request, metadata=METADATA)
+    )
     claimed = scheduler.claim()
     scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
     if streams:
@@ -261,38 +219,37 @@ def test_a_call_that_its_client_ends_cancels_the_request(
     scheduler.end(claimed, [[50, 51]], [3])
 
 
-def test_a_stop_of_the_gateway_ends_streams_with_a_reason_and_refuses_new_calls(
-    tmp_path: Path, model: Path, redis_server: RedisServer, gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
+def test_gateway_that_stops_ends_streams_with_a_reason(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     port = free_port()
-    with running_gateway(tmp_path, model, redis_server, grpc_port=port, drain_s=0) as leaving:
-        leaving.wait_ready()
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
-            call = stub.ModelStreamInfer(iter([request_of(leaving, "The", max_tokens=9)]))
-            claimed = scheduler.claim()
-            scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
-            next(call)
-            assert leaving.process is not None
-            leaving.process.send_signal(signal.SIGTERM)
-            told = until("the stream ends", lambda: next(call).error_message)
-            assert claimed.id in told  # it goes on elsewhere
-            assert leaving.process.wait(30) == 0
-            with pytest.raises(grpc.RpcError) as refused:
-                stub.ModelInfer(request_of(leaving, "The"), timeout=10)
-            assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    with (
+        led_gateway(tmp_path, model, redis_server, grpc_port=port, drain_s=0) as (leaving, scheduler),
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(iter([request_of(leaving, "The", max_tokens=9)]))
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
+        next(call)
+        assert leaving.process is not None
+        leaving.process.send_signal(signal.SIGTERM)
+        reason = until("the stream ends", lambda: next(call).error_message)
+        assert claimed.id in reason  # it continues elsewhere
+        assert leaving.process.wait(30) == 0
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ModelInfer(request_of(leaving, "The"), timeout=10)
+        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     scheduler.end(claimed, [[50, 51]], [LENGTH])
 
 
-def test_a_port_in_use_is_an_error_that_names_it(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
+def test_port_in_use_is_an_error_with_its_number(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     failing = GatewayProcess(tmp_path, model, redis_server.url, grpc_port=GRPC_PORT).start()
     assert failing.process is not None
     assert failing.process.wait(60) == 2
     assert f"cannot listen for gRPC on 127.0.0.1:{GRPC_PORT}" in failing.log()
 
 
-def test_the_certificate_is_that_of_http_and_is_read_again_when_asked(
-    tmp_path: Path, model: Path, redis_server: RedisServer, scheduler: ScriptedScheduler
+def test_certificate_is_that_of_http_and_reloads_at_sighup(
+    tmp_path: Path, model: Path, redis_server: RedisServer
 ) -> None:
     certs.make(tmp_path / "certs", [])
     chain, key = (tmp_path / "certs" / name for name in ("gateway.pem", "gateway-key.pem"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
+from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 
@@ -22,25 +21,21 @@ def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[op
         yield made
 
 
-def test_a_response_through_the_official_client(
-    client: openai.OpenAI, gateway: GatewayProcess, answers: None, tokenizer: Tokenizer
+def test_response_comes_through_the_official_client(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None
 ) -> None:
     response = client.responses.create(
         model=gateway.name, input="hi", instructions="be brief", max_output_tokens=100, metadata={"a": "b"}
     )
-    tokens = len(tokenizer.encode(TEXT).ids)
-    assert response.output_text == TEXT
-    assert response.id.startswith("resp_")
+    tokens = len(token_ids(TEXT))
+    assert (response.output_text, response.id[:5]) == (TEXT, "resp_")
     assert (response.status, response.instructions, response.metadata) == ("incomplete", "be brief", {"a": "b"})
-    assert response.incomplete_details is not None
+    assert response.incomplete_details is not None and response.usage is not None
     assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.usage is not None
     assert (response.usage.output_tokens, response.usage.total_tokens) == (tokens, tokens + response.usage.input_tokens)
 
 
-def test_items_become_the_conversation_of_a_chat(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
+def test_items_become_the_conversation_of_a_chat(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "one "}, {"type": "input_text", "text": "two"}]},
         {
@@ -58,15 +53,14 @@ def test_items_become_the_conversation_of_a_chat(
         ("/v1/responses", {"input": items, "instructions": "zero", "max_output_tokens": 1}),
         ("/v1/chat/completions", {"messages": chat, "max_tokens": 1}),
     ):
-        sent = {"model": gateway.name, "background": True, **body}
-        httpx.post(gateway.url + path, json=sent, headers={"Authorization": f"Bearer {KEY}"}).raise_for_status()
+        gateway.post(path, {"background": True, **body}).raise_for_status()
         claimed = scheduler.claim()
         prompts.append(claimed.prompts)
         scheduler.serve(claimed, [50])
     assert prompts[0] == prompts[1]
 
 
-def test_the_events_of_a_stream_add_up_to_the_whole_response(
+def test_events_of_a_stream_add_up_to_the_response(
     client: openai.OpenAI, gateway: GatewayProcess, answers: None
 ) -> None:
     whole = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100)
@@ -81,22 +75,22 @@ def test_the_events_of_a_stream_add_up_to_the_whole_response(
     assert [event.sequence_number for event in events] == list(range(len(events)))
     last = events[-1]
     assert last.type == "response.incomplete"
-    told, expected = last.response.model_dump(), whole.model_dump()
-    for one in (told, expected):
+    streamed, expected = last.response.model_dump(), whole.model_dump()
+    for one in (streamed, expected):
         one.pop("id"), one.pop("created_at"), one["output"][0].pop("id")
-    assert told == expected
+    assert streamed == expected
 
 
-def test_the_clients_stream_helper_ends_with_a_completed_response(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+def test_stream_helper_of_the_client_ends_with_a_completed_response(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     with client.responses.stream(model=gateway.name, input="hi") as stream:
         claimed = scheduler.claim()
-        scheduler.serve(claimed, [*tokenizer.encode(TEXT).ids, claimed.request.stop_token_ids[0]], STOP, piece=4)
+        scheduler.serve(claimed, [*token_ids(TEXT), claimed.request.stop_token_ids[0]], STOP, piece=4)
         assert stream.get_final_response().output_text == TEXT
 
 
-def test_a_failure_after_the_first_byte_is_told_by_events(
+def test_failure_after_the_first_token_is_two_events(
     client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     stream = client.responses.create(model=gateway.name, input="hi", stream=True)
@@ -105,13 +99,12 @@ def test_a_failure_after_the_first_byte_is_told_by_events(
     scheduler.publish(Line(claimed.id, 2, [], finish=ERROR, error="the worker died"))
     events = list(stream)
     assert [event.type for event in events[-2:]] == ["error", "response.failed"]
-    assert events[-2].message == "the worker died"
-    assert events[-1].response.error.message == "the worker died"
+    assert events[-2].message == events[-1].response.error.message == "the worker died"
     scheduler.end(claimed, [[50, 51]], [ERROR])
 
 
-def test_a_response_in_the_background_is_fetched_by_id(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
+def test_background_response_is_fetched_by_id(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     begun = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100, background=True)
     assert (begun.status, begun.background, begun.output) == ("queued", True, [])
@@ -119,16 +112,15 @@ def test_a_response_in_the_background_is_fetched_by_id(
     assert claimed.id == begun.id
     scheduler.publish(Line(claimed.id, 0, [50]), started=[claimed.id])
     assert client.responses.retrieve(begun.id).status == "in_progress"
-    tokens = tokenizer.encode(TEXT).ids
+    tokens = token_ids(TEXT)
     scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP))
     scheduler.end(claimed, [tokens], [STOP])
     done = client.responses.retrieve(begun.id)
     assert (done.status, done.output_text, done.background) == ("completed", TEXT, True)
-    assert done.usage is not None
-    assert done.usage.output_tokens == len(tokens)
+    assert done.usage is not None and done.usage.output_tokens == len(tokens)
 
 
-def test_a_response_in_the_background_can_be_cancelled(
+def test_background_response_can_be_cancelled(
     client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     begun = client.responses.create(model=gateway.name, input="hi", background=True)
@@ -137,12 +129,10 @@ def test_a_response_in_the_background_can_be_cancelled(
     assert client.responses.cancel(begun.id).status == "cancelled"
     scheduler.wait_control("cancel", claimed.id)
     scheduler.end(claimed, [[50]], [3])
-    until("the record says so", lambda: client.responses.retrieve(begun.id).status == "cancelled")
+    until("the record has it", lambda: client.responses.retrieve(begun.id).status == "cancelled")
 
 
-def test_only_the_key_that_sent_a_response_sees_it(
-    client: openai.OpenAI, gateway: GatewayProcess, answers: None
-) -> None:
+def test_response_is_visible_to_its_key_only(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
     made = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100)
     completion = client.completions.create(model=gateway.name, prompt="hi", max_tokens=100)
     assert client.responses.retrieve(made.id).output_text == TEXT
@@ -154,14 +144,13 @@ def test_only_the_key_that_sent_a_response_sees_it(
             one.responses.cancel(response_id)
 
 
-def test_a_named_response_runs_once(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+def test_named_response_runs_once(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
     headers = {"Idempotency-Key": "named"}
     first, again = (
         client.responses.create(model=gateway.name, input="hi", max_output_tokens=100, extra_headers=headers)
         for _ in range(2)
     )
     assert first.id == again.id
-    assert first.id.startswith("resp_")
     assert first.output_text == again.output_text == TEXT
 
 
@@ -189,11 +178,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD.values(), ids=BAD)
-def test_what_cannot_be_served_is_refused_in_the_words_of_this_endpoint(
+def test_bad_response_is_refused_by_its_fields(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, fields: dict[str, Any], param: str
 ) -> None:
-    body = {"model": gateway.name, "input": "hi", **fields}
-    answer = httpx.post(gateway.url + "/v1/responses", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    answer = gateway.post("/v1/responses", {"input": "hi", **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert "messages" not in error["message"]
