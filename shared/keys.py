@@ -88,6 +88,10 @@ class Keys:
         """The last epoch of the shard; unlike the lease it outlives a pause."""
         return f"{self.epoch}:{shard}"
 
+    def policy(self, shard: str) -> str:
+        """The policy that was set at run time, JSON."""
+        return f"{self.prefix}policy:{shard}"
+
     @property
     def background(self) -> str:
         """Set: gateways that deliver or have delivered background requests."""

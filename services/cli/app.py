@@ -176,15 +176,27 @@ def doctor(values: Values, json: Json = False) -> None:
 @settings_command(app, "policy", CommonSettings, LauncherSettings)
 def policy(
     values: Values,
-    name: Annotated[str, typer.Argument(help="a preset, or one with parts replaced: sarathi:order=fair,memory=peak")],
+    name: Annotated[
+        str,
+        typer.Argument(help="a preset, or one with parts replaced: sarathi:order=fair,memory=peak", show_default=False),
+    ] = "",
     timeout_s: Annotated[float, typer.Option(help="how long to wait for running sequences to end")] = 60.0,
     json: Json = False,
 ) -> None:
-    """Change the policy of a running scheduler, and wait for the change: running sequences end first."""
-    settings = build(CommonSettings, values)
-    from services.cli.policy import switch
+    """Change the policy of a running scheduler, and wait for the change: running sequences end first.
 
-    answer = switch(name, settings, build(LauncherSettings, values), timeout_s)
+    Without a name, show the policy in force and the presets.
+    """
+    from services.cli.policy import show, switch
+    from services.cli.stack import find
+
+    target = find(values)
+    settings = target.settings
+    if not name:
+        policies = show(settings, target.launcher)
+        print(json_module.dumps(asdict(policies)) if json else policies.text())
+        raise typer.Exit(0 if policies.policy else 1)
+    answer = switch(name, settings, target.launcher, timeout_s)
     if json:
         result = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
         print(json_module.dumps(result))
@@ -201,11 +213,12 @@ def drain(
     json: Json = False,
 ) -> None:
     """Let a service finish or hand over its requests and stop, and wait until it has; no client sees an error."""
-    settings = build(CommonSettings, values)
     from services.cli.drain import drain as run
+    from services.cli.stack import find
 
+    target = find(values)
     say = (lambda _: None) if json else (lambda line: print(line, flush=True))
-    ends = run(name, settings, build(LauncherSettings, values), timeout_s, say)
+    ends = run(name, target.settings, target.launcher, timeout_s, say)
     drained = all(end.drained for end in ends)
     if json:
         print(json_module.dumps({"ok": drained, "services": [asdict(end) for end in ends]}))
@@ -243,20 +256,48 @@ def top(
     json: Json = False,
 ) -> None:
     """Show a running stack in the terminal, from Redis; q quits. With --json print one view for programs."""
-    settings = build(CommonSettings, values)
+    from services.cli.stack import find
     from services.cli.top import run
 
-    raise typer.Exit(run(settings, build(LauncherSettings, values), once or json, json))
+    target = find(values)
+    raise typer.Exit(run(target.settings, target.launcher, once or json, json))
+
+
+@settings_command(app, "status", CommonSettings, LauncherSettings)
+def status(values: Values, json: Json = False) -> None:
+    """Say on one screen whether the stack runs, where it is reached and how it does."""
+    from services.cli.stack import find
+    from services.cli.status import run
+
+    raise typer.Exit(run(find(values), json))
 
 
 @app.command()
 def version(json: Json = False) -> None:
     """Print the version."""
+    print(json_module.dumps({"version": _version()}) if json else f"orcinus {_version()}")
+
+
+def _version() -> str:
     try:
-        number = package_version("orcinus")
+        return package_version("orcinus")
     except PackageNotFoundError:
-        number = "unknown"
-    print(json_module.dumps({"version": number}) if json else f"orcinus {number}")
+        return "unknown"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"orcinus {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Serve large language models. Every option is also an environment variable, named in its help."""
 
 
 BENCHES = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
-from services.cli.policy import redis_address
+from services.cli.stack import redis_address
 from services.launcher import redis_server
 from shared.errors import ConfigurationError
 from shared.keys import Keys

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.options import build, settings_command
+from services.cli.options import settings_command
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.options import Values
@@ -89,6 +89,9 @@ def list_keys(values: Values, json: Json = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    if not rows:
+        print(f"no keys for model {keys.model}; `orcinus keys add NAME` makes one")
+        return
     heads = ("id", "name", "tenant", "state", "max priority", "requests/min", "tokens/min", "at once", "created",
              "expires", "last used")  # fmt: skip
     table = Table(*heads, box=None)
@@ -131,11 +134,12 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
     """Yield a client and the keys of the model. Raises ConfigurationError when Redis does not answer."""
     import redis
 
-    from services.cli.policy import redis_address
+    from services.cli.stack import find, redis_address
     from services.launcher import redis_server
 
-    settings = build(CommonSettings, values)
-    url, access = redis_address(settings, build(LauncherSettings, values))
+    target = find(values)
+    settings = target.settings
+    url, access = redis_address(settings, target.launcher)
     redis_server.check_server(url, **access)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:

@@ -1,4 +1,4 @@
-"""`orcinus policy NAME`: request another policy from a shard's scheduler and wait for the event that answers.
+"""`orcinus policy [NAME]`: show the policy of a shard's scheduler, or request another and wait for the answer.
 
 Uses Redis alone: `control:{shard}` in, `events` out. Without a Redis address it uses the stack that `orcinus up` runs
 on this machine.
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
+from services.cli.stack import redis_address
 from services.launcher import redis_server
-from services.launcher.rundir import RunDir
-from services.scheduler.core.policy.presets import parse
+from services.scheduler.core.policy.presets import PRESETS, parse
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.options import without_password
@@ -31,6 +31,39 @@ class Answer:
 
     changed: bool
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The policy in force, empty if no scheduler reports, and all presets."""
+
+    shard: str
+    policy: str
+    set_at_run_time: bool
+    presets: list[str]
+
+    def text(self) -> str:
+        """Return lines for people."""
+        how = "set at run time; it outlives restarts" if self.set_at_run_time else "as configured"
+        lines = [f"{self.shard}: {self.policy} ({how})" if self.policy else f"{self.shard}: no scheduler reports"]
+        lines += ["", "presets (* in force):", *(f"  {'*' if p == self.policy else ' '} {p}" for p in self.presets)]
+        return "\n".join([*lines, "", "change it: orcinus policy NAME; parts may be replaced: sarathi:order=fair"])
+
+
+def show(settings: CommonSettings, launcher: LauncherSettings) -> Policies:
+    """Return the policy in force and the presets. Raises ConfigurationError when Redis cannot be reached."""
+    import redis
+
+    url, access = redis_address(settings, launcher)
+    redis_server.check_server(url, **access)
+    keys, shard = settings.keys, settings.shard
+    try:
+        with redis_server.client(url, timeout_s=5.0, **access) as client:
+            policy = client.hget(keys.stats(shard), "policy") if client.exists(keys.lease(shard)) else None
+            stored = client.exists(keys.policy(shard))
+    except (redis.RedisError, OSError) as error:
+        raise ConfigurationError(f"Redis at {without_password(url)}: stopped answering: {error}; try again") from error
+    return Policies(shard, policy.decode() if policy else "", bool(policy and stored), list(PRESETS))
 
 
 def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float) -> Answer:
@@ -54,15 +87,6 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
             return _switch(client, settings.keys, settings.shard, name, timeout_s)
     except (redis.RedisError, OSError) as error:
         return Answer(False, f"Redis at {without_password(url)} stopped answering: {error}")
-
-
-def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
-    """Return URL and options of the configured Redis, else of the local stack's, else of the default one."""
-    if "redis_url" not in settings.model_fields_set and RunDir(launcher.run_dir).owner():
-        local = redis_server.local(launcher.run_dir)
-        if local is not None:
-            return local[0], {"password": local[1]}
-    return settings.redis_url, settings.redis_options()
 
 
 def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) -> Answer:

@@ -24,7 +24,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
-from services.cli.policy import redis_address
+from services.cli.stack import redis_address
 from shared.keys import CLASSES
 from shared.options import without_password
 from shared.settings import CommonSettings, LauncherSettings
@@ -36,6 +36,7 @@ HISTORY_POINTS = 300
 EVENTS = 20
 SILENT_MS = 6000
 LABEL_WIDTH = 18  # of a line of bars: its name and its largest value
+WORKING = ("live", "idle")  # states of a stack that serves
 NONE = "–"
 BARS = " ▁▂▃▄▅▆▇█"
 TOTALS = ("finished", "cancelled", "failed", "preemptions", "recomputed_tokens", "swapped_blocks", "prefix_hit_tokens")
@@ -94,7 +95,7 @@ def run(settings: CommonSettings, launcher: LauncherSettings, once: bool, as_jso
     if not once:
         Top(source).run()
         return 0
-    view = asyncio.run(_look_once(source))
+    view = asyncio.run(look_once(source))
     if as_json:
         print(json.dumps(view))
     elif "error" in view:
@@ -105,7 +106,8 @@ def run(settings: CommonSettings, launcher: LauncherSettings, once: bool, as_jso
     return 1 if "error" in view else 0
 
 
-async def _look_once(source: Source) -> View:
+async def look_once(source: Source) -> View:
+    """Return one view and close the source."""
     try:
         return await source.look()
     finally:

@@ -8,10 +8,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from shared.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class StackFacts:
+    """What other commands need to know of a running stack. No secrets."""
+
+    model: str  # served model name
+    shard: str
+    url: str  # of the API, without /v1
+    ops_url: str  # of the live page and the metrics
+    redis_url: str  # without its password; empty for the stack's own server
 
 
 class RunDir:
@@ -21,6 +33,7 @@ class RunDir:
         self.path = path.expanduser().absolute()
         self.logs = self.path / "logs"
         self.processes = self.path / "processes.json"
+        self.facts = self.path / "stack.json"
         self.lock = self.path / "lock"
         self._lock_fd = -1
 
@@ -34,20 +47,33 @@ class RunDir:
             raise ConfigurationError(
                 f"cannot use the run directory {self.path}: {error}; choose another with --run-dir"
             ) from error
-        self.processes.unlink(missing_ok=True)  # of a launcher that was killed
+        for file in (self.processes, self.facts):  # of a launcher that was killed
+            file.unlink(missing_ok=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.processes.unlink(missing_ok=True)
+        self.facts.unlink(missing_ok=True)
         self.lock.unlink(missing_ok=True)  # while it is held: see _acquire
         os.close(self._lock_fd)
         self._lock_fd = -1
 
     def write_processes(self, pids: dict[str, int]) -> None:
-        """Write names and pids, atomically: a reader sees the old map or the new one."""
-        new = self.processes.with_suffix(".new")
-        new.write_text(json.dumps(pids, indent=1) + "\n")
-        os.replace(new, self.processes)
+        """Write names and pids."""
+        _write(self.processes, pids)
+
+    def write_facts(self, facts: StackFacts) -> None:
+        """Write what other commands need to know of this stack."""
+        _write(self.facts, asdict(facts))
+
+    def running(self) -> StackFacts | None:
+        """Return the facts of the stack that runs here; None if none does, or an older version started it."""
+        if not self.owner():
+            return None
+        try:
+            return StackFacts(**json.loads(self.facts.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def owner(self) -> int | None:
         """Return the pid of the launcher that has the directory now; None when there is none."""
@@ -81,6 +107,13 @@ class RunDir:
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
             os.close(fd)
+
+
+def _write(file: Path, value: object) -> None:
+    """Write JSON atomically: a reader sees the old file or the new one."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(new, file)
 
 
 def _same_file(fd: int, path: Path) -> bool:

@@ -21,13 +21,13 @@ from services.launcher import redis_server
 from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
 from services.launcher.model_check import expected_bytes, memory_problem, model_problem, read_config, size_problem
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
-from services.launcher.rundir import RunDir
+from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
 from shared.options import Values, build, env_name, fields_of, flag, without_password
-from shared.settings import ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
+from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 from shared.supervisor import ServiceSpec
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
@@ -68,6 +68,16 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         folder = worker.kv_share_dir or shared
         specs = _specs(
             launcher, gateway, scheduler, worker, local_redis, env, redis_server.client(url, **access), folder
+        )
+
+        run_dir.write_facts(
+            StackFacts(
+                gateway.served_model_name,
+                scheduler.shard,
+                api_url(gateway),
+                ops_url(gateway),
+                "" if local_redis else without_password(url),
+            )
         )
 
         def on_ready() -> None:
@@ -127,19 +137,38 @@ def unused_gpu(worker: WorkerSettings) -> str:
     return "" if on_cpu or not device_files() else cuda_problem()
 
 
+def api_url(gateway: GatewaySettings) -> str:
+    """Return the address of the API as a program on this machine reaches it, without /v1."""
+    return f"{'https' if gateway.tls_cert else 'http'}://{_reachable(gateway.host)}:{gateway.port}"
+
+
+def ops_url(gateway: GatewaySettings) -> str:
+    """Return the address of the live page, health and metrics as a program on this machine reaches it."""
+    return f"http://{_reachable(gateway.ops_host)}:{gateway.ops_port}"
+
+
+def _reachable(host: str) -> str:
+    """Return a host of this machine for a URL; a server on all addresses is reached by the loopback one."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)  # noqa: S104
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def greeting(gateway: GatewaySettings) -> list[str]:
     """Return the address, and one curl line that works as it stands."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(gateway.host, gateway.host)  # noqa: S104
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    url = f"{'https' if gateway.tls_cert else 'http'}://{host}:{gateway.port}"
+    url = api_url(gateway)
     body = json.dumps({"model": gateway.served_model_name, "prompt": "def main():", "max_tokens": 32})
     curl = f"curl {url}/v1/completions -H 'Content-Type: application/json'"
     if gateway.api_key is None and gateway.api_key_file is not None:
         curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
     elif gateway.api_key is not None or gateway.require_key:
         curl += ' -H "Authorization: Bearer $ORCINUS_API_KEY"'
-    return [f"Orcinus serves {gateway.served_model_name} at {url}/v1", f"{curl} -d {shlex.quote(body)}"]
+    lines = [f"Orcinus serves {gateway.served_model_name} at {url}/v1"]
+    if gateway.model == DEMO_MODEL:
+        lines.append(
+            "The demo model is a toy of 4 million parameters that shows the system; MODEL=ORG/NAME serves another"
+        )
+    lines.append(f"live page: {ops_url(gateway)}/dashboard   state: orcinus status")
+    return [*lines, f"{curl} -d {shlex.quote(body)}"]
 
 
 def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:

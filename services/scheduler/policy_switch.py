@@ -1,16 +1,21 @@
-"""The policy of the core: from the settings at the start, later from the `policy` command.
+"""The policy of the core: from the settings at the start, later from the `policy` command, also after a restart.
 
 The core changes its policy when no sequence runs, which may be long after the command. The service calls `look` after
 every plan. Each command is answered by one event: policy_changed or policy_refused. A command with the name of the
-policy in force changes nothing and cancels a pending change.
+policy in force changes nothing and cancels a pending change. The event that says that a policy has taken over is
+written together with `policy:{shard}`, from which the next scheduler of the shard restores it. A start with another
+--policy than before forgets it: the operator's newest word counts.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 
+from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.scheduler import Scheduler
+from shared.redis_client import Value
 from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
@@ -29,11 +34,17 @@ def make_scheduler(settings: SchedulerSettings) -> Scheduler:
 
 
 class PolicySwitch:
-    """Carries out `policy` commands. event(kind, text, policy=name): appends to `events`."""
+    """Carries out `policy` commands.
 
-    def __init__(self, core: Scheduler, event: Callable[..., None]) -> None:
+    event(kind, text, first=command, policy=name): appends to `events`, together with a write command. key: of
+    `policy:{shard}`.
+    """
+
+    def __init__(self, core: Scheduler, event: Callable[..., None], key: str) -> None:
         self._core = core
         self._event = event
+        self._key = key
+        self._configured = core.policy.name
         self._in_force = core.policy
         self._pending = ""
 
@@ -41,6 +52,23 @@ class PolicySwitch:
     def name(self) -> str:
         """Return the name of the policy in force."""
         return self._in_force.name
+
+    def restore(self, stored: bytes | None) -> None:
+        """Request the policy of `policy:{shard}`, unless the scheduler is configured otherwise than when it was set."""
+        if stored is None:
+            return
+        try:
+            record = json.loads(stored)
+            name, configured = str(record["policy"]), str(record["configured"])
+            parse(name)
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("policy that was set at run time is not restored: %s", error)
+            return
+        if configured != self._configured:
+            log.info("policy %s, set at run time, gives way to the configured %s", name, self._configured)
+            return
+        log.info("policy %s was set at run time", name)
+        self.request(name)
 
     def request(self, name: str) -> None:
         """Let `name` take over when no sequence runs. The last command counts."""
@@ -54,7 +82,9 @@ class PolicySwitch:
         self._pending = name if name != self.name else ""
         if not self._pending:
             log.info("policy %s stays in force", name)
-            self._event("policy_changed", f"{name} is in force; no change is pending", policy=name)
+            self._event(
+                "policy_changed", f"{name} is in force; no change is pending", first=self._record(), policy=name
+            )
             return
         log.info("policy %s takes over from %s when nothing runs any more", name, self.name)
 
@@ -64,7 +94,14 @@ class PolicySwitch:
             return
         before, self._in_force, self._pending = self.name, self._core.policy, ""
         log.info("policy %s has taken over from %s", self.name, before)
-        self._event("policy_changed", f"{self.name} has taken over from {before}", policy=self.name)
+        text = f"{self.name} has taken over from {before}"
+        self._event("policy_changed", text, first=self._record(), policy=self.name)
+
+    def _record(self) -> list[Value]:
+        """Return the command that remembers the policy in force if it was set at run time, else forgets it."""
+        if self.name == self._configured:
+            return ["DEL", self._key]
+        return ["SET", self._key, json.dumps({"policy": self.name, "configured": self._configured})]
 
     def _refuse(self, name: str, why: str) -> None:
         log.warning("policy %s refused: %s", name, why)

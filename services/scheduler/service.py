@@ -11,6 +11,7 @@ import asyncio
 import logging
 import signal
 import time
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -95,7 +96,7 @@ class Service:
             self._intake_reader, self._redis, self._scripts, self.keys, settings.shard, self.lease, self._clock
         )
         self.core = make_scheduler(settings)
-        self._policy = PolicySwitch(self.core, self._reports.event)
+        self._policy = PolicySwitch(self.core, self._reports.event, self.keys.policy(settings.shard))
         self.held = Holdings()
         entries = self.held.entries
         self._publisher = Publisher(self._scripts, self.keys, self.lease, entries, self.forget)
@@ -184,7 +185,12 @@ class Service:
     async def _prepare(self) -> None:
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
         await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
+        await persist("read the policy that was set at run time", self._restore_policy, log, self._stop.is_set)
         await persist("rebuild claimed requests", self.claims.rebuild, log, self._stop.is_set)
+
+    async def _restore_policy(self) -> None:
+        stored: Any = await self._redis.get(self.keys.policy(self._settings.shard))
+        self._policy.restore(stored)
 
     # Requests in
 

@@ -127,20 +127,21 @@ class Reports:
         beats = await self._redis.mget([self._keys.alive("gateway", name) for name in wanted]) if wanted else []
         return {name for name, beat in zip(wanted, beats, strict=True) if beat is not None}
 
-    def event(self, kind: str, text: str, **ids: str) -> None:
-        """Append to `events` in the background."""
-        self._later(self._append(self._keys.events, EVENTS_ROWS, {"kind": kind, "text": text, **ids}))
+    def event(self, kind: str, text: str, first: Sequence[Value] = (), **ids: str) -> None:
+        """Append to `events` in the background. first: a write command that is carried out together with it."""
+        self._later(self._append(self._keys.events, EVENTS_ROWS, {"kind": kind, "text": text, **ids}, first))
 
     def dead(self, request_id: str, text: str) -> None:
         """Record a request that kept failing."""
         self.event("dead", text, request=request_id)
         self._later(self._append(self._keys.dead, DEAD_ROWS, {"request": request_id, "text": text}))
 
-    async def _append(self, key: str, rows: int, fields: dict[str, str]) -> None:
+    async def _append(self, key: str, rows: int, fields: dict[str, str], first: Sequence[Value] = ()) -> None:
         row = {"time_ms": str(int(time.time() * 1000)), "shard": self._shard, **fields}
         words = [word for item in row.items() for word in item]
+        append: Sequence[Value] = ["XADD", key, "MAXLEN", "~", rows, "*", *words]
         try:
-            await self._lease.write(["XADD", key, "MAXLEN", "~", rows, "*", *words])
+            await self._lease.write(*([first] if first else []), append)
         except (*Unavailable, LeaseLostError) as error:
             log.warning("record not written: %s: %s", fields, error)
 

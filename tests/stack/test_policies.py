@@ -101,6 +101,10 @@ def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Lo
             until("the stats tell", lambda name=name: stack.stats()["policy"] == name)
     events = policy_events(stack)
     assert [(event["kind"], event["policy"]) for event in events] == [("policy_changed", name) for name in PRESETS]
+    assert stack.kill("scheduler", signal.SIGKILL) == -signal.SIGKILL
+    stack.start("scheduler")
+    until("the restart restores the policy", lambda: len(policy_events(stack)) > len(events))
+    assert policy_events(stack)[-1]["policy"] == stack.stats()["policy"] == name
     after = stack.settled()
     assert after["blocks"] == after["total"]
     assert after["pending"] == [0, 0, 0, 0]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
+import pytest
 
 from services.scheduler.core.types import Limits, NewRequest, StepResult
 from services.scheduler.policy_switch import PolicySwitch, make_scheduler
 from shared.settings import SchedulerSettings
 
 STEP_NS = 1_000_000
+KEY = "policy:shard-0"
 
 
 def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_once() -> None:
@@ -21,7 +24,7 @@ def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_onc
         assert text
         events.append((kind, ids["policy"]))
 
-    switch = PolicySwitch(core, tell)
+    switch = PolicySwitch(core, tell, KEY)
     core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
     core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=3), 0)
     plan, _ = core.plan(1)
@@ -50,7 +53,7 @@ def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_onc
 def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_once() -> None:
     core = make_scheduler(SchedulerSettings(policy="orca:tokens=fixed-9", lookahead=0))
     events: list[tuple[str, str, str]] = []
-    switch = PolicySwitch(core, lambda kind, text, **ids: events.append((kind, ids["policy"], text)))
+    switch = PolicySwitch(core, lambda kind, text, **ids: events.append((kind, ids["policy"], text)), KEY)
     core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
     core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=30), 0)
     plan, _ = core.plan(1)
@@ -82,3 +85,36 @@ def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -
             core = make_scheduler(SchedulerSettings(policy=policy, prefix_cache=choice))
             found[policy, choice] = core.replicas[core.join(limits)].prefix_cache is not None
     assert [key for key, kept in found.items() if kept] == [("orca", "on"), ("sglang", "auto"), ("sglang", "on")]
+
+
+def restarted(configured: str, stored: bytes | None) -> tuple[str, list[Any]]:
+    """Return the policy in force after the first plan of a new scheduler, and the commands beside its events."""
+    core = make_scheduler(SchedulerSettings(policy=configured))
+    commands: list[Any] = []
+    switch = PolicySwitch(core, lambda kind, text, first, policy: commands.append(first), KEY)
+    switch.restore(stored)
+    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.plan(1)
+    switch.look()
+    return switch.name, commands
+
+
+def test_policy_set_at_run_time_outlives_restart() -> None:
+    record = json.dumps({"policy": "sarathi", "configured": "orcinus"})
+    name, commands = restarted("orcinus", record.encode())
+    assert (name, commands) == ("sarathi", [["SET", KEY, record]])
+
+
+def test_configured_policy_takes_its_record_away() -> None:
+    name, commands = restarted("orcinus", json.dumps({"policy": "orcinus", "configured": "orcinus"}).encode())
+    assert (name, commands) == ("orcinus", [["DEL", KEY]])
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [None, b"", b"[]", b"{broken", b'{"policy": "fifo", "configured": "orcinus"}', b'{"configured": "orcinus"}',
+     b'{"policy": "sarathi", "configured": "vllm"}'],
+    ids=["none", "empty", "list", "broken", "unknown", "nameless", "configured anew"],
+)  # fmt: skip
+def test_record_that_does_not_hold_is_not_restored(stored: bytes | None) -> None:
+    assert restarted("orcinus", stored) == ("orcinus", [])

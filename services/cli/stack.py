@@ -1,0 +1,48 @@
+"""Find the stack that a command is about.
+
+The options and the environment name it; what they leave out is that of the stack that `orcinus up` runs here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic_settings import EnvSettingsSource
+
+from services.cli.options import build
+from services.launcher import redis_server
+from services.launcher.rundir import RunDir, StackFacts
+from shared.options import Values, without_password
+from shared.settings import CommonSettings, LauncherSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The stack of a command. facts: of the local stack, if this is the one."""
+
+    settings: CommonSettings
+    launcher: LauncherSettings
+    facts: StackFacts | None
+
+
+def find(values: Values) -> Target:
+    """Return the stack that the options, the environment and the run directory name. Raises ConfigurationError."""
+    settings, launcher = build(CommonSettings, values), build(LauncherSettings, values)
+    facts = RunDir(launcher.run_dir).running()
+    given = set(values) | set(EnvSettingsSource(CommonSettings)())
+    if facts is None or ("redis_url" in given and facts.redis_url != without_password(settings.redis_url)):
+        return Target(settings, launcher, None)
+    missing = {} if given & {"model", "served_model_name"} else {"served_model_name": facts.model}
+    if "shard" not in given:
+        missing["shard"] = facts.shard
+    settings = build(CommonSettings, values | missing)
+    return Target(settings, launcher, facts if settings.served_model_name == facts.model else None)
+
+
+def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
+    """Return URL and options of the configured Redis, else of the local stack's, else of the default one."""
+    if "redis_url" not in settings.model_fields_set and RunDir(launcher.run_dir).owner():
+        local = redis_server.local(launcher.run_dir)
+        if local is not None:
+            return local[0], {"password": local[1]}
+    return settings.redis_url, settings.redis_options()

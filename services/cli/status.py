@@ -1,0 +1,57 @@
+"""`orcinus status`: one screen that says whether a stack runs, where it is reached and how it does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from services.cli import top
+from services.cli.stack import Target
+from shared.telemetry.stack_view import View
+
+EVENTS = 3
+NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"
+
+
+def run(target: Target, as_json: bool) -> int:
+    """Print the state of a stack; return 0 if its scheduler is led and reports and a worker is there, else 1."""
+    source = top.RedisSource(target.settings, target.launcher)
+    view = asyncio.run(top.look_once(source))
+    shard = target.settings.shard
+    state, _ = top.condition(view, shard)
+    works = state in top.WORKING
+    if as_json:
+        facts = asdict(target.facts) if target.facts else None
+        print(json.dumps({"ok": works, "state": state, "shard": shard, "stack": facts, "view": view}))
+    elif "error" in view:
+        local = target.facts is not None or "redis_url" in target.settings.model_fields_set
+        print(f"error: {view['error'] if local else NO_STACK}", file=sys.stderr)
+    else:
+        Console(highlight=False).print(screen(view, target))
+    return 0 if works else 1
+
+
+def screen(view: View, target: Target) -> Group:
+    """Return the text for a terminal: state, addresses, figures, processes, last events."""
+    addresses = Table.grid(padding=(0, 2))
+    if facts := target.facts:
+        for name, where in (
+            ("API", f"{facts.url}/v1"),
+            ("live page", f"{facts.ops_url}/dashboard"),
+            ("logs", str(target.launcher.run_dir / "logs")),
+        ):
+            addresses.add_row(Text(name, "dim"), Text(top.plain(where)))
+    figures = Table.grid(padding=(0, 3))
+    tiles = top.tiles(view)
+    figures.add_row(*(Text(title, "dim") for title, _, _ in tiles))
+    figures.add_row(*(Text(figure) for _, figure, _ in tiles))
+    tables = [table for table in (addresses, figures, top.processes(view)) if table.row_count]
+    blank = Text()
+    between = [part for table in tables for part in (table, blank)]
+    return Group(top.head(view, target.settings.shard, view["model"]), blank, *between, top.events(view, EVENTS))

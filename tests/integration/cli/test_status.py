@@ -1,0 +1,106 @@
+"""`orcinus status` and `orcinus policy` without a name, over a Redis with known figures; the local stack is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli import policy, stack, status
+from services.launcher.rundir import RunDir, StackFacts
+from shared.keys import Keys
+from shared.settings import CommonSettings, LauncherSettings
+from tests.support.stack import RedisServer
+from tests.support.waiting import free_port
+from tests.support.written_stack import WrittenStack
+
+MODEL = "Some/Model-7B"
+
+
+@pytest.fixture
+def written(redis_server: RedisServer) -> Iterator[WrittenStack]:
+    redis_server.client.flushall()
+    written = WrittenStack(redis_server.client, Keys(MODEL)).lead()
+    written.worker()
+    written.tell(policy="sarathi", running=0, waiting=0)
+    yield written
+    redis_server.client.flushall()
+
+
+@pytest.fixture
+def local(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    """The run directory of a stack that this process has started."""
+    for name in [name for name in os.environ if name.startswith("ORCINUS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ORCINUS_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("ORCINUS_REDIS_URL", redis_server.url)
+    with RunDir(tmp_path) as run_dir:
+        run_dir.write_facts(
+            StackFacts(MODEL, "shard-0", "http://127.0.0.1:8123", "http://127.0.0.1:8124", redis_server.url)
+        )
+        yield run_dir
+
+
+def test_command_finds_local_stack_and_its_model(local: RunDir) -> None:
+    assert stack.find({}).settings.served_model_name == MODEL
+    assert stack.find({"shard": "shard-7"}).settings.shard == "shard-7"
+    named = stack.find({"served_model_name": "other"})
+    assert (named.settings.served_model_name, named.facts) == ("other", None)
+    elsewhere = stack.find({"redis_url": "redis://127.0.0.1:1/0"})
+    assert (elsewhere.settings.served_model_name, elsewhere.facts) == ("demo-model", None)
+    local.facts.write_text("{broken")
+    assert stack.find({}).facts is None
+
+
+def test_facts_of_an_ended_launcher_are_not_believed(local: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "ended")
+    with other:
+        other.write_facts(StackFacts("old", "shard-0", "", "", ""))
+        assert other.running() == StackFacts("old", "shard-0", "", "", "")
+    assert not other.facts.exists()
+    other.facts.write_text(local.facts.read_text())  # of a launcher that was killed
+    assert other.running() is None
+
+
+@pytest.mark.usefixtures("local", "written")
+def test_status_shows_addresses_state_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.run(stack.find({}), as_json=False) == 0
+    text = capsys.readouterr().out
+    for words in ("● idle", MODEL, "policy sarathi", "http://127.0.0.1:8123/v1", "8124/dashboard", "worker-0"):
+        assert words in text
+    assert status.run(stack.find({}), as_json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], answer["state"], answer["stack"]["model"]) == (True, "idle", MODEL)
+
+
+@pytest.mark.usefixtures("local")
+def test_status_is_1_when_no_scheduler_leads(written: WrittenStack, capsys: pytest.CaptureFixture[str]) -> None:
+    written.leave()
+    assert status.run(stack.find({}), as_json=False) == 1
+    assert "no scheduler leads shard-0" in capsys.readouterr().out
+
+
+def test_status_without_stack_says_how_to_start_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ORCINUS_REDIS_URL", raising=False)
+    address = f"redis://127.0.0.1:{free_port()}/0"
+    monkeypatch.setattr(status.top, "redis_address", lambda *_: (address, {}))  # the default one may run here
+    target = stack.Target(CommonSettings(), LauncherSettings(run_dir=tmp_path), None)
+    assert status.run(target, as_json=False) == 1
+    assert "no stack runs here; start one with `make run`" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("local")
+def test_policy_without_name_shows_it_and_presets(written: WrittenStack, redis_server: RedisServer) -> None:
+    target = stack.find({})
+    shown = policy.show(target.settings, target.launcher)
+    assert (shown.policy, shown.set_at_run_time) == ("sarathi", False)
+    assert "  * sarathi" in shown.text().splitlines() and "    orca" in shown.text().splitlines()
+    redis_server.client.set(target.settings.keys.policy("shard-0"), b"{}")
+    assert policy.show(target.settings, target.launcher).set_at_run_time
+    written.leave()
+    assert policy.show(target.settings, target.launcher).policy == ""
