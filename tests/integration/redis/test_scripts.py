@@ -2,367 +2,309 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from redis.asyncio import Redis
 
 from shared.errors import LeaseLostError
 from shared.keys import GROUP
 from shared.redis_client import KEPT_TTL_MS, Scripts
-from tests.integration.redis.script_calls import KEYS, SHARD, Body, claim, enqueue, lease, publication, publish
-from tests.integration.redis.script_calls import server as server  # the fixtures
-from tests.integration.redis.script_calls import within as within
+from tests.integration.redis.script_calls import (
+    KEYS,
+    SHARD,
+    arange,
+    claim,
+    claimed,
+    enqueue,
+    lease,
+    publication,
+    publish,
+)
+from tests.integration.redis.script_calls import client as client  # the fixtures
+from tests.integration.redis.script_calls import scripts as scripts
+from tests.integration.redis.script_calls import server as server
 
 
-def test_a_request_is_enqueued_once_however_often_it_is_sent(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        assert (await enqueue(scripts, "r"))[0] == b"ok"
-        assert await enqueue(scripts, "r") == [b"duplicate", b"queued"]
-        assert await client.xlen(KEYS.requests("normal")) == 1
-        assert await client.hget(KEYS.queue, "tokens") == b"10"
-
-    within(body)
+async def test_request_is_enqueued_once_when_it_is_sent_twice(client: Redis, scripts: Scripts) -> None:
+    assert (await enqueue(scripts, "r"))[0] == b"ok"
+    assert await enqueue(scripts, "r") == [b"duplicate", b"queued"]
+    assert await client.xlen(KEYS.requests("normal")) == 1
+    assert await client.hget(KEYS.queue, "tokens") == b"10"
 
 
-def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        assert (await enqueue(scripts, "r", concurrent=1, tpm=100))[0] == b"ok"
-        assert (await enqueue(scripts, "b", concurrent=1, tpm=100))[0] == b"rate"
-        assert float(await client.hget(KEYS.bucket("alice"), "tokens")) == pytest.approx(70, abs=1)
-        assert (await enqueue(scripts, "c", tpm=100, cost=80))[::2] == [b"rate", b"tokens a minute"]
-        assert (await enqueue(scripts, "d", rpm=1, tpm=100))[0] == b"ok"
-        assert (await enqueue(scripts, "e", rpm=1, tpm=100))[::2] == [b"rate", b"requests a minute"]
-        epoch = await lease(scripts, "acquire")
-        (stream, entry), *_ = await claim(client, scripts, epoch)
-        await publish(scripts, publication(epoch, [], [], ["r"], ["r", stream, entry, "1", 10, "5", ""]))
-        bucket = await client.hgetall(KEYS.bucket("alice"))
-        assert int(bucket[b"running"]) == 1  # d
-        assert float(bucket[b"tokens"]) == pytest.approx(55, abs=1)  # 100 - 30 - 30, and 15 of r's 30 came back
-
-    within(body)
+async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(client: Redis, scripts: Scripts) -> None:
+    assert (await enqueue(scripts, "r", concurrent=1, tpm=100))[0] == b"ok"
+    assert (await enqueue(scripts, "b", concurrent=1, tpm=100))[0] == b"rate"
+    assert float(await client.hget(KEYS.bucket("alice"), "tokens")) == pytest.approx(70, abs=1)
+    assert (await enqueue(scripts, "c", tpm=100, cost=80))[::2] == [b"rate", b"tokens a minute"]
+    assert (await enqueue(scripts, "d", rpm=1, tpm=100))[0] == b"ok"
+    assert (await enqueue(scripts, "e", rpm=1, tpm=100))[::2] == [b"rate", b"requests a minute"]
+    epoch = await lease(scripts, "acquire")
+    (stream, entry), *_ = await claim(client, scripts, epoch)
+    await publish(scripts, publication(epoch, [], [], ["r"], ["r", stream, entry, "1", 10, "5", ""]))
+    bucket = await client.hgetall(KEYS.bucket("alice"))
+    assert int(bucket[b"running"]) == 1  # d
+    assert float(bucket[b"tokens"]) == pytest.approx(55, abs=1)  # 100 - 30 - 30, and 15 of r's 30 came back
 
 
-def test_new_requests_may_not_fill_what_output_needs(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        used = (await client.info("memory"))["used_memory"]
-        await client.config_set("maxmemory", 4 * used)
-        try:
-            assert (await enqueue(scripts, "a"))[0] == b"ok"
-            for part in range(23):
-                await client.set(f"what runs {part}", b"x" * (used // 10))
-            low = await enqueue(scripts, "b")
-            assert (low[0], low[1] > 3 * used, low[2]) == (b"memory", True, 4 * used)
-            assert await enqueue(scripts, "a") == [b"duplicate", b"queued"]
-        finally:
-            await client.config_set("maxmemory", 0)
-        assert await client.exists(KEYS.req("b")) == 0
-
-    within(body)
+async def test_new_requests_leave_the_memory_that_output_needs(client: Redis, scripts: Scripts) -> None:
+    used = (await client.info("memory"))["used_memory"]
+    await client.config_set("maxmemory", 4 * used)
+    try:
+        assert (await enqueue(scripts, "a"))[0] == b"ok"
+        for part in range(23):
+            await client.set(f"what runs {part}", b"x" * (used // 10))
+        low = await enqueue(scripts, "b")
+        assert (low[0], low[1] > 3 * used, low[2]) == (b"memory", True, 4 * used)
+        assert await enqueue(scripts, "a") == [b"duplicate", b"queued"]
+    finally:
+        await client.config_set("maxmemory", 0)
+    assert await client.exists(KEYS.req("b")) == 0
 
 
 @pytest.mark.parametrize("beats", [0, 1])
-def test_a_claim_tells_whether_the_gateway_lives(within: Callable[[Body], None], beats: int) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        epoch = await lease(scripts, "acquire")
-        await enqueue(scripts, "r")
-        if beats:
-            await client.set(KEYS.alive("gateway", "g"), 0, px=5000)
-        verdicts = await scripts.claim(
-            [KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice"]
-        )
-        assert (verdicts[0], verdicts[2:]) == (0, [b"g", beats])
-
-    within(body)
+async def test_claim_returns_whether_the_gateway_lives(client: Redis, scripts: Scripts, beats: int) -> None:
+    epoch = await lease(scripts, "acquire")
+    await enqueue(scripts, "r")
+    if beats:
+        await client.set(KEYS.alive("gateway", "g"), 0, px=5000)
+    verdicts = await scripts.claim(
+        [KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice"]
+    )
+    assert (verdicts[0], verdicts[2:]) == (0, [b"g", beats])
 
 
-def test_a_smaller_epoch_writes_nothing(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        old = await lease(scripts, "acquire")
-        assert await lease(scripts, "acquire") == 0
-        assert await lease(scripts, "release", old) == 1
-        new = await lease(scripts, "acquire")
-        assert new > old
+async def test_smaller_epoch_writes_nothing(client: Redis, scripts: Scripts) -> None:
+    old = await lease(scripts, "acquire")
+    assert await lease(scripts, "acquire") == 0
+    assert await lease(scripts, "release", old) == 1
+    new = await lease(scripts, "acquire")
+    assert new > old
+    for late in (
+        publish(scripts, publication(old, ["g", b"tokens"], [], [], [])),
+        scripts.claim([KEYS.lease(SHARD), KEYS.queue], [old, SHARD]),
+        scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix]),
+        scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, 1]),
+        scripts.release([KEYS.lease(SHARD)], [old, GROUP]),
+    ):
         with pytest.raises(LeaseLostError):
-            await publish(scripts, publication(old, ["g", b"tokens"], [], [], []))
-        with pytest.raises(LeaseLostError):
-            await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [old, SHARD])
-        with pytest.raises(LeaseLostError):
-            await scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix])
-        with pytest.raises(LeaseLostError):
-            await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, 1])
-        with pytest.raises(LeaseLostError):
-            await scripts.release([KEYS.lease(SHARD)], [old, GROUP])
-        assert await lease(scripts, "renew", old) == 0
-        assert not await client.exists(KEYS.tokens("g"))
-
-    within(body)
+            await late
+    assert await lease(scripts, "renew", old) == 0
+    assert not await client.exists(KEYS.tokens("g"))
 
 
-def test_a_redis_without_memory_renews_a_lease_that_is_held(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        mine = await lease(scripts, "acquire", ms=1000)
-        await client.config_set("maxmemory", 1)
-        try:
-            assert await lease(scripts, "renew", mine, ms=60_000) == 1
-        finally:
-            await client.config_set("maxmemory", 0)
-        assert await client.pttl(KEYS.lease(SHARD)) > 1000
-        await client.delete(KEYS.shard_epoch(SHARD))
-        assert await lease(scripts, "renew", mine) == 1
-        assert int(await client.get(KEYS.shard_epoch(SHARD))) == mine
-
-    within(body)
+async def test_held_lease_is_renewed_without_memory(client: Redis, scripts: Scripts) -> None:
+    mine = await lease(scripts, "acquire", ms=1000)
+    await client.config_set("maxmemory", 1)
+    try:
+        assert await lease(scripts, "renew", mine, ms=60_000) == 1
+    finally:
+        await client.config_set("maxmemory", 0)
+    assert await client.pttl(KEYS.lease(SHARD)) > 1000
+    await client.delete(KEYS.shard_epoch(SHARD))
+    assert await lease(scripts, "renew", mine) == 1
+    assert int(await client.get(KEYS.shard_epoch(SHARD))) == mine
 
 
-def test_a_lease_that_ran_out_is_renewed_only_while_nobody_took_it(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        mine = await lease(scripts, "acquire")
-        await client.delete(KEYS.lease(SHARD))
-        assert await lease(scripts, "renew", mine) == 1
-        await client.delete(KEYS.lease(SHARD))
-        assert await lease(scripts, "acquire") == mine + 1
-        await client.delete(KEYS.lease(SHARD))
-        assert await lease(scripts, "renew", mine) == 0
-
-    within(body)
+async def test_expired_lease_is_renewed_until_another_takes_it(client: Redis, scripts: Scripts) -> None:
+    mine = await lease(scripts, "acquire")
+    await client.delete(KEYS.lease(SHARD))
+    assert await lease(scripts, "renew", mine) == 1
+    await client.delete(KEYS.lease(SHARD))
+    assert await lease(scripts, "acquire") == mine + 1
+    await client.delete(KEYS.lease(SHARD))
+    assert await lease(scripts, "renew", mine) == 0
 
 
-def test_a_request_ends_with_its_record_trimmed_and_its_entry_gone(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        await enqueue(scripts, "r", prompts=b"long")
-        epoch = await lease(scripts, "acquire")
-        (stream, entry), *_ = await claim(client, scripts, epoch)
-        tokens = np.arange(6, dtype="<i4").tobytes()
-        await publish(scripts, publication(epoch, ["g", b"batch"], ["r", 0, 0, tokens, 0, 0], ["r"], []))
-        assert await client.hget(KEYS.queue, "tokens") == b"0"
-        assert await client.get(KEYS.out("r", 0)) == tokens
-        end = publication(epoch, [], ["r", 0, 16, tokens[16:], 1, 4], [], ["r", stream, entry, "1", 10, "4", ""])
-        for _ in range(2):  # a repeated call changes nothing
-            await publish(scripts, end)
-            assert await client.get(KEYS.out("r", 0)) == tokens[:16]
-            record = await client.hgetall(KEYS.req("r"))
-            assert (record[b"state"], record[b"output_tokens"], record[b"finish"]) == (b"finished", b"4", b"1")
-            assert await client.xlen(stream) == 0
-            assert (await client.xpending(stream, GROUP))["pending"] == 0
-            assert not await client.exists(KEYS.prompt("r"))
-            assert 0 < await client.pttl(KEYS.req("r")) <= KEPT_TTL_MS
-            assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
-            assert await client.hget(KEYS.queue, "requests") == b"0"
-
-    within(body)
+async def test_request_ends_with_its_record_trimmed_and_entry_deleted(client: Redis, scripts: Scripts) -> None:
+    await enqueue(scripts, "r", prompts=b"long")
+    epoch = await lease(scripts, "acquire")
+    (stream, entry), *_ = await claim(client, scripts, epoch)
+    tokens = arange(6)
+    await publish(scripts, publication(epoch, ["g", b"batch"], ["r", 0, 0, tokens, 0, 0], ["r"], []))
+    assert await client.hget(KEYS.queue, "tokens") == b"0"
+    assert await client.get(KEYS.out("r", 0)) == tokens
+    end = publication(epoch, [], ["r", 0, 16, tokens[16:], 1, 4], [], ["r", stream, entry, "1", 10, "4", ""])
+    for _ in range(2):  # a repeated call changes nothing
+        await publish(scripts, end)
+        assert await client.get(KEYS.out("r", 0)) == tokens[:16]
+        record = await client.hgetall(KEYS.req("r"))
+        assert (record[b"state"], record[b"output_tokens"], record[b"finish"]) == (b"finished", b"4", b"1")
+        assert await client.xlen(stream) == 0
+        assert (await client.xpending(stream, GROUP))["pending"] == 0
+        assert not await client.exists(KEYS.prompt("r"))
+        assert 0 < await client.pttl(KEYS.req("r")) <= KEPT_TTL_MS
+        assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
+        assert await client.hget(KEYS.queue, "requests") == b"0"
 
 
-def test_a_stopped_choice_keeps_what_counts_while_the_others_go_on(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        await enqueue(scripts, "r")
-        epoch = await lease(scripts, "acquire")
-        await claim(client, scripts, epoch)
-        tokens = np.arange(6, dtype="<i4").tobytes()
-        await publish(scripts, publication(epoch, [], ["r", 0, 0, tokens, 0, 0, "r", 1, 0, tokens, 0, 0], ["r"], []))
-        await publish(scripts, publication(epoch, [], ["r", 0, 0, b"", 1, 5], [], []))
-        assert await client.get(KEYS.out("r", 0)) == tokens[:20]
-        assert await client.get(KEYS.out("r", 1)) == tokens
-        assert await client.hmget(KEYS.req("r"), ["finish:0", "finish:1"]) == [b"1", None]
-
-    within(body)
+async def test_stopped_choice_is_shortened_while_other_choices_continue(client: Redis, scripts: Scripts) -> None:
+    epoch, *_ = await claimed(client, scripts)
+    tokens = arange(6)
+    await publish(scripts, publication(epoch, [], ["r", 0, 0, tokens, 0, 0, "r", 1, 0, tokens, 0, 0], ["r"], []))
+    await publish(scripts, publication(epoch, [], ["r", 0, 0, b"", 1, 5], [], []))
+    assert await client.get(KEYS.out("r", 0)) == tokens[:20]
+    assert await client.get(KEYS.out("r", 1)) == tokens
+    assert await client.hmget(KEYS.req("r"), ["finish:0", "finish:1"]) == [b"1", None]
 
 
-def test_log_probabilities_lie_beside_the_tokens_and_live_as_long(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        await enqueue(scripts, "r")
-        epoch = await lease(scripts, "acquire")
-        (stream, entry), *_ = await claim(client, scripts, epoch)
-        await publish(scripts, publication(epoch, [], [], ["r"], [], logprobs=["r", 1, 8, b"12345678"]))
-        assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678"
-        assert await client.pttl(KEYS.logprobs("r", 1)) > KEPT_TTL_MS
-        end = ["r", stream, entry, "1,1", 10, "4,3", ""]
-        last = publication(epoch, [], [], [], end, logprobs=["r", 1, 16, b"abcdefgh", "gone", 0, 0, b"x"])
-        for _ in range(2):
-            await publish(scripts, last)
-            assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678abcdefgh"
-            assert 0 < await client.pttl(KEYS.logprobs("r", 1)) <= KEPT_TTL_MS
-        assert not await client.exists(KEYS.logprobs("gone", 0)), "a record that expired is not brought back"
-
-    within(body)
+async def test_logprobs_are_stored_beside_tokens_and_live_as_long(client: Redis, scripts: Scripts) -> None:
+    epoch, stream, entry = await claimed(client, scripts)
+    await publish(scripts, publication(epoch, [], [], ["r"], [], logprobs=["r", 1, 8, b"12345678"]))
+    assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678"
+    assert await client.pttl(KEYS.logprobs("r", 1)) > KEPT_TTL_MS
+    end = ["r", stream, entry, "1,1", 10, "4,3", ""]
+    last = publication(epoch, [], [], [], end, logprobs=["r", 1, 16, b"abcdefgh", "gone", 0, 0, b"x"])
+    for _ in range(2):
+        await publish(scripts, last)
+        assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678abcdefgh"
+        assert 0 < await client.pttl(KEYS.logprobs("r", 1)) <= KEPT_TTL_MS
+    assert not await client.exists(KEYS.logprobs("gone", 0)), "a record that expired is not brought back"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the end is written", "behind it"])
-def test_a_stop_string_found_behind_the_end_of_a_choice_shortens_the_record(
-    within: Callable[[Body], None], late: bool
-) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        await enqueue(scripts, "r")
-        epoch = await lease(scripts, "acquire")
-        (stream, entry), *_ = await claim(client, scripts, epoch)
-        tokens = np.arange(6, dtype="<i4").tobytes()
-        outputs = [part for choice in range(3) for part in ("r", choice, 0, tokens, 2, 6)]
-        end = publication(epoch, [], outputs, ["r"], ["r", stream, entry, "2,3,2", 10, "6,6,6", ""])
-        if late:
-            await publish(scripts, end)
-        for choice, at in ((0, 4), (1, 4), (2, 6)):
-            arguments: list[Any] = [KEYS.prefix, "stop", b"command", "g", "", choice, at]
-            assert await scripts.control([KEYS.req("r")], arguments) == (b"finished" if late else b"sent")
-        if not late:
-            await publish(scripts, end)
-        found = await client.hmget(KEYS.req("r"), ["finish", "lengths", "output_tokens"])
-        assert found == [b"1,3,1", b"4,6,6", b"16"]  # a cancelled choice stays so
-        assert [len(await client.get(KEYS.out("r", choice))) for choice in range(3)] == [16, 24, 24]
-        assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
-
-    within(body)
+async def test_stop_string_after_the_end_shortens_the_record(client: Redis, scripts: Scripts, late: bool) -> None:
+    epoch, stream, entry = await claimed(client, scripts)
+    tokens = arange(6)
+    outputs = [part for choice in range(3) for part in ("r", choice, 0, tokens, 2, 6)]
+    end = publication(epoch, [], outputs, ["r"], ["r", stream, entry, "2,3,2", 10, "6,6,6", ""])
+    if late:
+        await publish(scripts, end)
+    for choice, at in ((0, 4), (1, 4), (2, 6)):
+        arguments: list[Any] = [KEYS.prefix, "stop", b"command", "g", "", choice, at]
+        assert await scripts.control([KEYS.req("r")], arguments) == (b"finished" if late else b"sent")
+    if not late:
+        await publish(scripts, end)
+    found = await client.hmget(KEYS.req("r"), ["finish", "lengths", "output_tokens"])
+    assert found == [b"1,3,1", b"4,6,6", b"16"]  # a cancelled choice stays so
+    assert [len(await client.get(KEYS.out("r", choice))) for choice in range(3)] == [16, 24, 24]
+    assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
 
 
-def test_a_cancel_before_the_claim_is_a_flag_and_after_it_a_command(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        async def cancel(tenant: str = "", gateway: str = "") -> bytes:
-            arguments: list[Any] = [KEYS.prefix, "cancel", b"command", gateway, tenant]
-            reply: bytes = await scripts.control([KEYS.req("r")], arguments)
-            return reply
+async def test_cancel_is_a_flag_before_the_claim_then_a_command(client: Redis, scripts: Scripts) -> None:
+    async def cancel(tenant: str = "", gateway: str = "") -> bytes:
+        arguments: list[Any] = [KEYS.prefix, "cancel", b"command", gateway, tenant]
+        reply: bytes = await scripts.control([KEYS.req("r")], arguments)
+        return reply
 
-        assert await cancel() == b"unknown"
-        await enqueue(scripts, "r")
-        assert await cancel("mallory") == b"forbidden"
-        assert await cancel("alice") == b"flagged"
-        epoch = await lease(scripts, "acquire")
-        claimed = [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice", KEYS.req("gone"), 7, "normal", "bob"]
-        verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], claimed)
-        assert (verdicts[::4], verdicts[2]) == ([1, 2], b"g")
-        assert verdicts[1] == int(await client.hget(KEYS.req("r"), "enqueued_ms"))
-        assert await client.hget(KEYS.queue, "tokens") == b"3"  # 10 of r; what is gone waits no more
-        assert await cancel() == b"sent"
-        assert await client.xlen(KEYS.control(SHARD)) == 1
-        assert await scripts.control([KEYS.req("r")], [KEYS.prefix, "adopt", b"command", "h", "alice"]) == b"sent"
-        assert await cancel(gateway="g") == b"elsewhere"
-        assert await cancel(gateway="h") == b"sent"
-        assert await client.xlen(KEYS.control(SHARD)) == 3
-        adopt = [KEYS.prefix, "adopt", b"command"]
-        assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "g"]) == b"elsewhere"  # h came first
-        for _ in range(2):  # also when its answer was lost
-            assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "h"]) == b"sent"
-        assert await client.hmget(KEYS.req("r"), "gateway", "former") == [b"i", b" g h i "]
-
-    within(body)
+    assert await cancel() == b"unknown"
+    await enqueue(scripts, "r")
+    assert await cancel("mallory") == b"forbidden"
+    assert await cancel("alice") == b"flagged"
+    epoch = await lease(scripts, "acquire")
+    rows = [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice", KEYS.req("gone"), 7, "normal", "bob"]
+    verdicts = await scripts.claim([KEYS.lease(SHARD), KEYS.queue], rows)
+    assert (verdicts[::4], verdicts[2]) == ([1, 2], b"g")
+    assert verdicts[1] == int(await client.hget(KEYS.req("r"), "enqueued_ms"))
+    assert await client.hget(KEYS.queue, "tokens") == b"3"  # 10 of r; what is gone waits no more
+    assert await cancel() == b"sent"
+    assert await client.xlen(KEYS.control(SHARD)) == 1
+    assert await scripts.control([KEYS.req("r")], [KEYS.prefix, "adopt", b"command", "h", "alice"]) == b"sent"
+    assert await cancel(gateway="g") == b"elsewhere"
+    assert await cancel(gateway="h") == b"sent"
+    assert await client.xlen(KEYS.control(SHARD)) == 3
+    adopt = [KEYS.prefix, "adopt", b"command"]
+    assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "g"]) == b"elsewhere"  # h came first
+    for _ in range(2):  # also when its answer was lost
+        assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "h"]) == b"sent"
+    assert await client.hmget(KEYS.req("r"), "gateway", "former") == [b"i", b" g h i "]
 
 
-def test_plain_writes_of_a_scheduler_are_all_done_or_none(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        mine = await lease(scripts, "acquire")
-        words: list[Any] = [4, "HSET", KEYS.stats(SHARD), "a", 1, 3, "PEXPIRE", KEYS.stats(SHARD), 9000]
-        keys = [KEYS.lease(SHARD), KEYS.stats(SHARD)]
-        with pytest.raises(LeaseLostError):
-            await scripts.fenced(keys, [mine - 1, *words])
-        assert not await client.exists(KEYS.stats(SHARD))
-        await scripts.fenced(keys, [mine, *words])
-        assert await client.hgetall(KEYS.stats(SHARD)) == {b"a": b"1"}
-        assert 0 < await client.pttl(KEYS.stats(SHARD)) <= 9000
-
-    within(body)
+async def test_fenced_writes_are_all_done_or_none(client: Redis, scripts: Scripts) -> None:
+    mine = await lease(scripts, "acquire")
+    words: list[Any] = [4, "HSET", KEYS.stats(SHARD), "a", 1, 3, "PEXPIRE", KEYS.stats(SHARD), 9000]
+    keys = [KEYS.lease(SHARD), KEYS.stats(SHARD)]
+    with pytest.raises(LeaseLostError):
+        await scripts.fenced(keys, [mine - 1, *words])
+    assert not await client.exists(KEYS.stats(SHARD))
+    await scripts.fenced(keys, [mine, *words])
+    assert await client.hgetall(KEYS.stats(SHARD)) == {b"a": b"1"}
+    assert 0 < await client.pttl(KEYS.stats(SHARD)) <= 9000
 
 
-def test_unstarted_requests_go_back_to_the_queue(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        await enqueue(scripts, "r")
-        epoch = await lease(scripts, "acquire")
-        (stream, entry), *_ = await claim(client, scripts, epoch)
-        returned = await scripts.release([KEYS.lease(SHARD)], [epoch, GROUP, KEYS.req("r"), stream, entry, b"payload"])
-        assert returned == 1
-        assert await client.hget(KEYS.req("r"), "state") == b"queued"
-        again = await client.xreadgroup(GROUP, "shard-1", {stream: ">"})
-        assert again[0][1][0][1] == {b"r": b"payload"}
-        assert await client.hget(KEYS.queue, "tokens") == b"10"
-
-    within(body)
+async def test_unstarted_requests_return_to_the_queue(client: Redis, scripts: Scripts) -> None:
+    epoch, stream, entry = await claimed(client, scripts)
+    returned = await scripts.release([KEYS.lease(SHARD)], [epoch, GROUP, KEYS.req("r"), stream, entry, b"payload"])
+    assert returned == 1
+    assert await client.hget(KEYS.req("r"), "state") == b"queued"
+    again = await client.xreadgroup(GROUP, "shard-1", {stream: ">"})
+    assert again[0][1][0][1] == {b"r": b"payload"}
+    assert await client.hget(KEYS.queue, "tokens") == b"10"
 
 
 def worker_keys(name: str, before: str = "") -> list[str]:
     return [KEYS.worker(name), KEYS.epoch, KEYS.worker(before or name)]
 
 
-def test_a_worker_is_taken_by_one_living_shard_which_lets_go_of_the_one_before(
-    within: Callable[[Body], None],
-) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        epoch = await lease(scripts, "acquire")
+async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Redis, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
 
-        async def take(name: str = "w", before: str = "", shard: str = SHARD) -> int:
-            keys = [KEYS.lease(SHARD), *worker_keys(name, before)]
-            return int(await scripts.take_worker(keys, [epoch, shard, KEYS.prefix]))
+    async def take(name: str = "w", before: str = "", shard: str = SHARD) -> int:
+        keys = [KEYS.lease(SHARD), *worker_keys(name, before)]
+        return int(await scripts.take_worker(keys, [epoch, shard, KEYS.prefix]))
 
-        assert await take() == 0  # no such worker
-        await client.hset(KEYS.worker("w"), "address", "127.0.0.1:1")
-        assert await take() == 0  # it is not ready, or drains
-        await client.hset(KEYS.worker("w"), "ready", "1")
-        first = await take()
-        assert first > epoch
-        assert await take() == first + 1  # of each Run an epoch of its own
-        assert await take(shard="shard-1") == 0  # shard-0 lives
-        await client.hset(KEYS.worker("w"), "shard", "shard-9")
-        assert await take() > 0  # shard-9 has no lease
-        await client.hset(KEYS.worker("v"), "ready", "1")
-        assert await take("v", before="w") > 0
-        assert await client.hgetall(KEYS.worker("w")) == {b"address": b"127.0.0.1:1", b"ready": b"1"}
-        await client.hset(KEYS.worker("w"), "shard", "shard-1")
-        assert await take("v", before="w") > 0
-        assert await client.hget(KEYS.worker("w"), "shard") == b"shard-1"  # who has it meanwhile keeps it
-
-    within(body)
+    assert await take() == 0  # no such worker
+    await client.hset(KEYS.worker("w"), "address", "127.0.0.1:1")
+    assert await take() == 0  # it is not ready, or drains
+    await client.hset(KEYS.worker("w"), "ready", "1")
+    first = await take()
+    assert first > epoch
+    assert await take() == first + 1  # each Run has another epoch
+    assert await take(shard="shard-1") == 0  # shard-0 lives
+    await client.hset(KEYS.worker("w"), "shard", "shard-9")
+    assert await take() > 0  # shard-9 has no lease
+    await client.hset(KEYS.worker("v"), "ready", "1")
+    assert await take("v", before="w") > 0
+    assert await client.hgetall(KEYS.worker("w")) == {b"address": b"127.0.0.1:1", b"ready": b"1"}
+    await client.hset(KEYS.worker("w"), "shard", "shard-1")
+    assert await take("v", before="w") > 0
+    assert await client.hget(KEYS.worker("w"), "shard") == b"shard-1"  # the shard that has it meanwhile keeps it
 
 
-def test_a_worker_that_was_taken_meanwhile_is_not_given_away_by_who_had_it(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        epoch = await lease(scripts, "acquire")
-        other = f"{SHARD}-2"
-        await client.set(KEYS.lease(other), 9)
-        await client.hset(KEYS.worker("w"), "ready", "1")
+async def test_worker_taken_meanwhile_is_not_given_away_by_its_former_shard(client: Redis, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
+    other = f"{SHARD}-2"
+    await client.set(KEYS.lease(other), 9)
+    await client.hset(KEYS.worker("w"), "ready", "1")
 
-        async def take(shard: str, holder: int) -> int:
-            keys = [KEYS.lease(shard), *worker_keys("w")]
-            return int(await scripts.take_worker(keys, [holder, shard, KEYS.prefix]))
+    async def take(shard: str, holder: int) -> int:
+        keys = [KEYS.lease(shard), *worker_keys("w")]
+        return int(await scripts.take_worker(keys, [holder, shard, KEYS.prefix]))
 
-        async def give(run: int) -> bool:
-            return await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, SHARD, run]) == 1
+    async def give(run: int) -> bool:
+        return await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, SHARD, run]) == 1
 
-        first = await take(SHARD, epoch)
-        assert await give(first)
-        assert await client.hgetall(KEYS.worker("w")) == {b"ready": b"1"}
-        assert not await give(first), "there is nothing left to give"
-        # The lease runs out while the shard gives its worker back, and another one takes it before that arrives.
-        second = await take(SHARD, epoch)
-        await client.delete(KEYS.lease(SHARD))
-        third = await take(other, 9)
-        assert third > second > first
-        assert await lease(scripts, "renew", epoch) == 1
-        assert not await give(second)
-        assert await client.hget(KEYS.worker("w"), "shard") == other.encode()
-        # What was given long ago arrives when the same shard has it again.
-        await client.delete(KEYS.lease(other))
-        last = await take(SHARD, epoch)
-        assert not await give(second)
-        assert await client.hmget(KEYS.worker("w"), "shard", "run") == [SHARD.encode(), str(last).encode()]
-
-    within(body)
+    first = await take(SHARD, epoch)
+    assert await give(first)
+    assert await client.hgetall(KEYS.worker("w")) == {b"ready": b"1"}
+    assert not await give(first), "there is nothing left to give"
+    # The lease runs out while the shard gives its worker back, and another one takes it before that arrives.
+    second = await take(SHARD, epoch)
+    await client.delete(KEYS.lease(SHARD))
+    third = await take(other, 9)
+    assert third > second > first
+    assert await lease(scripts, "renew", epoch) == 1
+    assert not await give(second)
+    assert await client.hget(KEYS.worker("w"), "shard") == other.encode()
+    # What was given long ago arrives when the same shard has it again.
+    await client.delete(KEYS.lease(other))
+    last = await take(SHARD, epoch)
+    assert not await give(second)
+    assert await client.hmget(KEYS.worker("w"), "shard", "run") == [SHARD.encode(), str(last).encode()]
 
 
-def test_a_redis_that_forgot_the_scripts_gets_them_again(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        await enqueue(scripts, "a")
-        await client.script_flush()
-        assert (await enqueue(scripts, "b"))[0] == b"ok"
-
-    within(body)
+async def test_forgotten_scripts_are_loaded_again(client: Redis, scripts: Scripts) -> None:
+    await enqueue(scripts, "a")
+    await client.script_flush()
+    assert (await enqueue(scripts, "b"))[0] == b"ok"
 
 
-def test_token_streams_are_trimmed_to_half_a_minute(within: Callable[[Body], None]) -> None:
-    async def body(client: Redis, scripts: Scripts) -> None:
-        epoch = await lease(scripts, "acquire")
-        key = KEYS.tokens("g")
-        for age in range(500):  # entries of a minute ago
-            await client.xadd(key, {"b": b"old"}, id=f"{1_000 + age}-0")
-        await publish(scripts, publication(epoch, ["g", b"new"], [], [], []))
-        assert await client.xlen(key) < 200  # whole nodes go
-        assert 0 < await client.pttl(key) <= KEPT_TTL_MS
-
-    within(body)
+async def test_token_streams_are_trimmed_to_half_a_minute(client: Redis, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
+    key = KEYS.tokens("g")
+    for age in range(500):  # entries of a minute ago
+        await client.xadd(key, {"b": b"old"}, id=f"{1_000 + age}-0")
+    await publish(scripts, publication(epoch, ["g", b"new"], [], [], []))
+    assert await client.xlen(key) < 200  # whole nodes go
+    assert 0 < await client.pttl(key) <= KEPT_TTL_MS

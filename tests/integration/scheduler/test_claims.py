@@ -1,8 +1,8 @@
-"""What a lone shard claims, on a real Redis: all that wait, so that no tenant's flood hides another from the policy."""
+"""A lone shard claims all that wait, so that a flood of one tenant hides no other tenant from the policy."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,8 @@ from tests.support.stack import RedisServer
 FLOOD, PROMPT, SLOTS = 5_000, 200, 4
 
 
-class Alone:
-    """Other shards: none."""
-
-    others: tuple[str, ...] = ()
-
-
 async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
-    """5,000 requests of `flood`, then one of `quiet`, as a shard claims them that is alone and has SLOTS slots."""
+    """Return 5,000 requests of `flood`, then one of `quiet`, as a lone shard with SLOTS slots claims them."""
     settings = SchedulerSettings(redis_url=server.url, lease_ms=60_000)
     keys, redis = settings.keys, connect(settings)
     pipe = redis.pipeline(transaction=False)
@@ -46,13 +40,13 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
     assert await lease.take()
     intake, held = Intake(redis, redis, scripts, keys, settings.shard, lease, Clock()), Holdings()
     await intake.prepare()
-    nobody: Any = None
-    alone: Any = Alone()
-    claims = Claims(intake, held, alone, nobody, nobody, nobody, lambda: False, nobody)
+    absent: Any = None
+    alone: Any = SimpleNamespace(others=())
+    claims = Claims(intake, held, alone, absent, absent, absent, lambda: False, absent)
     claims.joined(SLOTS)
     found: list[Claimed] = []
     while len(found) <= FLOOD and (part := await intake.read(claims.room())):
-        assert len(part) <= READ_COUNT, "the running have their steps meanwhile"
+        assert len(part) <= READ_COUNT, "running sequences have their steps meanwhile"
         for item in part:
             held.add(item.request.id, item.entry)
         found += part
@@ -61,7 +55,7 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
 
 
 def starts_before_quiet(claimed: list[Claimed]) -> int:
-    """How many of the flood start before the last request does."""
+    """Return how many of the flood start before the last request does."""
     core = Scheduler("orcinus", prefix_cache=False)
     core.join(Limits(slots=SLOTS, blocks=256, block_size=16, max_model_len=1024, max_step_tokens=512))
     now_ns, started = 1_000_000_000, 0
@@ -79,8 +73,7 @@ def starts_before_quiet(claimed: list[Claimed]) -> int:
         core.apply(StepResult(step.id, 0, slots, np.full(slots.size, 7, np.int32)), now_ns)
 
 
-async def test_among_5000_waiting_requests_of_one_tenant_the_one_of_another_is_soon_to_start(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        claimed = await claimed_of_a_flood(server)
+async def test_request_of_another_tenant_starts_soon_in_a_flood(redis_server: RedisServer) -> None:
+    claimed = await claimed_of_a_flood(redis_server)
     assert len(claimed) == FLOOD + 1
     assert starts_before_quiet(claimed) < 40
