@@ -1,4 +1,4 @@
-"""Traces of gateway and scheduler as an OTLP/HTTP collector gets them: one trace, and no word of a prompt in it."""
+"""Traces of gateway and scheduler at an OTLP/HTTP collector: one trace, and no word of a prompt in it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from tokenizers import Tokenizer
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest
 from services.scheduler.tracing import Spans, Timeline
 from shared.settings import SchedulerSettings
-from tests.support.gateway_process import running_gateway
-from tests.support.scripted_scheduler import Claimed, ScriptedScheduler, answering
+from tests.support.gateway_process import led_gateway
+from tests.support.scripted_scheduler import Claimed, answering
 from tests.support.stack import RedisServer
+from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 SECRET = "the quick brown fox"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{PARENT}-01"
 
 
 class Collector:
@@ -92,7 +92,7 @@ def collector() -> Iterator[Collector]:
 
 
 def scheduler_spans(collector: Collector, traceparent: str) -> None:
-    """The scheduler's part for a request that came with `traceparent`."""
+    """Send the scheduler's spans of a request that came with `traceparent`."""
     settings = SchedulerSettings(otlp_endpoint=collector.url, served_model_name="tiny")
     spans = Spans(settings, "scheduler-1")
     now = time.monotonic_ns()
@@ -103,40 +103,36 @@ def scheduler_spans(collector: Collector, traceparent: str) -> None:
     spans.close()
 
 
-def test_a_request_is_one_trace_from_its_client_through_gateway_and_scheduler(
-    collector: Collector, tmp_path: Path, model: Path, redis_server: RedisServer, tokenizer: Tokenizer
+def test_request_is_one_trace_from_client_to_scheduler(
+    collector: Collector, tmp_path: Path, model: Path, redis_server: RedisServer
 ) -> None:
     parents: list[str] = []
 
     def answer(claimed: Claimed) -> list[int]:
         parents.append(claimed.request.traceparent)
-        return tokenizer.encode("four words are here").ids
+        return token_ids("four words are here")
 
     with contextlib.ExitStack() as stack:
-        gateway = stack.enter_context(running_gateway(tmp_path, model, redis_server, otlp_endpoint=collector.url))
-        scheduler = ScriptedScheduler(redis_server.client, gateway.keys).lead()
-        gateway.wait_ready()
+        led = led_gateway(tmp_path, model, redis_server, otlp_endpoint=collector.url)
+        gateway, scheduler = stack.enter_context(led)
         stack.enter_context(answering(scheduler, answer))
-        response = httpx.post(
-            gateway.url + "/v1/completions",
-            json={"model": gateway.name, "prompt": SECRET, "max_tokens": 64, "temperature": 0.5},
-            headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
-            timeout=60,
-        )
+        body = {"prompt": SECRET, "max_tokens": 64, "temperature": 0.5}
+        response = gateway.post("/v1/completions", body, headers={"traceparent": SAMPLED})
         assert response.status_code == 200
         until("the gateway's span has come", collector.spans)
     (at_gateway,) = [span for service, span in collector.spans() if service == "orcinus-gateway"]
     assert (at_gateway.trace_id.hex(), at_gateway.parent_span_id.hex()) == (TRACE, PARENT)
-    assert parents == [f"00-{TRACE}-{at_gateway.span_id.hex()}-01"], "what the scheduler gets"
-    told = attributes(at_gateway)
+    assert parents == [f"00-{TRACE}-{at_gateway.span_id.hex()}-01"], "that the scheduler gets"
+    found = attributes(at_gateway)
     usage = response.json()["usage"]
-    assert at_gateway.name == f"text_completion {gateway.name}"
-    assert at_gateway.kind == Span.SPAN_KIND_SERVER
-    assert told["gen_ai.request.model"] == gateway.name
-    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == (64, 0.5)
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-    assert told["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-    assert told["gen_ai.response.finish_reasons"] == [response.json()["choices"][0]["finish_reason"]]
+    assert (at_gateway.name, at_gateway.kind) == (f"text_completion {gateway.name}", Span.SPAN_KIND_SERVER)
+    expected = {
+        "gen_ai.request.model": gateway.name, "gen_ai.request.max_tokens": 64, "gen_ai.request.temperature": 0.5,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.response.finish_reasons": [response.json()["choices"][0]["finish_reason"]],
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
     assert [event.name for event in at_gateway.events] == ["first_token"]
 
     scheduler_spans(collector, parents[0])
@@ -153,20 +149,16 @@ def test_a_request_is_one_trace_from_its_client_through_gateway_and_scheduler(
         assert word.encode() not in sent, word
 
 
-def test_a_request_that_nobody_traces_leaves_no_span_at_the_scheduler(collector: Collector) -> None:
-    scheduler_spans(collector, "")
+@pytest.mark.parametrize("traceparent", ["", f"00-{TRACE}-{PARENT}-00"], ids=["none", "not sampled"])
+def test_request_without_a_sampled_trace_leaves_no_span(collector: Collector, traceparent: str) -> None:
+    scheduler_spans(collector, traceparent)
     assert collector.spans() == []
 
 
-def test_a_client_that_is_not_sampled_is_not_traced(collector: Collector) -> None:
-    scheduler_spans(collector, f"00-{TRACE}-{PARENT}-00")
-    assert collector.spans() == []
-
-
-def test_a_collector_that_is_gone_holds_up_nothing() -> None:
-    nobody = Collector()  # listens, and never answers
-    begun = threading.Thread(target=scheduler_spans, args=(nobody, f"00-{TRACE}-{PARENT}-01"), daemon=True)
+def test_silent_collector_delays_nothing() -> None:
+    silent = Collector()  # listens, and never answers
+    begun = threading.Thread(target=scheduler_spans, args=(silent, SAMPLED), daemon=True)
     begun.start()
     begun.join(60)
     assert not begun.is_alive()
-    nobody.close()
+    silent.close()

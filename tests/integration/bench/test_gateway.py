@@ -1,4 +1,4 @@
-"""The gateway bench counts what streams carry, measures a real gateway, and refuses figures that are not its own."""
+"""The gateway bench counts what streams carry, measures a real gateway, and rejects measurements of another limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAM = (
 )
 
 
-def test_a_reader_finds_each_event_once_wherever_the_network_cuts_it() -> None:
+def test_reader_finds_each_event_once_wherever_the_network_cuts() -> None:
     for cut in range(len(STREAM) + 1):
         reader = Reader()
         assert reader.feed(STREAM[:cut]) + reader.feed(STREAM[cut:]) == [0, 3, 4]
@@ -27,27 +27,27 @@ def test_a_reader_finds_each_event_once_wherever_the_network_cuts_it() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 429 Too Many\r\n\r\n", HEAD + b'\r\ndata: {"error":{}}\n\n'])
-def test_a_request_that_fails_ends_the_run(answer: bytes) -> None:
+def test_failed_request_ends_the_run(answer: bytes) -> None:
     with pytest.raises(BrokenStreamError):
         Reader().feed(answer)
 
 
-def figures(**changes: Any) -> dict[str, Any]:
+def measured(**changes: Any) -> dict[str, Any]:
     found = {"case": "saturation", "tokens_s": 1, "gateway_ran": 0.9, "gateway_waited": 0.05, "redis_ran": 0.1}
     return {**found, "client_and_publisher_ran": 0.9, "client_and_publisher_waited": 0.1, **changes}
 
 
-def test_figures_of_a_gateway_that_waited_for_the_bench_are_refused() -> None:
-    gateway.check(figures())
-    gateway.check(figures(gateway_ran=0.5, gateway_waited=0.45))  # another process had its core
-    gateway.check(figures(case="rate", gateway_ran=0.3, gateway_waited=0.0, late_iterations=0.0))
+def test_results_are_refused_when_the_gateway_waited_for_the_bench() -> None:
+    gateway.check(measured())
+    gateway.check(measured(gateway_ran=0.5, gateway_waited=0.45))  # another process had its core
+    gateway.check(measured(case="rate", gateway_ran=0.3, gateway_waited=0.0, late_iterations=0.0))
     with pytest.raises(gateway.WrongLimitError, match="idle for 65%"):
-        gateway.check(figures(gateway_ran=0.3))
+        gateway.check(measured(gateway_ran=0.3))
     with pytest.raises(gateway.WrongLimitError, match="late"):
-        gateway.check(figures(case="rate", late_iterations=0.2))
+        gateway.check(measured(case="rate", late_iterations=0.2))
 
 
-def test_a_refusal_and_wrong_options_have_an_exit_status(
+def test_refusal_and_wrong_options_have_an_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(_: object) -> None:
@@ -62,18 +62,18 @@ def test_a_refusal_and_wrong_options_have_an_exit_status(
     assert "nothing is reported: the client was slow" in shown.err
 
 
-def test_a_short_run_counts_every_token_of_a_real_gateway(
+def test_short_run_counts_every_token_of_a_gateway(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gateway, "check", lambda _: None)  # this machine does other things meanwhile
     monkeypatch.setattr(gateway, "WARM_S", 0.2)
     assert gateway.main(["--clients", "8", "--seconds", "0.5", "--rate", "400", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(line["case"], line["endpoint"]) for line in told["results"]] == [
+    report = json.loads(capsys.readouterr().out)
+    assert [(line["case"], line["endpoint"]) for line in report["results"]] == [
         ("saturation", "completions"), ("saturation", "chat"), ("rate", "completions"), ("rate", "chat"),
     ]  # fmt: skip
-    for line in told["results"]:
+    for line in report["results"]:
         assert line["tokens_s"] >= line["events_s"] > 0
         assert line["cpu_us_per_token"] > 0
-    assert all(0 < line["wait_p50_ms"] <= line["wait_p99_ms"] for line in told["results"][2:])
-    assert told["machine"]["cores"]
+    assert all(0 < line["wait_p50_ms"] <= line["wait_p99_ms"] for line in report["results"][2:])
+    assert report["machine"]["cores"]

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from aiohttp import web
 
 from bench.serve import html as load_html
 from bench.serve import main as load
+from bench.serve import stats
 from bench.serve.client import SseLines
-from bench.serve.stats import Run
 from shared.settings import ROOT
 
 
 class ScriptedServer:
-    """An OpenAI-shaped server in a thread of its own. `script` decides what each completion does."""
+    """An OpenAI-shaped server in a thread. `script` decides what each completion does."""
 
     def __init__(self) -> None:
         self.script = "stream"
@@ -44,7 +44,7 @@ class ScriptedServer:
             raise RuntimeError("the scripted server did not start")
 
     def hold_until(self, requests: int) -> None:
-        """Answers nobody before so many requests are there at once."""
+        """Answer no request before so many are there at once."""
         self._hold = requests
 
     async def _serve(self) -> None:
@@ -134,174 +134,136 @@ def an_idle_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "CLIENT_CPU_LIMIT", 1e9)
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
-    code = load.main([*argv, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+Run = Callable[..., dict[str, Any]]
 
 
-def test_an_open_loop_counts_every_token_and_leaves_the_warm_up_out(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, result = run(
-        capsys, "--url", server.url, "--model", "scripted", "--rate", "200", "--requests", "10", "--warmup", "3",
+@pytest.fixture
+def run(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the command without a warm-up against the server and returns its result."""
+
+    def run(*argv: str, code: int = 0) -> dict[str, Any]:
+        assert load.main(["--url", server.url, "--warmup", "0", *argv, "--json"]) == code
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    return run
+
+
+def test_open_loop_counts_every_token_without_the_warm_up(server: ScriptedServer, run: Run) -> None:
+    result = run(
+        "--model", "scripted", "--rate", "200", "--requests", "10", "--warmup", "3",
         "--prompt-tokens", "5", "--output-tokens", "7", "--seed", "4",
     )  # fmt: skip
-    assert code == 0
-    assert (result["requests"], result["finished"], result["errors"]) == (10, 10, {})
+    expected = {
+        "requests": 10, "finished": 10, "errors": {}, "output_tokens": 70, "finish_reasons": {"length": 10},
+        "prompt_tokens": 70, "seed": 4, "warmup": 3,  # 7 prompt tokens each by the usage of the server
+    }  # fmt: skip
+    assert {name: result[name] for name in expected} == expected
     assert len(server.bodies) == 13
-    assert result["output_tokens"] == 70
-    assert result["prompt_tokens"] == 70  # the server's usage says 7 each
-    assert result["finish_reasons"] == {"length": 10}
     assert all(len(body["prompt"]) == 5 and body["ignore_eos"] and body["stream"] for body in server.bodies)
     assert {"p50", "p90", "p99"} <= result["tbt_ms"].keys()
     assert result["ttft_ms"]["p50"] > 0
-    assert result["seed"] == 4
-    assert result["warmup"] == 3
     assert result["command"].startswith("orcinus bench serve --url")
 
 
-def test_prompts_depend_on_the_seed_alone(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_depend_on_the_seed_alone(server: ScriptedServer, run: Run) -> None:
     prompts = []
     for seed in ("1", "1", "2"):
         server.bodies.clear()
-        run(capsys, "--url", server.url, "--concurrency", "1", "--requests", "3", "--warmup", "0", "--seed", seed)
+        run("--concurrency", "1", "--requests", "3", "--seed", seed)
         prompts.append([body["prompt"] for body in server.bodies])
-    assert prompts[0] == prompts[1]
-    assert prompts[0] != prompts[2]
+    assert prompts[0] == prompts[1] != prompts[2]
 
 
-def test_a_closed_loop_keeps_exactly_its_concurrency_under_way(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_closed_loop_keeps_its_concurrency(server: ScriptedServer, run: Run) -> None:
     server.hold_until(4)
-    code, result = run(capsys, "--url", server.url, "--concurrency", "4", "--requests", "12", "--warmup", "0")
-    assert code == 0
-    assert result["finished"] == 12
+    assert run("--concurrency", "4", "--requests", "12")["finished"] == 12
     assert server.most_at_once == 4
 
 
-def test_text_mode_sends_words_and_takes_the_servers_token_count(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_mode_sends_words_and_takes_the_reported_usage(server: ScriptedServer, run: Run) -> None:
     server.script = "merged"
-    code, result = run(
-        capsys, "--url", server.url, "--concurrency", "1", "--requests", "2", "--warmup", "0", "--text",
-        "--prompt-tokens", "6", "--output-tokens", "4",
-    )  # fmt: skip
-    assert code == 0
+    result = run("--concurrency", "1", "--requests", "2", "--text", "--prompt-tokens", "6", "--output-tokens", "4")
     assert all(len(body["prompt"].split()) == 6 for body in server.bodies)
     assert result["output_tokens"] == 14  # four events each, seven tokens by the usage
 
 
-def test_refused_requests_are_recorded_as_429_and_are_no_failure_of_the_run(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_requests_are_counted_and_do_not_fail_the_run(server: ScriptedServer, run: Run) -> None:
     server.script = "some_429"
-    code, result = run(capsys, "--url", server.url, "--rate", "100", "--requests", "8", "--warmup", "0")
-    assert code == 0
-    assert result["finished"] == 4
-    assert result["errors"] == {"http_429": 4}
+    result = run("--rate", "100", "--requests", "8")
+    assert (result["finished"], result["errors"]) == (4, {"http_429": 4})
 
 
 @pytest.mark.parametrize(
     ("script", "kind"),
     [("cut", "cut"), ("quiet_end", "cut"), ("error_event", "stream_error"), ("cancelled", "finish_cancelled")],
 )
-def test_a_stream_that_does_not_end_as_it_should_is_a_failure(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], script: str, kind: str
-) -> None:
+def test_stream_with_a_wrong_end_fails_the_run(server: ScriptedServer, run: Run, script: str, kind: str) -> None:
     server.script = script
-    code, result = run(capsys, "--url", server.url, "--concurrency", "2", "--requests", "4", "--warmup", "0")
-    assert code == 1
-    assert result["finished"] == 0
-    assert result["errors"] == {kind: 4}
+    result = run("--concurrency", "2", "--requests", "4", code=1)
+    assert (result["finished"], result["errors"]) == (0, {kind: 4})
 
 
-def test_no_rate_is_given_as_the_servers_when_the_client_was_the_limit(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_result_has_no_rates_when_the_client_was_the_limit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "CLIENT_CPU_LIMIT", 0.0)
-    code, result = run(capsys, "--url", server.url, "--concurrency", "2", "--requests", "6", "--warmup", "0")
-    assert code == 1
+    result = run("--concurrency", "2", "--requests", "6", code=1)
     assert all(result[name] is None for name in load.RATES)
     assert "it was the limit" in result["warnings"][0]
     assert result["ttft_ms"]["p50"] is not None
 
 
-def test_the_key_is_sent_and_does_not_stand_in_the_result(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+def test_key_is_sent_and_not_in_the_result(
+    server: ScriptedServer, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.script = "locked"
     assert load.main(["--url", server.url, "--concurrency", "1", "--json"]) == 2
     assert "--api-key" in capsys.readouterr().err
-    code, result = run(
-        capsys, "--url", server.url, "--concurrency", "1", "--requests", "1", "--warmup", "0", "--api-key", "secret"
-    )
-    assert code == 0
+    result = run("--concurrency", "1", "--requests", "1", "--api-key", "secret")
     assert server.keys == ["Bearer secret"]
     assert "secret" not in json.dumps(result)
 
 
-def test_files_hold_the_result_one_record_a_request_and_a_picture(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, result = run(
-        capsys, "--url", server.url, "--concurrency", "2", "--requests", "5", "--output-tokens", "6", "--warmup", "0",
+def test_files_hold_result_records_and_picture(run: Run, tmp_path: Path) -> None:
+    result = run(
+        "--concurrency", "2", "--requests", "5", "--output-tokens", "6",
         "--output", str(tmp_path / "r.json"), "--records", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "r.png"),
     )  # fmt: skip
-    assert code == 0
     assert json.loads((tmp_path / "r.json").read_text()) == result
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [record["event_tokens"] for record in records] == [[2, 2, 2]] * 5
-    assert all(
-        record["scheduled_s"] <= record["sent_s"] <= record["event_s"][0] <= record["end_s"] for record in records
-    )
+    for record in records:
+        assert record["scheduled_s"] <= record["sent_s"] <= record["event_s"][0] <= record["end_s"]
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_gives_each_request_its_lengths(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_trace_gives_each_request_its_lengths(server: ScriptedServer, run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,11,3\n0.01,900,2\n0.02,12,1\n")
-    code, result = run(capsys, "--url", server.url, "--trace", str(trace), "--warmup", "0", "--clip-tokens", "100")
-    assert code == 0
+    result = run("--trace", str(trace), "--clip-tokens", "100")
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.bodies) == [(11, 3), (12, 1), (98, 2)]
     assert result["clipped"] == 1
 
 
-def test_several_loads_run_one_after_another_and_are_rows_of_one_result(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, result = run(
-        capsys, "--url", server.url, "--concurrency", "1,3", "--requests", "4", "--warmup", "0",
+def test_several_loads_are_rows_of_one_result(server: ScriptedServer, run: Run, tmp_path: Path) -> None:
+    result = run(
+        "--concurrency", "1,3", "--requests", "4",
         "--csv", str(tmp_path / "r.csv"), "--html", str(tmp_path / "r.html"),
     )  # fmt: skip
-    assert code == 0
     assert [(one["concurrency"], one["finished"]) for one in result["runs"]] == [(1, 4), (3, 4)]
     assert len(server.bodies) == 8
     rows = list(csv.DictReader((tmp_path / "r.csv").open()))
     assert [float(row["ttft_ms.p99"]) for row in rows] == [one["ttft_ms"]["p99"] for one in result["runs"]]
     page = (tmp_path / "r.html").read_text()
-    assert page.count("<svg") == 2
-    assert "3 at a time" in page
-    assert "<script" not in page
+    assert page.count("<svg") == 2 and "3 at a time" in page and "<script" not in page
     assert "http://www.w3.org" in page  # only names of formats
     assert not re.findall(r"(?:src|href)=[\"']?http", page.replace("xlink:href", ""))
 
 
-def test_what_the_server_says_is_escaped_in_the_report(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code = load.main(
-        ["--url", server.url, "--concurrency", "1", "--requests", "1", "--html", str(tmp_path / "r.html"), "--json"]
-    )
-    assert code == 0
-    result = json.loads(capsys.readouterr().out)
+def test_report_escapes_text_from_outside(run: Run) -> None:
+    result = run("--concurrency", "1", "--requests", "1")
     evil = {**result, "command": "<script>alert(1)</script>"}
-    page = load_html.report(evil, [Run({**result, "model": "<b>x</b>"}, [])])
-    assert "<script" not in page
-    assert "<b>" not in page
+    page = load_html.report(evil, [stats.Run({**result, "model": "<b>x</b>"}, [])])
+    assert "<script" not in page and "<b>" not in page
 
 
 @pytest.mark.parametrize(
@@ -323,32 +285,23 @@ def test_what_the_server_says_is_escaped_in_the_report(
         ["--no-such-option"],
     ],
 )
-def test_wrong_use_is_exit_code_2_with_a_message_and_an_empty_stdout(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_is_exit_code_2_with_a_message(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert load.main([*argv, "--json"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "bench serve" in shown.err
 
 
-def test_sse_payloads_come_out_whole_wherever_the_network_cuts_them() -> None:
+def test_sse_payloads_are_complete_wherever_the_network_cuts() -> None:
     stream = b': hi\n\nid: 3\ndata: {"a": 1}\r\n\r\ndata:{"b": "\xc3\xa9"}\n\ndata: [DONE]\n\n'
     for cut in range(len(stream) + 1):
         lines = SseLines()
         assert lines.feed(stream[:cut]) + lines.feed(stream[cut:]) == [b'{"a": 1}', b'{"b": "\xc3\xa9"}', b"[DONE]"]
 
 
-def test_without_aiohttp_the_command_says_what_to_install() -> None:
+def test_missing_aiohttp_is_an_error_with_the_command_to_install() -> None:
     code = "import sys; sys.modules['aiohttp'] = None; from services.cli.app import main; main()"
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "bench", "serve"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
+    command = [sys.executable, "-c", code, "bench", "serve"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.returncode == 2
-    assert "make install-dev" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert "make install-dev" in ended.stderr and "Traceback" not in ended.stderr
